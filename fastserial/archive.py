@@ -1,0 +1,120 @@
+"""ZipArchive: stands where torch's PyTorchFileWriter stands, and writes through a FastFileWriter.
+
+torch's `_save` calls `write_record` for the pickle and the small records, as ever; then the patch
+hands over all storages in one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from fastserial import oracle
+from fastserial.checksums import crc32
+from fastserial.containers.extents import Memory
+from fastserial.containers.zip import ZipLayout
+from fastserial.staging import HostMemory, storage_memory, synchronize
+from fastserial.writer import FastFileWriter
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ZipArchive"]
+
+_HEAD = 8
+
+
+class ZipArchive:
+    """A context manager that lays out one archive and writes it when left without an exception."""
+
+    def __init__(self, writer: FastFileWriter, archive: str, owns_writer: bool) -> None:
+        """Start an archive at the writer's position.
+
+        Args:
+            writer: where the archive goes.
+            archive: the name torch puts before the records' names.
+            owns_writer: close the writer at the end, and discard it on an exception.
+
+        Raises:
+            LayoutError: the storage alignment does not fit the format.
+        """
+        self._writer = writer
+        self._owns_writer = owns_writer
+        self._layout = ZipLayout(archive, oracle.alignment(), oracle.checksums_wanted())
+        self._archive = archive
+        self._finished = False
+        writer.label("zip")
+
+    def archive_name(self) -> str:
+        """Return the name put before the records' names."""
+        return self._archive
+
+    def write_record(
+        self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
+    ) -> None:
+        """Add a record of `size` bytes: text, bytes, a storage, or host memory at an address."""
+        if isinstance(data, str):
+            data = data.encode()
+        if isinstance(data, bytes):
+            text = data[:size]
+            self._layout.add_bytes(name, text, crc32(text))
+        elif isinstance(data, int):
+            self._add_memory(name, HostMemory(data, size, None))
+        else:
+            self._add_memory(name, storage_memory(data))
+
+    def write_record_metadata(self, name: str, size: int) -> None:
+        """Add a record whose bytes are left out (`skip_data`)."""
+        self._layout.add_hole(name, size)
+
+    def save_torch_storage_object_list(
+        self,
+        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
+        save_size: bool,
+        names: Sequence[str],
+    ) -> None:
+        """Add all storages at once, as records called `names`; a zip has no size prefix."""
+        synchronize([storage for storage, _ in storage_obj_list])
+        for name, (storage, _) in zip(names, storage_obj_list, strict=True):
+            self._add_memory(name, storage_memory(storage))
+
+    def _add_memory(self, name: str, memory: Memory) -> None:
+        head = ctypes.create_string_buffer(_HEAD) if memory.nbytes >= _HEAD else None
+        if head is not None:
+            memory.copy_to(ctypes.addressof(head), 0, _HEAD)
+        self._layout.add_memory(name, memory, head.raw if head is not None else b"")
+
+    def write_end_of_file(self) -> None:
+        """Write the archive. Idempotent.
+
+        Raises:
+            WriteError: the disk is full or failed.
+        """
+        if not self._finished:
+            self._finished = True
+            self._writer.write_plan(oracle.finish(self._layout))
+
+    def __enter__(self) -> ZipArchive:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            if self._owns_writer:
+                self._writer.abort()
+            return
+        try:
+            self.write_end_of_file()
+            if self._owns_writer:
+                self._writer.close()
+            else:
+                self._writer.settle()
+        except BaseException:
+            self._writer.abort()
+            raise

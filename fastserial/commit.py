@@ -1,0 +1,181 @@
+"""Replacing a file as a whole: the target is the old file or the new one, never between.
+
+The new file is made without a name (`O_TMPFILE`) where the file system can, so that a killed
+process leaves nothing; elsewhere under a temporary name beside the target. Then: sync the file,
+give it the temporary name, rename it over the target, sync the directory.
+
+Temporary names are numbered per target. Whoever owns one holds a lock (`flock`) on it, so a name
+nobody locks was left by a killed process, and the next save to the target removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+
+from fastserial.targets import PathTarget
+
+__all__ = ["Replacement", "temporary_name"]
+
+_SLOTS = 10_000
+_NAME_MAX = 255
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
+
+
+def temporary_name(name: str, slot: int) -> str:
+    """Return the temporary name number `slot` of the file `name` (without its directory)."""
+    suffix = f".fastserial-{slot}.tmp"
+    room = _NAME_MAX - len(suffix) - 1
+    return f".{os.fsdecode(os.fsencode(name)[:room])}{suffix}"
+
+
+class Replacement:
+    """A new file on its way to a target: `fd` is its descriptor until `commit` or `discard`."""
+
+    def __init__(self, target: PathTarget, durable: bool) -> None:
+        """Create the file, empty and not yet visible at the target.
+
+        Raises:
+            OSError: it cannot be created (no permission, no space, read-only file system, ...).
+        """
+        self.target = target
+        self.durable = durable
+        self.named: str | None = None
+        self.fd = -1
+        self._directory = os.open(
+            os.path.dirname(target.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        )
+        try:
+            self.fd = self._create()
+            self._copy_attributes()
+        except BaseException:
+            self.discard()
+            raise
+
+    def _create(self) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC
+        if not os.path.isdir("/proc/self/fd"):  # without it, no name can be given later
+            return self._create_named(flags)
+        try:
+            fd = os.open(".", flags | os.O_TMPFILE, 0o666, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            return self._create_named(flags)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+
+    def _create_named(self, flags: int) -> int:
+        for name in self._free_names():
+            try:
+                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._directory)
+            except FileExistsError:
+                continue
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._is(name, fd):
+                self.named = name
+                return fd
+            os.close(fd)  # a sweeper took it between creation and lock
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def _free_names(self) -> Iterator[str]:
+        """Yield temporary names to try, removing those that a killed process left."""
+        base = os.path.basename(self.target.path)
+        for slot in range(_SLOTS):
+            name = temporary_name(base, slot)
+            if not self._exists(name) or self._remove_stale(name):
+                yield name
+
+    def _exists(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _is(self, name: str, fd: int) -> bool:
+        try:
+            there = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(fd))
+
+    def _remove_stale(self, name: str) -> bool:
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+        except OSError:
+            return False
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return False
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._is(name, fd):
+                return False
+            os.unlink(name, dir_fd=self._directory)
+            return True
+        except OSError:  # locked: its owner is alive
+            return False
+        finally:
+            os.close(fd)
+
+    def _copy_attributes(self) -> None:
+        """Give the new file the mode and, where we may, the owner of the one it replaces."""
+        if self.target.owner is not None:
+            made = os.fstat(self.fd)
+            if (made.st_uid, made.st_gid) != self.target.owner:
+                with contextlib.suppress(PermissionError):
+                    os.fchown(self.fd, *self.target.owner)
+        if self.target.mode is not None:
+            os.fchmod(self.fd, self.target.mode)
+
+    def sync(self) -> None:
+        """Put data and metadata on the device, if the save is to be durable."""
+        if self.durable:
+            os.fsync(self.fd)
+        else:
+            os.close(os.dup(self.fd))  # network file systems report late errors at a close
+
+    def commit(self) -> None:
+        """Make the file the target, and the change of name durable. `sync` comes before.
+
+        Raises:
+            OSError: the target is still the old file, unless only the last sync failed.
+        """
+        named = self.named = self.named or self._link()
+        base = os.path.basename(self.target.path)
+        os.rename(named, base, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        self.named = None
+        if self.durable:
+            os.fsync(self._directory)
+        self._close()
+
+    def _link(self) -> str:
+        """Give the nameless file a temporary name and return it."""
+        source = f"/proc/self/fd/{self.fd}"
+        for name in self._free_names():
+            try:
+                os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
+            except FileExistsError:
+                continue
+            return name
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def discard(self) -> None:
+        """Throw the new file away. Idempotent; does nothing after `commit`."""
+        if self.named is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self.named, dir_fd=self._directory)
+            self.named = None
+        self._close()
+
+    def _close(self) -> None:
+        for fd in (self.fd, self._directory):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        self.fd = self._directory = -1

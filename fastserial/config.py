@@ -1,0 +1,207 @@
+"""Options: one frozen `Config` and one rule for where its values come from.
+
+A value set nearer to the call wins:
+`with options(...)`  >  `install(...)`  >  `FASTSERIAL_<NAME>` in the environment  >  default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastserial.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastserial.engines import EngineFactory
+    from fastserial.report import SaveReport
+
+__all__ = ["Config", "current", "options", "set_installed"]
+
+KiB = 1024
+MiB = 1024 * KiB
+PAGE = 4096
+MAX_BLOCK = 1024 * MiB
+
+Direct = Literal["auto"] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How bytes reach the disk. Sizes are bytes.
+
+    Attributes:
+        engine: name of the I/O engine (`threads`, `null`, ...), or a function that makes one from
+            the number of threads.
+        block_size: bytes of one write; a multiple of 4096.
+        queue_depth: blocks in flight at once. `block_size * queue_depth` is the peak of extra
+            memory a save takes.
+        threads: worker threads of the `threads` engine.
+        durable: sync file and directory before `torch.save` returns (paths only).
+        direct: `"auto"` uses direct I/O where the file system takes it and the file is larger
+            than `small_file`; `True` asks for it at any size; `False` goes through the page cache.
+        preallocate: reserve the file's space before the first byte, so that a full disk is
+            noticed early and extents are contiguous.
+        small_file: files up to this many bytes are written in one buffered write.
+        progress: show a progress bar (needs tqdm) for each save.
+        on_report: called with the `SaveReport` after each save, in the saving thread.
+    """
+
+    engine: str | EngineFactory = "threads"
+    block_size: int = 4 * MiB
+    queue_depth: int = 8
+    threads: int = 8
+    durable: bool = True
+    direct: Direct = "auto"
+    preallocate: bool = True
+    small_file: int = 1 * MiB
+    progress: bool = False
+    on_report: Callable[[SaveReport], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not PAGE <= self.block_size <= MAX_BLOCK or self.block_size % PAGE:
+            raise ConfigError(
+                f"block_size must be a multiple of {PAGE} bytes up to {MAX_BLOCK}, "
+                f"not {self.block_size}"
+            )
+        for name in ("queue_depth", "threads"):
+            if not 1 <= getattr(self, name) <= 1024:
+                raise ConfigError(f"{name} must be from 1 to 1024, not {getattr(self, name)}")
+        if self.small_file < 0:
+            raise ConfigError(f"small_file must not be negative, not {self.small_file}")
+        if self.direct not in ("auto", True, False):
+            raise ConfigError(f'direct must be "auto", True or False, not {self.direct!r}')
+
+
+_NAMES = frozenset(f.name for f in fields(Config))
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+_UNITS = {"": 1, "k": KiB, "kib": KiB, "m": MiB, "mib": MiB, "g": 1024 * MiB, "gib": 1024 * MiB}
+
+_installed: Mapping[str, Any] = {}
+_scoped: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
+    "fastserial_options", default=None
+)
+_lock = threading.Lock()
+_environment_cache: tuple[tuple[tuple[str, str], ...], Mapping[str, Any]] | None = None
+
+
+def parse_bool(text: str) -> bool:
+    """Return the truth value of an environment variable's text."""
+    low = text.strip().lower()
+    if low in _TRUE:
+        return True
+    if low in _FALSE:
+        return False
+    raise ConfigError(f"expected a yes/no value (1, 0, true, false, on, off), not {text!r}")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `"8MiB"`, `"64k"` or `"4096"` stand for (binary units)."""
+    low = text.strip().lower()
+    digits = low.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = low[len(digits) :].strip()
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise ConfigError(f"expected a size such as 8MiB, 64k or 4096, not {text!r}") from None
+
+
+def _parse_direct(text: str) -> Direct:
+    return "auto" if text.strip().lower() == "auto" else parse_bool(text)
+
+
+def _parse_count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"expected a whole number, not {text!r}") from None
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "engine": str.strip,
+    "block_size": parse_size,
+    "queue_depth": _parse_count,
+    "threads": _parse_count,
+    "durable": parse_bool,
+    "direct": _parse_direct,
+    "preallocate": parse_bool,
+    "small_file": parse_size,
+    "progress": parse_bool,
+}
+
+
+def _from_environment() -> Mapping[str, Any]:
+    """Return the options that `FASTSERIAL_*` variables set; parsed again only when they change."""
+    global _environment_cache
+    found = tuple(
+        (name, os.environ[variable])
+        for name in _PARSERS
+        if (variable := f"FASTSERIAL_{name.upper()}") in os.environ
+    )
+    cached = _environment_cache
+    if cached is not None and cached[0] == found:
+        return cached[1]
+    values: dict[str, Any] = {}
+    for name, text in found:
+        try:
+            values[name] = _PARSERS[name](text)
+        except ConfigError as error:
+            raise ConfigError(f"FASTSERIAL_{name.upper()}: {error}") from None
+    _environment_cache = (found, values)
+    return values
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    unknown = sorted(set(values) - _NAMES)
+    if unknown:
+        raise ConfigError(
+            f"unknown option {', '.join(unknown)}; there are: {', '.join(sorted(_NAMES))}"
+        )
+
+
+def set_installed(**values: Any) -> None:
+    """Replace the options given to `install()`.
+
+    Raises:
+        ConfigError: an option has an unknown name or an impossible value.
+    """
+    global _installed
+    _check_names(values)
+    Config(**values)
+    with _lock:
+        _installed = dict(values)
+
+
+def current(**overrides: Any) -> Config:
+    """Return the `Config` in force for the calling context.
+
+    Raises:
+        ConfigError: an option or environment variable has an impossible value.
+    """
+    _check_names(overrides)
+    merged = {**_from_environment(), **_installed, **(_scoped.get() or {}), **overrides}
+    return replace(_DEFAULT, **merged) if merged else _DEFAULT
+
+
+@contextlib.contextmanager
+def options(**values: Any) -> Iterator[Config]:
+    """Set options for the saves made inside a `with` block (this thread or task only).
+
+    Raises:
+        ConfigError: an option has an unknown name or an impossible value.
+    """
+    _check_names(values)
+    config = current(**values)
+    token = _scoped.set({**(_scoped.get() or {}), **values})
+    try:
+        yield config
+    finally:
+        _scoped.reset(token)
+
+
+_DEFAULT = Config()

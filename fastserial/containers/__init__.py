@@ -1,0 +1,1 @@
+"""Layout: which byte of a checkpoint lies where. Pure arithmetic, no I/O."""

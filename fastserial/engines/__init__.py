@@ -1,0 +1,97 @@
+"""I/O engines, and the choice among them.
+
+Third parties add one with the entry point group `fastserial.engines` (name = "module:Class").
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.errors import EngineUnavailableError
+
+__all__ = [
+    "Capabilities",
+    "Completion",
+    "Engine",
+    "EngineFactory",
+    "EngineStatus",
+    "Op",
+    "Request",
+    "create",
+    "load",
+    "names",
+    "survey",
+]
+
+_BUILTIN = {
+    "threads": "fastserial.engines.threads:ThreadsEngine",
+    "null": "fastserial.engines.null:NullEngine",
+    "deepspeed": "fastserial.engines.deepspeed:DeepSpeedEngine",
+}
+_GROUP = "fastserial.engines"
+EngineFactory = Callable[[int], Engine]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Whether an engine can run here: `missing` says what keeps it from it, or is None."""
+
+    name: str
+    missing: str | None
+    capabilities: Capabilities | None
+
+
+def names() -> list[str]:
+    """Return the names of all known engines."""
+    return [*_BUILTIN, *(e.name for e in entry_points(group=_GROUP) if e.name not in _BUILTIN)]
+
+
+def load(name: str) -> type[Engine]:
+    """Return the class of an engine.
+
+    Raises:
+        EngineUnavailableError: there is no such engine, or it cannot run here; says why.
+    """
+    try:
+        if name in _BUILTIN:
+            module, _, attribute = _BUILTIN[name].partition(":")
+            found: type[Engine] = getattr(importlib.import_module(module), attribute)
+        else:
+            entry = next((e for e in entry_points(group=_GROUP) if e.name == name), None)
+            if entry is None:
+                raise EngineUnavailableError(
+                    f"no I/O engine {name!r}; there are: {', '.join(names())}"
+                )
+            found = entry.load()
+        missing = found.unavailable()
+    except ImportError as error:
+        if isinstance(error, EngineUnavailableError):
+            raise
+        raise EngineUnavailableError(f"engine {name!r} cannot be imported: {error}") from error
+    if missing is not None:
+        raise EngineUnavailableError(f"engine {name!r} cannot run here: {missing}")
+    return found
+
+
+def create(engine: str | EngineFactory, threads: int) -> Engine:
+    """Return a new engine, by name or from what makes one.
+
+    Raises:
+        EngineUnavailableError: it cannot run here; the message says why.
+    """
+    return load(engine)(threads) if isinstance(engine, str) else engine(threads)
+
+
+def survey() -> list[EngineStatus]:
+    """Return, for every known engine, whether it can run here and if not, why."""
+    found: list[EngineStatus] = []
+    for name in names():
+        try:
+            found.append(EngineStatus(name, None, load(name).capabilities))
+        except EngineUnavailableError as error:
+            found.append(EngineStatus(name, str(error), None))
+    return found

@@ -1,0 +1,127 @@
+"""The interface of an I/O engine.
+
+An engine moves aligned blocks between staging buffers and file descriptors. It knows nothing of
+containers or torch. Requests are submitted in batches and complete in any order:
+
+    pool = engine.allocate(queue_depth, block_size)
+    engine.open(pool.buffers, queue_depth)
+    engine.submit([Request(...), ...])
+    for completion in engine.wait(1): ...
+    engine.close()
+
+One engine object serves one file from one submitting thread. io_uring, libaio and cuFile fit
+behind the same calls: `allocate` is where buffers are pinned, `open` where they are registered,
+`submit` may be one system call for the whole batch, `wait` reaps completions.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fastserial.staging import Buffer, BufferPool
+
+__all__ = ["Capabilities", "Completion", "Engine", "Op", "Request"]
+
+
+class Op(enum.Enum):
+    """Direction of a request."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do.
+
+    Attributes:
+        reads, writes: directions it moves bytes in.
+        moves_data: the bytes really reach the file (`null` says no).
+        parallel_prepare: `Request.prepare` runs on the engine's threads, several at once.
+        unaligned: takes any offset and length, not only multiples of the sector size.
+        registered_buffers: gains from the buffers handed to `open`.
+        device_memory: moves device memory without staging.
+    """
+
+    reads: bool = True
+    writes: bool = True
+    moves_data: bool = True
+    parallel_prepare: bool = False
+    unaligned: bool = True
+    registered_buffers: bool = False
+    device_memory: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """One transfer of `length` bytes at `offset` of the file behind descriptor `fd`.
+
+    Attributes:
+        prepare: fills the buffer before a write; called exactly once, on any thread. Requests are
+            prepared in the order of submission: one may wait for an earlier one, never for a later.
+        tag: the submitter's own; engines leave it alone.
+        times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
+    """
+
+    op: Op
+    fd: int
+    offset: int
+    length: int
+    buffer: Buffer
+    prepare: Callable[[Request], None] | None = None
+    tag: Any = None
+    times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+    @property
+    def view(self) -> memoryview:
+        """The part of the buffer that is transferred."""
+        return self.buffer.view[: self.length]
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished request: `transferred` bytes, or the error that ended it."""
+
+    request: Request
+    transferred: int
+    error: BaseException | None = None
+
+
+class Engine(abc.ABC):
+    """Moves blocks. See the module's text for the order of calls."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, threads: int = 1) -> None:
+        """Make an engine; `threads` is a hint for engines that have threads of their own."""
+        self.threads = threads
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Return why the engine cannot run here and what to install, or None if it can."""
+        return None
+
+    def allocate(self, count: int, nbytes: int) -> BufferPool:
+        """Return up to `count` buffers of `nbytes` bytes each, in memory this engine likes best."""
+        return BufferPool(count, nbytes)
+
+    @abc.abstractmethod
+    def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
+        """Get ready for up to `queue_depth` requests in flight, on these buffers."""
+
+    @abc.abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue a batch. Returns at once, or after preparing if the engine has no threads."""
+
+    @abc.abstractmethod
+    def wait(self, minimum: int) -> list[Completion]:
+        """Return finished requests, at least `minimum` unless fewer are in flight."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Drop what has not started, wait for what has, and free resources. Idempotent."""

@@ -1,0 +1,125 @@
+"""Exceptions and warnings.
+
+Every error is a `FastserialError` and also the builtin that stock torch raises in the same
+situation, so existing `except` clauses keep working.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+__all__ = [
+    "ConfigError",
+    "CorruptCheckpointError",
+    "EngineError",
+    "EngineUnavailableError",
+    "FastserialError",
+    "LayoutError",
+    "PatchError",
+    "PickleLimitError",
+    "UnsupportedTorchWarning",
+    "WriteError",
+    "write_error",
+]
+
+
+class FastserialError(Exception):
+    """Base of everything fastserial raises on purpose."""
+
+
+class ConfigError(FastserialError, ValueError):
+    """An option has an unknown name or an impossible value."""
+
+
+class PatchError(FastserialError, ImportError):
+    """The installed torch cannot be patched (`install(strict=True)` only)."""
+
+
+class EngineError(FastserialError, RuntimeError):
+    """An I/O engine was used against its contract."""
+
+
+class EngineUnavailableError(EngineError, ImportError):
+    """The engine asked for by name cannot run on this machine."""
+
+
+class LayoutError(FastserialError, RuntimeError):
+    """A container cannot be laid out as asked."""
+
+
+class CorruptCheckpointError(FastserialError, RuntimeError):
+    """A checkpoint file is damaged.
+
+    A `RuntimeError`, as what `torch.load` raises for most damaged files.
+
+    Attributes:
+        path: the file, None where it is not known.
+        record: the damaged record (zip) or storage (legacy), None if it is the container.
+        offset: where in the file (bytes), None where it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        record: str | None = None,
+        offset: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.record = record
+        self.offset = offset
+
+    def __str__(self) -> str:
+        parts = [self.path, f"record {self.record}" if self.record else None, self.message]
+        return ": ".join(part for part in parts if part)
+
+
+class PickleLimitError(FastserialError, RuntimeError):
+    """A pickle takes more memory or time to look through than the limits allow."""
+
+
+class WriteError(FastserialError, OSError, RuntimeError):
+    """A file could not be written.
+
+    An `OSError` with `errno` and `filename`, and a `RuntimeError`, which is what stock
+    `torch.save` raises for a path it cannot write. The previous file at the path is intact.
+    """
+
+
+class MissingDirectoryError(WriteError, FileNotFoundError):
+    """The directory of the target does not exist."""
+
+
+class IsDirectoryTargetError(WriteError, IsADirectoryError):
+    """The target is a directory."""
+
+
+class NotDirectoryTargetError(WriteError, NotADirectoryError):
+    """A component of the target's path is not a directory."""
+
+
+class DeniedTargetError(WriteError, PermissionError):
+    """The target or its directory may not be written."""
+
+
+_BY_ERRNO: dict[int, type[WriteError]] = {
+    errno.ENOENT: MissingDirectoryError,
+    errno.EISDIR: IsDirectoryTargetError,
+    errno.ENOTDIR: NotDirectoryTargetError,
+    errno.EACCES: DeniedTargetError,
+    errno.EPERM: DeniedTargetError,
+}
+
+
+def write_error(number: int, path: str | None, message: str | None = None) -> WriteError:
+    """Return the `WriteError` for an errno, with the path and a remedy in its text."""
+    kind = _BY_ERRNO.get(number, WriteError)
+    return kind(number, message or os.strerror(number), path)
+
+
+class UnsupportedTorchWarning(UserWarning):
+    """The installed torch has no matching patch; torch stays stock."""

@@ -1,0 +1,132 @@
+"""What the patched torch functions call: the one place where torch meets fastserial.
+
+Each function returns a value that means "torch's own way" when the case is not ours. Names and
+arguments are part of every file in `patches/`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastserial import oracle
+from fastserial.archive import ZipArchive
+from fastserial.config import current
+from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
+from fastserial.targets import FileTarget, PathTarget, StockWay, file_target, path_target
+from fastserial.writer import FastFileWriter
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+__all__ = [
+    "open_file",
+    "open_zip_writer",
+    "save_legacy_storages",
+    "save_zip_storages",
+    "self_check",
+]
+
+_log = logging.getLogger("fastserial")
+# Storages on these devices are torch's: they hold no bytes, or raise when saved.
+_BODILESS = frozenset({"meta"})
+
+
+def self_check() -> str | None:
+    """Return why this torch must stay stock, or None if everything is as fastserial knows it."""
+    if sys.byteorder != "little":
+        return "big-endian machines are not supported"
+    return oracle.self_check()
+
+
+def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
+    """Return what stands in for `_open_zipfile_writer(target)`, or None for torch's own.
+
+    Raises:
+        WriteError: the target cannot be written.
+    """
+    if not 0 < oracle.alignment() <= MAX_ALIGNMENT:
+        return None
+    if isinstance(target, FastFileWriter):
+        return ZipArchive(target, "archive", owns_writer=False)
+    found = _classify(target)
+    if isinstance(found, PathTarget):
+        archive = archive_name(found.name)
+        if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
+            return None
+    elif isinstance(found, FileTarget) and not torch.serialization._serialization_tls.skip_data:
+        archive = "archive"
+    else:
+        return None
+    return ZipArchive(FastFileWriter(found, current()), archive, owns_writer=True)
+
+
+def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
+    """Return what stands in for `_open_file_like(target, mode)`, or None for torch's own.
+
+    Raises:
+        WriteError: the target cannot be written.
+    """
+    if mode != "wb" or isinstance(target, FastFileWriter):
+        return None
+    found = _classify(target)
+    if found is None:
+        return None
+    writer = FastFileWriter(found, current())
+    writer.label("legacy")
+    return writer
+
+
+def save_zip_storages(
+    archive: Any, storages: Mapping[str, torch.UntypedStorage], keys: Sequence[str]
+) -> bool:
+    """Hand all storages of a zip checkpoint over; False leaves them to torch's loop."""
+    hand_over = getattr(archive, "save_torch_storage_object_list", None)
+    if hand_over is None or torch.serialization._serialization_tls.skip_data:
+        return False
+    found = [storages[key] for key in keys]
+    if not _all_have_bytes(found):
+        return False
+    names = [f"data/{key}" for key in keys]
+    hand_over([(storage, torch.uint8) for storage in found], save_size=False, names=names)
+    return True
+
+
+def save_legacy_storages(
+    file: Any,
+    storages: Mapping[str, tuple[torch.UntypedStorage, torch.dtype]],
+    keys: Sequence[str],
+) -> bool:
+    """Hand all storages of a legacy checkpoint over; False leaves them to torch's loop."""
+    hand_over = getattr(file, "save_torch_storage_object_list", None)
+    if hand_over is None:
+        return False
+    found = [storages[key] for key in keys]
+    if not _all_have_bytes([storage for storage, _ in found]):
+        return False
+    hand_over(found, save_size=True)
+    return True
+
+
+def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:
+    return not any(storage.device.type in _BODILESS for storage in storages)
+
+
+def _classify(target: Any) -> PathTarget | FileTarget | None:
+    found: PathTarget | FileTarget | StockWay
+    if isinstance(target, str | os.PathLike):
+        name = os.fspath(target)
+        if not isinstance(name, str):
+            return None
+        found = path_target(name)
+    else:
+        found = file_target(target)
+    if isinstance(found, StockWay):
+        _log.debug("torch writes %r itself: %s", target, found.reason)
+        return None
+    return found

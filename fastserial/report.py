@@ -1,0 +1,127 @@
+"""What a save did, in fio's words: bytes, seconds, bandwidth, latencies, engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Latency", "SaveReport", "format_bandwidth", "format_bytes", "last_report"]
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+    index = 0
+    while value >= base and index < len(units) - 1:
+        value /= base
+        index += 1
+    digits = 0 if value >= 100 or index == 0 else 1
+    return f"{value:.{digits}f}{units[index]}"
+
+
+def format_bytes(count: int) -> str:
+    """Return a byte count in both unit bases, such as `2.8GiB (3.0GB)`."""
+    return f"{_scaled(count, 1024, _BINARY)} ({_scaled(count, 1000, _DECIMAL)})"
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """Return a bandwidth in both unit bases, such as `1581MiB/s (1658MB/s)`."""
+    binary = _scaled(bytes_per_second, 1024, _BINARY)
+    return f"{binary}/s ({_scaled(bytes_per_second, 1000, _DECIMAL)}/s)"
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Latencies of a save's writes, in seconds."""
+
+    count: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Latency:
+        """Return the summary of a list of latencies."""
+        if not seconds:
+            return cls()
+        ordered = sorted(seconds)
+        last = len(ordered) - 1
+
+        def at(fraction: float) -> float:
+            return ordered[round(fraction * last)]
+
+        mean = sum(ordered) / len(ordered)
+        return cls(len(ordered), mean, at(0.50), at(0.95), at(0.99), ordered[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """One finished save.
+
+    Attributes:
+        path: the target, or the name of the file object.
+        container: `zip`, `legacy` or `raw` (a FastFileWriter used as a plain file).
+        bytes: size of what was written.
+        seconds: from opening the target to the last sync, pickling included.
+        engine: the engine that moved the bytes; `buffered` for one plain write.
+        direct: whether direct I/O was used.
+        durable: whether file and directory were synced.
+        fallback: why the save did not go the fastest way, or None.
+        block_size, queue_depth, threads: the settings used (bytes, blocks, threads).
+        phases: seconds per phase (`serialize`, `transfer`, `sync`, `commit`).
+        submit: latency from queueing a block until its write starts.
+        complete: latency of the write itself.
+    """
+
+    path: str
+    container: str
+    bytes: int
+    seconds: float
+    engine: str
+    direct: bool
+    durable: bool
+    fallback: str | None = None
+    block_size: int = 0
+    queue_depth: int = 0
+    threads: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    submit: Latency = Latency()
+    complete: Latency = Latency()
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second over the whole save."""
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON values, bandwidth included."""
+        return {**asdict(self), "bandwidth": self.bandwidth}
+
+    def __str__(self) -> str:
+        line = (
+            f"WRITE: bw={format_bandwidth(self.bandwidth)}, io={format_bytes(self.bytes)}, "
+            f"run={self.seconds * 1000:.0f}msec, engine={self.engine}, direct={int(self.direct)}, "
+            f"durable={int(self.durable)}, file={self.path}"
+        )
+        return f"{line}, fallback={self.fallback}" if self.fallback else line
+
+
+_last: SaveReport | None = None
+_lock = threading.Lock()
+
+
+def publish(report: SaveReport) -> None:
+    """Make a report the process's last one."""
+    global _last
+    with _lock:
+        _last = report
+
+
+def last_report() -> SaveReport | None:
+    """Return the report of the save that finished last in this process, or None."""
+    return _last

@@ -1,0 +1,147 @@
+"""Staging: a pool of aligned buffers with a byte budget, and the memory that fills them.
+
+The pool is the only memory a save needs beyond the objects themselves; its size does not depend
+on the checkpoint's. Device storages pass through it in chunks, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastserial.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Buffer", "BufferPool", "HostMemory", "StorageMemory", "storage_memory", "synchronize"]
+
+# ctypes.memmove drops the GIL while it copies.
+memmove = ctypes.memmove
+
+
+class Buffer:
+    """One page-aligned buffer: `address`, `nbytes`, and `view`, a writable memoryview of it."""
+
+    __slots__ = ("address", "index", "nbytes", "view")
+
+    def __init__(self, index: int, view: memoryview, address: int) -> None:
+        self.index = index
+        self.view = view
+        self.address = address
+        self.nbytes = len(view)
+
+
+class BufferPool:
+    """A fixed number of equal buffers in one anonymous mapping.
+
+    Not thread-safe: the thread that submits requests takes and gives back.
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        """Map `count` buffers of `nbytes` bytes (a multiple of the page size) each."""
+        self._map = mmap.mmap(-1, count * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # fewer faults, and fewer pages to pin for direct I/O
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self._divide(memoryview(self._map), ctypes.addressof(self._anchor), count, nbytes)
+
+    def _divide(self, whole: memoryview, address: int, count: int, nbytes: int) -> None:
+        """Make the buffers; `whole` shows the memory at `address`."""
+        self.buffers: Sequence[Buffer] = [
+            Buffer(i, whole[i * nbytes : (i + 1) * nbytes], address + i * nbytes)
+            for i in range(count)
+        ]
+        self._whole = whole
+        self._free = list(reversed(self.buffers))
+
+    @property
+    def free(self) -> int:
+        """Number of buffers that can be taken."""
+        return len(self._free)
+
+    def take(self) -> Buffer:
+        """Take a free buffer.
+
+        Raises:
+            EngineError: there is none.
+        """
+        if not self._free:
+            raise EngineError("no free staging buffer")
+        return self._free.pop()
+
+    def give(self, buffer: Buffer) -> None:
+        """Give a buffer back."""
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """Unmap the memory. No request may be using a buffer any more."""
+        self._free.clear()
+        for buffer in self.buffers:
+            buffer.view.release()
+        self.buffers = ()
+        self._whole.release()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        del self._anchor
+        self._map.close()
+
+
+class HostMemory:
+    """Host bytes at an address; `owner` keeps them alive."""
+
+    __slots__ = ("address", "nbytes", "owner")
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.owner = owner
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        memmove(address, self.address + start, length)
+
+
+class StorageMemory:
+    """Bytes of a storage on a device, copied to the host in the chunks that are asked for."""
+
+    __slots__ = ("_bytes", "nbytes")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        import torch
+
+        self.nbytes = storage.nbytes()
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`; returns when done."""
+        import torch
+
+        target = (ctypes.c_char * length).from_address(address)
+        host = torch.frombuffer(target, dtype=torch.uint8)
+        host.copy_(self._bytes[start : start + length])
+
+
+def storage_memory(storage: torch.UntypedStorage) -> HostMemory | StorageMemory:
+    """Return the memory of a storage on the host or a device."""
+    if storage.device.type == "cpu":
+        return HostMemory(storage.data_ptr(), storage.nbytes(), storage)
+    return StorageMemory(storage)
+
+
+def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
+    """Wait for the work queued on the current streams of the storages' devices.
+
+    The copies to the host run in other threads, hence on other streams than the caller's.
+    """
+    import torch
+
+    for device in {storage.device for storage in storages if storage.device.type != "cpu"}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        elif hasattr(torch, "accelerator") and torch.accelerator.is_available():
+            torch.accelerator.current_stream(device).synchronize()

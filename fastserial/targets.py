@@ -1,0 +1,164 @@
+"""What a save writes to: a path, a real file object, or neither (then torch's own way)."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from fastserial.errors import WriteError, write_error
+
+__all__ = ["FileTarget", "PathTarget", "StockWay", "file_target", "path_target"]
+
+_MAX_LINKS = 40  # as the kernel's own limit
+_SPECIAL = ("/proc/", "/dev/fd/")
+
+
+@dataclass(frozen=True, slots=True)
+class PathTarget:
+    """A regular file to be replaced as a whole.
+
+    Attributes:
+        name: the path as the user gave it.
+        path: absolute, symbolic links followed.
+        mode: permission bits of the file that is there, None if there is none.
+        owner: its user and group.
+    """
+
+    name: str
+    path: str
+    mode: int | None
+    owner: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileTarget:
+    """An open regular file of the caller's: its Python object, descriptor and position (bytes)."""
+
+    name: str
+    file: BinaryIO
+    fd: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StockWay:
+    """torch must write this target itself; `reason` says why."""
+
+    reason: str
+
+
+def _follow(path: str) -> str | None:
+    """Return the file a chain of symbolic links ends at, or None if it leads to a descriptor."""
+    for _ in range(_MAX_LINKS):
+        directory, base = os.path.split(path)
+        path = os.path.join(os.path.realpath(directory), base)
+        if path.startswith(_SPECIAL):
+            return None
+        if not os.path.islink(path):
+            return path
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+    raise write_error(errno.ELOOP, path)
+
+
+def path_target(name: str) -> PathTarget | StockWay:
+    """Decide how to write to a path.
+
+    Raises:
+        WriteError: nothing can be written there (missing directory, a directory, no permission).
+    """
+    if not name or "\0" in name or name.endswith("/"):
+        return StockWay("not a file name")
+    try:
+        path = _follow(os.path.abspath(name))
+        if path is None:
+            return StockWay("an open descriptor, not a file")
+        directory = os.path.dirname(path)
+        try:
+            existing = os.stat(path)
+        except FileNotFoundError:
+            existing = None
+        parent = os.stat(directory)
+    except WriteError:
+        raise
+    except OSError as error:
+        raise _refusal(error.errno or errno.EIO, name) from error
+    if not stat.S_ISDIR(parent.st_mode):
+        raise _refusal(errno.ENOTDIR, name)
+    writable = os.access(directory, os.W_OK | os.X_OK, effective_ids=True)
+    if existing is None:
+        if not writable:
+            raise _refusal(errno.EACCES, name)
+        return PathTarget(name, path, None, None)
+    if stat.S_ISDIR(existing.st_mode):
+        raise _refusal(errno.EISDIR, name)
+    if not stat.S_ISREG(existing.st_mode):
+        return StockWay("not a regular file")
+    if not os.access(path, os.W_OK, effective_ids=True):
+        raise _refusal(errno.EACCES, name)
+    if not writable:
+        return StockWay("the directory is not writable, so the file can only be overwritten")
+    if existing.st_dev != parent.st_dev:
+        return StockWay("the file is a mount point, so it can only be overwritten")
+    mode = stat.S_IMODE(existing.st_mode)
+    return PathTarget(name, path, mode, (existing.st_uid, existing.st_gid))
+
+
+def _refusal(number: int, name: str) -> WriteError:
+    directory = os.path.dirname(name) or "."
+    texts = {
+        errno.ENOENT: f"Parent directory {directory} does not exist. Create it first, for "
+        f"instance with os.makedirs({directory!r}, exist_ok=True)",
+        errno.EISDIR: "The target is a directory; give the path of a file in it",
+        errno.ENOTDIR: f"{directory} is not a directory",
+        errno.EACCES: "No permission to write the file; check the modes and owners of the file "
+        "and its directory",
+    }
+    return write_error(number, name, texts.get(number))
+
+
+def _raw_file(file: Any) -> BinaryIO | None:
+    """Return the plain Python file inside a file object, or None if there is none we know."""
+    kind = type(file)
+    written = getattr(file, "__dict__", {}).get("write")
+    if kind.__module__ == "tempfile" and kind.__name__ == "_TemporaryFileWrapper":
+        # The wrapper keeps its own `write` around the file's once it was used.
+        if written is not None and getattr(written, "__wrapped__", None) != file.file.write:
+            return None
+        return _raw_file(file.file)
+    if written is not None:  # somebody watches or changes what is written
+        return None
+    if kind.__module__ == "fsspec.implementations.local" and kind.__name__ == "LocalFileOpener":
+        return _raw_file(file.f)
+    if kind in (io.BufferedWriter, io.BufferedRandom):
+        return file if type(file.raw) is io.FileIO else None
+    return file if kind is io.FileIO else None
+
+
+def file_target(file: Any) -> FileTarget | StockWay:
+    """Decide how to write to a file object: only plain files on a regular file are ours.
+
+    Anything else that has a descriptor (gzip, sockets, wrappers) may not put the bytes it is given
+    at the place the descriptor tells.
+    """
+    raw = _raw_file(file)
+    if raw is None:
+        return StockWay("not a plain file object")
+    try:
+        if raw.closed or not raw.writable():
+            return StockWay("the file is not open for writing")
+        fd = raw.fileno()
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return StockWay("not a regular file")
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
+            return StockWay("the file is open for appending")
+        raw.flush()
+        offset = raw.tell()
+    except (OSError, ValueError) as error:
+        return StockWay(f"the file's position is not known: {error}")
+    name = getattr(raw, "name", None)
+    return FileTarget(name if isinstance(name, str) else f"<fd {fd}>", raw, fd, offset)

@@ -1,0 +1,330 @@
+"""From extents to blocks to an engine: one pass over the file, in order.
+
+A block is `block_size` bytes at a multiple of `block_size` in the file. It is filled from the
+extents it covers (the checksum of a chunk is taken while the chunk is in cache, as FastPersist's
+double buffering overlaps the copy of one block with the write of another) and written directly
+where its ends are aligned. What is not aligned, the rest of the last page and the first block of
+a caller's file, goes through the page cache; no page is written both ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastserial import filesystem
+from fastserial.checksums import CrcLedger, crc32
+from fastserial.config import Config
+from fastserial.containers.extents import Computed, Data, Hole, Literal, Sealed, Source
+from fastserial.engines import Completion, Engine, Op, Request, create
+from fastserial.errors import EngineError
+from fastserial.staging import BufferPool
+
+__all__ = ["BlockWriter", "Part", "fill"]
+
+_log = logging.getLogger("fastserial")
+_PAGE = 4096
+_CRC_CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum
+_CRC = struct.Struct("<I")
+
+
+class Part(NamedTuple):
+    """`length` bytes of a source, from its byte `start`."""
+
+    source: Source
+    start: int
+    length: int
+    ledger: CrcLedger | None
+
+
+def fill(parts: list[Part], view: memoryview, address: int) -> None:
+    """Put the bytes of the parts one behind the other at `address`, which `view` shows.
+
+    What needs checksums comes last: it may wait for other threads to fill the blocks before.
+    """
+    at = 0
+    late: list[tuple[int, Part]] = []
+    for part in parts:
+        source, start, length, _ = part
+        if isinstance(source, Data):
+            _fill_data(source, part, view, address, at)
+        elif isinstance(source, Literal):
+            view[at : at + length] = source.data[start : start + length]
+        elif isinstance(source, Hole):
+            view[at : at + length] = bytes(length)
+        else:
+            late.append((at, part))
+        at += length
+    for at, (source, start, length, ledger) in late:
+        if ledger is None:
+            raise EngineError("a source that needs checksums came without a ledger")
+        if isinstance(source, Sealed):
+            text: bytes | bytearray = bytearray(source.data)
+            _CRC.pack_into(text, source.at, ledger.wait(source.record))
+        elif isinstance(source, Computed):
+            text = source.data(ledger.wait_all())
+        else:
+            raise EngineError(f"no such source: {source!r}")
+        view[at : at + length] = text[start : start + length]
+
+
+def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int) -> None:
+    _, start, length, ledger = part
+    copy = source.memory.copy_to
+    if source.record is None or ledger is None:
+        copy(address + at, start, length)
+        return
+    crc = 0
+    for done in range(0, length, _CRC_CHUNK):
+        size = min(_CRC_CHUNK, length - done)
+        copy(address + at + done, start + done, size)
+        crc = crc32(view[at + done : at + done + size], crc)
+    ledger.add(source.record, start, length, crc)
+
+
+@dataclass(slots=True)
+class _Block:
+    """What fills a block, and how many bytes that is."""
+
+    parts: list[Part]
+    length: int
+
+
+class BlockWriter:
+    """Writes a growing stream of extents to one file, `queue_depth` blocks at a time.
+
+    Raises the `OSError` of the first write that failed; then only `close` may follow.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        offset: int,
+        config: Config,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Write to descriptor `fd` from byte `offset` on; the descriptor stays the caller's."""
+        self.position = offset
+        self.direct = False
+        self.fallback: str | None = None
+        self.submit_seconds: list[float] = []
+        self.complete_seconds: list[float] = []
+        self._fd = fd
+        self._start = offset
+        self._config = config
+        self._on_progress = on_progress
+        self._direct_fd = -1
+        self._align = _PAGE
+        self._engine: Engine | None = None
+        self._pool: BufferPool | None = None
+        self._batch: list[Request] = []
+        self._in_flight = 0
+        self._parts: list[Part] = []
+        self._ledgers: set[CrcLedger] = set()
+
+    @property
+    def engine_name(self) -> str:
+        """The engine in use, or `buffered` as long as there was no need for one."""
+        return self._engine.name if self._engine is not None else "buffered"
+
+    def put(self, source: Source, ledger: CrcLedger | None = None) -> None:
+        """Append a source. Blocks that are full are queued."""
+        if ledger is not None:
+            self._ledgers.add(ledger)
+        size = self._config.block_size
+        start, rest = 0, source.length
+        while rest:
+            room = size - self.position % size
+            length = min(rest, room)
+            self._parts.append(Part(source, start, length, ledger))
+            self.position += length
+            start += length
+            rest -= length
+            if length == room:
+                self._dispatch()
+
+    def settle(self) -> None:
+        """Wait until no memory put so far is needed any more, but for `bytes` objects."""
+        self._drain()
+        if any(_is_borrowed(part.source) for part in self._parts):
+            with _stage(self._parts) as staged:
+                held = bytes(staged)
+            self._parts = [Part(Literal(held), 0, len(held), None)]
+
+    def finish(self) -> None:
+        """Write what is left and wait for everything."""
+        if self._parts:
+            small = self.position - self._start <= self._config.small_file
+            if self._engine is None and small and self._config.direct is not True:
+                self._write_buffered(self._parts)
+                self._parts = []
+            else:
+                self._dispatch()
+        self._drain()
+
+    def close(self) -> None:
+        """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
+        for ledger in self._ledgers:
+            ledger.fail()  # if the save failed, a thread may wait for what will not come
+        if self._engine is not None:
+            self._engine.close()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+            self._direct_fd = -1
+        self._parts = []
+        self._batch = []
+
+    def _write_buffered(self, parts: list[Part]) -> None:
+        offset = self.position - sum(part.length for part in parts)
+        with _stage(parts) as staged:
+            _write_all(self._fd, staged, offset)
+            self._advance(len(staged))
+
+    def _dispatch(self) -> None:
+        """Queue the block that is complete, or the last one."""
+        parts, self._parts = self._parts, []
+        length = sum(part.length for part in parts)
+        if all(type(part.source) is Hole for part in parts):
+            self._advance(length)
+            return
+        pool = self._pool or self._open()
+        while not pool.free:
+            self._submit()
+            self._reap()
+        offset = self.position - length
+        aligned = length - length % self._align
+        direct = self.direct and aligned > 0 and offset % self._align == 0
+        self._batch.append(
+            Request(
+                Op.WRITE,
+                self._direct_fd if direct else self._fd,
+                offset,
+                aligned if direct else length,
+                pool.take(),
+                _prepare,
+                _Block(parts, length),
+            )
+        )
+
+    def _open(self) -> BufferPool:
+        config = self._config
+        engine = self._engine = create(config.engine, config.threads)
+        self._open_direct()
+        pool = self._pool = engine.allocate(config.queue_depth, config.block_size)
+        engine.open(pool.buffers, len(pool.buffers))
+        return pool
+
+    def _open_direct(self) -> None:
+        if self._config.direct is False:
+            return
+        alignment = filesystem.direct_alignment(self._fd)
+        if alignment is None:
+            self.fallback = "the file system has no direct I/O for this file"
+            return
+        self._align = max(_PAGE, alignment.offset, alignment.memory)
+        if self._config.block_size % self._align:
+            self.fallback = f"block_size is not a multiple of the device's {self._align} bytes"
+            return
+        try:
+            self._direct_fd = filesystem.reopen(self._fd, os.O_WRONLY | os.O_DIRECT)
+        except OSError as error:
+            self.fallback = f"direct I/O refused: {error.strerror}"
+            return
+        self.direct = True
+
+    def _submit(self) -> None:
+        if self._batch and self._engine is not None:
+            batch, self._batch = self._batch, []
+            self._in_flight += len(batch)
+            self._engine.submit(batch)
+
+    def _drain(self) -> None:
+        self._submit()
+        while self._in_flight:
+            self._reap()
+
+    def _reap(self) -> None:
+        """Wait for at least one request and take back its buffer."""
+        if self._engine is None or self._pool is None:
+            return
+        for completion in self._engine.wait(1):
+            self._in_flight -= 1
+            request = completion.request
+            self._check(completion)
+            block: _Block = request.tag
+            if request.length < block.length and self._engine.capabilities.moves_data:
+                tail = request.buffer.view[request.length : block.length]
+                _write_all(self._fd, tail, request.offset + request.length)
+            self._pool.give(request.buffer)
+            queued, started, done = request.times
+            self.submit_seconds.append(started - queued)
+            self.complete_seconds.append(done - started)
+            self._advance(block.length)
+
+    def _check(self, completion: Completion) -> None:
+        request, error = completion.request, completion.error
+        if error is None:
+            if completion.transferred == request.length:
+                return
+            raise OSError(
+                errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"
+            )
+        refused = isinstance(error, OSError) and error.errno == errno.EINVAL
+        if not refused or request.fd != self._direct_fd:
+            raise error
+        # The block is prepared; the file system takes it only through the page cache.
+        self.direct = False
+        self.fallback = "direct I/O refused at the first write: Invalid argument"
+        _log.info("%s; going on through the page cache", self.fallback)
+        _write_all(self._fd, request.view, request.offset)
+
+    def _advance(self, length: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(length)
+
+
+def _is_borrowed(source: Source) -> bool:
+    if isinstance(source, Literal):
+        return not isinstance(source.data, bytes)
+    return isinstance(source, Data)
+
+
+def _prepare(request: Request) -> None:
+    """Fill a block's buffer. If that fails, nobody waits for its checksums for ever."""
+    block: _Block = request.tag
+    try:
+        fill(block.parts, request.buffer.view, request.buffer.address)
+    except BaseException:
+        for part in block.parts:
+            if part.ledger is not None:
+                part.ledger.fail()
+        raise
+
+
+@contextlib.contextmanager
+def _stage(parts: list[Part]) -> Iterator[memoryview]:
+    """Yield the bytes of the parts, in memory that is there for the `with` block only."""
+    length = sum(part.length for part in parts)
+    pool = BufferPool(1, max(_PAGE, length))
+    try:
+        buffer = pool.take()
+        fill(parts, buffer.view, buffer.address)
+        with buffer.view[:length] as staged:
+            yield staged
+    finally:
+        pool.close()
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
