@@ -1,0 +1,41 @@
+"""Install fastserial as soon as torch is imported: what `fastserial.pth` runs at start.
+
+The `.pth` file calls `watch()` here only when `FASTSERIAL` is 1, true, yes or on. Nothing here
+may stop the interpreter or `import torch`: trouble becomes a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+
+__all__ = ["VARIABLE", "switch", "watch"]
+
+VARIABLE = "FASTSERIAL"
+
+
+def switch() -> bool | None:
+    """Return what the environment asks for: on, off, or (None) nothing."""
+    value = os.environ.get(VARIABLE, "").strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    return False if value in ("0", "false", "no", "off") else None
+
+
+def watch() -> None:
+    """Install once torch is imported, or at once if it already is."""
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(_torch_imported, "torch")
+
+
+def _torch_imported(_: object) -> None:
+    try:
+        from fastserial.patching import install
+
+        install()
+    except Exception as error:
+        # `-W error` must not break `import torch` either
+        with contextlib.suppress(Warning):
+            warnings.warn(f"fastserial could not be installed: {error!r}", stacklevel=2)

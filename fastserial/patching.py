@@ -1,0 +1,453 @@
+"""Swap the patched functions into torch, and the stock ones back.
+
+The functions below `torch.save` are replaced, never `save` itself, so that names bound before
+`install()` (`from torch import save`) are covered. Their code is compiled from the installed
+source and runs in torch's own namespace. Everything is prepared first and swapped at once.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.util
+import linecache
+import logging
+import operator
+import os
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastserial.errors import PatchError, UnsupportedTorchWarning
+
+if TYPE_CHECKING:
+    from fastserial.patchset import BuiltFunction, BuiltModule, Patch
+
+__all__ = [
+    "PatchStatus",
+    "get_original",
+    "install",
+    "installed",
+    "patched",
+    "status",
+    "uninstall",
+]
+
+_log = logging.getLogger("fastserial")
+_REMEDY = (
+    "torch.save and torch.load stay stock: correct, but not faster. Upgrade fastserial, see "
+    "`fastserial doctor` for what is wrong, or `fastserial patches check` for the details."
+)
+_FUTURE_FLAGS = functools.reduce(
+    operator.or_,
+    (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PatchStatus:
+    """Whether torch is patched, by what, and if not why.
+
+    Attributes:
+        installed: our functions are in torch's namespace.
+        torch: the version of the imported torch; None before torch is imported.
+        patch: name of the patch in use.
+        exact: the patch is made for this version (else only its hashes match).
+        functions: the patched functions.
+        replaced: those that somebody replaced after `install()`.
+        reason: why torch is stock.
+    """
+
+    installed: bool
+    torch: str | None
+    patch: str | None
+    exact: bool
+    functions: tuple[str, ...]
+    replaced: tuple[str, ...]
+    reason: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a dictionary for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Swapped:
+    """One function of torch and its patched copy."""
+
+    module: types.ModuleType
+    name: str
+    original: types.FunctionType
+    patched: types.FunctionType
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.module.__name__}.{self.name}"
+
+    @property
+    def current(self) -> object:
+        return vars(self.module).get(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Installation:
+    """A patch made ready. Whether it is in force is read from torch's namespace."""
+
+    patch: Patch
+    exact: bool
+    functions: tuple[_Swapped, ...]
+
+    def replaced(self) -> tuple[_Swapped, ...]:
+        return tuple(item for item in self.functions if item.current is not item.patched)
+
+    def in_force(self) -> bool:
+        return len(self.replaced()) < len(self.functions)
+
+
+_lock = threading.RLock()
+_installation: _Installation | None = None
+_ready: _Installation | None = None  # for `patched` while nothing is installed
+_reason: str | None = "install() has not been called"
+_warned: set[str] = set()
+_collector_paused = False
+
+
+def install(*, strict: bool = False, **options: Any) -> bool:
+    """Let `torch.save` and `torch.load` use fastserial, and tell whether they do.
+
+    May be called again and from any thread; torch is imported if need be. With a torch that no
+    patch fits, torch stays stock and one warning says why.
+
+    Args:
+        strict: raise instead of warning.
+        options: settings for all saves, as in `fastserial.Config`; a later call without any
+            keeps them.
+
+    Raises:
+        PatchError: `strict`, and the installed torch cannot be patched.
+        ConfigError: an option has an unknown name or an impossible value.
+    """
+    # imports come before our lock: another thread may hold their locks and wait for ours
+    torch = importlib.import_module("torch")
+    config = importlib.import_module("fastserial.config")
+    hooks = importlib.import_module("fastserial.hooks")
+    if options:
+        config.set_installed(**options)
+    with _lock:
+        reason = _install(str(torch.__version__), hooks)
+        first_time = reason is not None and reason not in _warned
+        if reason is not None and not strict:
+            _warned.add(reason)
+    if reason is None:
+        _hide_from_compiler()
+        return True
+    if strict:
+        raise PatchError(f"{reason}. {_REMEDY}")
+    if first_time:
+        warnings.warn(f"{reason}. {_REMEDY}", UnsupportedTorchWarning, stacklevel=2)
+    return False
+
+
+def uninstall() -> bool:
+    """Give torch its own functions back, and tell whether there was anything to do.
+
+    A function that somebody else replaced after `install()` is left as it is, with a warning;
+    what it wraps of ours behaves as stock from now on.
+    """
+    global _installation, _reason
+    config = importlib.import_module("fastserial.config")
+    with _lock:
+        if _installation is None:
+            return False
+        items = _installation.functions
+        foreign = [item for item in _installation.replaced() if item.current is not item.original]
+        for module, found in _by_module(items).items():
+            vars(module).update(
+                {item.name: item.original for item in found if item.current is item.patched}
+            )
+        for item in items:
+            # whoever holds our function (a wrapper, an alias) gets stock behaviour from it
+            item.patched.__code__ = item.original.__code__
+        _installation, _reason = None, "uninstall() was called"
+        config.set_installed()
+    if foreign:
+        names = ", ".join(item.full_name for item in foreign)
+        warnings.warn(
+            f"{names} was replaced by other code after fastserial.install(); it is left as it is",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return True
+
+
+def installed() -> bool:
+    """Tell whether torch runs our functions."""
+    installation = _installation
+    return installation is not None and installation.in_force()
+
+
+def status() -> PatchStatus:
+    """Return whether torch is patched, by what, and if not why."""
+    torch = sys.modules.get("torch")
+    # a torch halfway through its own import has no version yet
+    version = str(getattr(torch, "__version__", "")) or None
+    with _lock:
+        if _installation is None or not _installation.in_force():
+            reason = _reason or "other code replaced all of our functions"
+            return PatchStatus(False, version, None, False, (), (), reason)
+        return PatchStatus(
+            True,
+            version,
+            _installation.patch.name,
+            _installation.exact,
+            tuple(item.full_name for item in _installation.functions),
+            tuple(item.full_name for item in _installation.replaced()),
+            None,
+        )
+
+
+def get_original(name: str) -> Any:
+    """Return torch's own object, patched or not: `"_save"` or `"torch.serialization._save"`.
+
+    Raises:
+        AttributeError: torch has no such name.
+    """
+    module_name, _, attribute = name.rpartition(".")
+    module = importlib.import_module(module_name or "torch.serialization")
+    installation = _installation
+    for item in installation.functions if installation is not None else ():
+        if item.module is module and item.name == attribute:
+            return item.original
+    return getattr(module, attribute)
+
+
+def patched(name: str) -> Callable[..., Any] | None:
+    """Return our copy of a function of `torch.serialization`, whether torch runs it or not.
+
+    None if the installed torch has to stay stock.
+    """
+    global _ready
+    torch = importlib.import_module("torch")
+    hooks = importlib.import_module("fastserial.hooks")
+    with _lock:
+        installation = _installation or _ready
+        if installation is None:
+            try:
+                installation = _checked(str(torch.__version__), hooks)
+            except PatchError as error:
+                _log.info("%s", error)
+                return None
+            _ready = installation
+    return next((item.patched for item in installation.functions if item.name == name), None)
+
+
+def _install(version: str, hooks: types.ModuleType) -> str | None:
+    """Swap the functions in; return why torch stays stock, or None."""
+    global _installation, _reason
+    # not in force: uninstalled by other means, e.g. importlib.reload
+    if _installation is not None and _installation.in_force():
+        return None
+    try:
+        installation = _checked(version, hooks)
+    except PatchError as error:
+        _reason = str(error)
+        return _reason
+    # set before the swap: a fork in between then finds nothing half-applied
+    _installation, _reason = installation, None
+    for module, items in _by_module(installation.functions).items():
+        vars(module).update({item.name: item.patched for item in items})
+    return None
+
+
+def _checked(version: str, hooks: types.ModuleType) -> _Installation:
+    """Make the functions ready; torch is not touched.
+
+    Raises:
+        PatchError: torch has to stay stock.
+    """
+    with _no_collections():
+        installation = _prepare(version)
+    if (objection := hooks.self_check()) is not None:
+        raise PatchError(f"torch {version} did not pass the self-check: {objection}")
+    return installation
+
+
+def _prepare(version: str) -> _Installation:
+    """Find the patch that fits and compile its functions; torch is not touched."""
+    # here, so that `import fastserial` alone (every process, with FASTSERIAL=1) costs little
+    from fastserial.patchset import candidates, load_patches
+
+    sources = functools.lru_cache(maxsize=None)(_source)
+    why: str | None = None
+    for patch, exact in candidates(version, load_patches()):
+        try:
+            return _Installation(patch, exact, tuple(_compiled(patch, sources)))
+        except PatchError as error:
+            # the reason of the patch made for this version says most
+            why = why or (str(error) if exact else None)
+    if why is None:
+        raise PatchError(f"fastserial has no patch for torch {version}")
+    raise PatchError(f"torch {version} is not as released: {why}")
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Pause the garbage collector: syntax trees set it off, and it would walk all of torch."""
+    global _collector_paused
+    _collector_paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        _resume_collections()
+
+
+def _resume_collections() -> None:
+    global _collector_paused
+    if _collector_paused:
+        gc.enable()
+    _collector_paused = False
+
+
+def _source(module: types.ModuleType) -> str:
+    spec, path = module.__spec__, getattr(module, "__file__", None)
+    get_source = getattr(spec.loader if spec else None, "get_source", None)
+    try:
+        text = get_source(module.__name__) if get_source else None
+    except (ImportError, OSError) as error:
+        raise PatchError(f"the source of {module.__name__} cannot be read: {error}") from error
+    if text is None or path is None:
+        raise PatchError(f"the source of {module.__name__} is not installed")
+    return str(text)
+
+
+def _compiled(patch: Patch, source: Callable[[types.ModuleType], str]) -> Iterator[_Swapped]:
+    from fastserial.patchset import build_module, verify
+
+    for module_name in patch.modules:
+        module = importlib.import_module(module_name)
+        built = build_module(source(module), patch, module_name)
+        if (reason := verify(built)) is not None:
+            raise PatchError(reason)
+        file = _built_file(module, patch)
+        for function in built.functions:
+            original = _running(module, function)
+            yield _Swapped(
+                module, function.patch.name, original, _patched(function, original, file)
+            )
+        _show_lines(file, built)
+
+
+def _built_file(module: types.ModuleType, patch: Patch) -> str:
+    """Return the name of the built copy in tracebacks.
+
+    Below torch's own path, because torch.compile decides by path what it must not trace.
+    """
+    stem, extension = os.path.splitext(str(module.__file__))
+    return f"{stem}.fastserial-{patch.name}{extension}"
+
+
+def _show_lines(file: str, built: BuiltModule) -> None:
+    from fastserial.patchset import split_lines
+
+    # no modification time: linecache then never looks for the file on disk
+    linecache.cache[file] = (len(built.text), None, split_lines(built.text), file)
+
+
+def _running(module: types.ModuleType, built: BuiltFunction) -> types.FunctionType:
+    """Return torch's function, if it is the one that stands in the installed file."""
+    function = vars(module).get(built.patch.name)
+    if (
+        not isinstance(function, types.FunctionType)
+        or function.__globals__ is not vars(module)
+        or function.__module__ != module.__name__
+        or function.__code__.co_firstlineno != built.original_line
+        or not _same_file(function.__code__.co_filename, str(module.__file__))
+    ):
+        raise PatchError(
+            f"{built.patch.full_name} is not the function in its source file: other code replaced "
+            "it, or the file changed after the import"
+        )
+    return function
+
+
+def _same_file(one: str, other: str) -> bool:
+    return one == other or os.path.realpath(one) == os.path.realpath(other)
+
+
+def _patched(built: BuiltFunction, original: types.FunctionType, file: str) -> types.FunctionType:
+    """Return a copy of a function that runs the built code.
+
+    Only the code is new: defaults, annotations and decorators are not evaluated a second time.
+    """
+    tree = ast.increment_lineno(ast.parse(built.text), built.line - 1)
+    flags = original.__code__.co_flags & _FUTURE_FLAGS
+    outer = compile(tree, file, "exec", flags=flags, dont_inherit=True)
+    codes = [
+        constant
+        for constant in outer.co_consts
+        if isinstance(constant, types.CodeType) and constant.co_name == built.patch.name
+    ]
+    if len(codes) != 1 or codes[0].co_freevars:
+        raise PatchError(f"{built.patch.full_name} does not compile to one function")
+    patched = types.FunctionType(
+        codes[0], original.__globals__, original.__name__, original.__defaults__
+    )
+    # `__annotate__` and `__type_params__` are of newer Pythons
+    lazy = hasattr(original, "__annotate__")
+    for name in (
+        "__kwdefaults__",
+        "__doc__",
+        "__module__",
+        "__qualname__",
+        "__annotate__" if lazy else "__annotations__",
+        "__type_params__",
+    ):
+        if hasattr(original, name):
+            setattr(patched, name, getattr(original, name))
+    vars(patched).update(vars(original))
+    return patched
+
+
+@functools.cache
+def _hide_from_compiler() -> None:
+    """Keep torch.compile from tracing fastserial, as it never traces torch.serialization."""
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(_dynamo_imported, "torch._dynamo.trace_rules")
+
+
+def _dynamo_imported(trace_rules: Any) -> None:
+    try:
+        trace_rules.add("fastserial")
+    except Exception as error:  # must not break `import torch._dynamo`
+        _log.warning("torch.compile may trace fastserial: %r", error)
+
+
+def _by_module(
+    items: tuple[_Swapped, ...],
+) -> dict[types.ModuleType, list[_Swapped]]:
+    found: dict[types.ModuleType, list[_Swapped]] = {}
+    for item in items:
+        found.setdefault(item.module, []).append(item)
+    return found
+
+
+def _after_fork() -> None:
+    # a thread that was inside install() or uninstall() does not live on in the child
+    global _lock
+    _lock = threading.RLock()
+    _resume_collections()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

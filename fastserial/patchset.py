@@ -1,0 +1,439 @@
+"""Patches as data: read them, choose one, build the patched text, strip it again.
+
+A patch names places in torch's syntax tree and the lines we insert there; torch's own text comes
+from the installed file. This module works on text only: it imports nothing of torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from fastserial.errors import PatchError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "Anchor",
+    "BuiltFunction",
+    "BuiltModule",
+    "Edit",
+    "FunctionPatch",
+    "Match",
+    "Patch",
+    "build_module",
+    "candidates",
+    "digest",
+    "load_patches",
+    "patches_dir",
+    "read_patch",
+    "split_lines",
+    "strip",
+    "verify",
+]
+
+BEGIN = "# >>> fastserial"
+END = "# <<< fastserial"
+PLACES = ("start", "before", "after")
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The shape of one statement.
+
+    Attributes:
+        statement: its class in `ast`, e.g. `For`.
+        calls: a function or method called somewhere inside it.
+        name: the name it defines (`FunctionDef`, `ClassDef`).
+        last: it must be the last statement of its block.
+    """
+
+    statement: str
+    calls: str | None = None
+    name: str | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Where lines go in a function.
+
+    Attributes:
+        place: `start` (after the docstring), or `before`/`after` the statement of `match`.
+        match: the statement; it must be the only one of its shape in its block.
+        inside: statements to step into first, from the outermost.
+    """
+
+    place: str
+    match: Match | None = None
+    inside: tuple[Match, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Lines to insert at an anchor."""
+
+    anchor: Anchor
+    insert: str
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionPatch:
+    """The edits of one function.
+
+    Attributes:
+        module: the module it lives in.
+        name: its name there.
+        hashes: SHA-256 of the source as torch ships it → SHA-256 of the built one.
+        edits: what to insert.
+    """
+
+    module: str
+    name: str
+    hashes: Mapping[str, str]
+    edits: tuple[Edit, ...]
+
+    @property
+    def full_name(self) -> str:
+        """The dotted name, e.g. `torch.serialization._save`."""
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """All edits for one release line of torch.
+
+    Attributes:
+        name: the file's stem, e.g. `v2.13`.
+        torch: version specifier of the releases it is made for.
+        functions: the functions it edits.
+    """
+
+    name: str
+    torch: str
+    functions: tuple[FunctionPatch, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules it edits, each once."""
+        return tuple(dict.fromkeys(function.module for function in self.functions))
+
+    @property
+    def oldest(self) -> Version:
+        """The oldest version in the specifier."""
+        return min(Version(part.version.removesuffix(".*")) for part in SpecifierSet(self.torch))
+
+    def covers(self, version: str) -> bool:
+        """Tell whether the specifier holds `version` (local parts such as `+cpu` are ignored)."""
+        try:
+            return SpecifierSet(self.torch).contains(Version(version), prereleases=True)
+        except InvalidVersion:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltFunction:
+    """One function in a built module.
+
+    Attributes:
+        patch: the edits that made it.
+        original: its text as installed, decorators included.
+        text: its text with our lines.
+        original_line: the first line of `original` in the installed file.
+        line: the first line of `text` in the built file.
+    """
+
+    patch: FunctionPatch
+    original: str
+    text: str
+    original_line: int
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModule:
+    """A module's whole text with our lines, and its edited functions."""
+
+    module: str
+    original: str
+    text: str
+    functions: tuple[BuiltFunction, ...]
+
+
+def digest(text: str) -> str:
+    """Return the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def patches_dir() -> Path:
+    """Return the folder of the patches: inside the wheel, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    shipped = package / "_patches"
+    return shipped if shipped.is_dir() else package.parent / "patches"
+
+
+def read_patch(path: Path) -> Patch:
+    """Read one patch file.
+
+    Raises:
+        PatchError: the file is not a patch.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        module = table.get("module", "")
+        functions = tuple(_function(entry, module) for entry in table["function"])
+        SpecifierSet(table["torch"])
+        patch = Patch(path.stem, table["torch"], functions)
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise PatchError(f"{path} is not a patch: {error!r}") from error
+    if not functions or len({f.full_name for f in functions}) != len(functions):
+        raise PatchError(f"{path} is not a patch: it must name each function once")
+    return patch
+
+
+def _function(table: Mapping[str, Any], module: str) -> FunctionPatch:
+    before, after = _hashes(table["sha256"]), _hashes(table["built_sha256"])
+    if len(before) != len(after):
+        raise ValueError(f"{table['name']}: sha256 and built_sha256 do not pair")
+    edits = tuple(Edit(_anchor(edit["anchor"]), edit["insert"]) for edit in table["edit"])
+    hashes = dict(zip(before, after, strict=True))
+    return FunctionPatch(table.get("module", module), table["name"], hashes, edits)
+
+
+def _hashes(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _anchor(table: Mapping[str, Any]) -> Anchor:
+    shape = dict(table)
+    place = shape.pop("place")
+    inside = tuple(Match(**step) for step in shape.pop("inside", ()))
+    match = Match(**shape) if shape else None
+    if place not in PLACES or (place == "start") != (match is None):
+        raise ValueError(f"impossible anchor {dict(table)}")
+    return Anchor(place, match, inside)
+
+
+def load_patches(folder: Path | None = None) -> tuple[Patch, ...]:
+    """Return the patches of a folder (by default the shipped ones), newest first.
+
+    Raises:
+        PatchError: a file there is not a patch.
+    """
+    paths = (folder or patches_dir()).glob("v*.toml")
+    return tuple(sorted(map(read_patch, paths), key=lambda patch: patch.oldest, reverse=True))
+
+
+def candidates(version: str, patches: tuple[Patch, ...]) -> Iterator[tuple[Patch, bool]]:
+    """Yield (patch, made for this version), the ones made for it first, then the newest."""
+    exact = [patch for patch in patches if patch.covers(version)]
+    for patch in exact:
+        yield patch, True
+    for patch in patches:
+        if patch not in exact:
+            yield patch, False
+
+
+def build_module(text: str, patch: Patch, module: str) -> BuiltModule:
+    """Insert a patch's lines into a module's text, whatever its hashes.
+
+    Raises:
+        PatchError: a function is missing, or an anchor does not match exactly one place.
+    """
+    if BEGIN in text or END in text:
+        raise PatchError(f"{module} already holds lines of fastserial")
+    lines = split_lines(text)
+    insertions: dict[int, list[str]] = {}
+    spans: list[tuple[FunctionPatch, int, int]] = []
+    for function in patch.functions:
+        if function.module != module:
+            continue
+        try:
+            first, node = _find_function(lines, function.name)
+            end = first + (node.end_lineno or 0)
+            for edit in function.edits:
+                at, indent = _locate(node, edit.anchor, lines[first:end])
+                insertions.setdefault(first + at, []).extend(_marked(edit.insert, indent))
+        except PatchError as error:
+            raise PatchError(f"{function.full_name}: {error}") from None
+        spans.append((function, first, end))
+    built, new_index = _spliced(lines, insertions)
+    functions = tuple(
+        BuiltFunction(
+            function,
+            "".join(lines[first:end]),
+            "".join(built[new_index[first] : new_index[end]]),
+            first + 1,
+            new_index[first] + 1,
+        )
+        for function, first, end in spans
+    )
+    return BuiltModule(module, text, "".join(built), functions)
+
+
+def verify(built: BuiltModule) -> str | None:
+    """Return why a built module is not the one its patch was made for, or None."""
+    for function in built.functions:
+        name = function.patch.full_name
+        expected = function.patch.hashes.get(digest(function.original))
+        if expected is None:
+            return f"the source of {name} is not the one this patch was made for"
+        if expected != digest(function.text):
+            return f"the built copy of {name} is not the one this patch was tested with"
+    return None
+
+
+def strip(text: str) -> str:
+    """Return a built text without our lines.
+
+    Raises:
+        PatchError: the markers around our lines do not pair.
+    """
+    kept: list[str] = []
+    ours = False
+    for line in split_lines(text):
+        if (mark := line.strip()) in (BEGIN, END):
+            if ours == (mark == BEGIN):
+                raise PatchError("the markers around fastserial's lines do not pair")
+            ours = not ours
+        elif not ours:
+            kept.append(line)
+    if ours:
+        raise PatchError("the markers around fastserial's lines do not pair")
+    return "".join(kept)
+
+
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a source text, ends included, as Python's parser counts them."""
+    # str.splitlines also splits on form feeds and the like, where the parser counts no line
+    return io.StringIO(text).readlines()
+
+
+def _find_function(lines: list[str], name: str) -> tuple[int, _Function]:
+    """Return the index of a top-level function's first line, and its tree counted from there.
+
+    Only its own lines are parsed: a whole file of torch costs ten times as much.
+    """
+    heads = (f"def {name}(", f"async def {name}(")
+    starts = [index for index, line in enumerate(lines) if line.startswith(heads)]
+    if len(starts) != 1:
+        raise PatchError(f"it is defined {len(starts)} times, not once")
+    first = starts[0]
+    while first and lines[first - 1].startswith("@"):
+        first -= 1
+    if first and lines[first - 1].startswith(")"):
+        raise PatchError("it has a decorator over several lines")
+    ends = [i for i in range(starts[0] + 1, len(lines)) if lines[i][0] not in " \t\r\n#)"]
+    for end in [*ends, len(lines)]:
+        try:
+            found = ast.parse("".join(lines[first:end])).body
+        except (SyntaxError, ValueError):
+            continue  # that line was inside a string or brackets
+        if len(found) == 1 and isinstance(found[0], _Function):
+            return first, found[0]
+        break
+    raise PatchError("its source cannot be parsed")
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _locate(function: _Function, anchor: Anchor, lines: list[str]) -> tuple[int, str]:
+    """Return the index in the function's lines to insert before, and the indentation there."""
+    blocks = [function.body]
+    for step in anchor.inside:
+        blocks = list(_blocks(_the_one(blocks, step)))
+    if anchor.match is not None:
+        node = _the_one(blocks, anchor.match)
+    elif len(blocks) == 1:
+        node, anchor = _start(blocks[0])
+    else:
+        raise PatchError("`start` needs a statement with one block")
+    first = _first_line(node) - 1
+    indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+    if len(indent.encode()) != node.col_offset:
+        raise PatchError("the anchor shares its line with another statement")
+    if anchor.place != "after":
+        return first, indent
+    end = node.end_lineno or 0
+    rest = lines[end - 1].encode()[node.end_col_offset :]
+    if not rest.endswith(b"\n") or (rest.strip() and not rest.strip().startswith(b"#")):
+        raise PatchError("the anchor shares its line with another statement")
+    return end, indent
+
+
+def _start(block: list[ast.stmt]) -> tuple[ast.stmt, Anchor]:
+    first = block[0]
+    docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return first, Anchor("after" if docstring else "before")
+
+
+def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    holders: list[ast.AST] = [
+        statement,
+        *getattr(statement, "handlers", ()),
+        *getattr(statement, "cases", ()),
+    ]
+    for holder in holders:
+        for field in ("body", "orelse", "finalbody"):
+            if block := getattr(holder, field, None):
+                yield block
+
+
+def _the_one(blocks: list[list[ast.stmt]], match: Match) -> ast.stmt:
+    found = [node for block in blocks for node in block if _matches(node, match, block)]
+    if len(found) != 1:
+        raise PatchError(f"{len(found)} statements look like {match}, not one")
+    return found[0]
+
+
+def _matches(node: ast.stmt, match: Match, block: list[ast.stmt]) -> bool:
+    return (
+        type(node).__name__ == match.statement
+        and (not match.last or node is block[-1])
+        and (match.name is None or getattr(node, "name", None) == match.name)
+        and (match.calls is None or match.calls in _calls(node))
+    )
+
+
+def _calls(node: ast.stmt) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call):
+            if isinstance(part.func, ast.Attribute):
+                yield part.func.attr
+            elif isinstance(part.func, ast.Name):
+                yield part.func.id
+
+
+def _marked(insert: str, indent: str) -> list[str]:
+    block = f"{BEGIN}\n{insert.strip()}\n{END}\n"
+    return split_lines(textwrap.indent(block, indent))
+
+
+def _spliced(lines: list[str], insertions: Mapping[int, list[str]]) -> tuple[list[str], list[int]]:
+    """Return the lines with the insertions, and the new index of each line and of the end."""
+    built: list[str] = []
+    new_index: list[int] = []
+    for index, line in enumerate(lines):
+        built.extend(insertions.get(index, ()))
+        new_index.append(len(built))
+        built.append(line)
+    built.extend(insertions.get(len(lines), ()))
+    return built, [*new_index, len(built)]

@@ -1,0 +1,42 @@
+"""`fastserial run`: a Python program, and every Python process it starts, with fastserial."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fastserial.boot import VARIABLE
+from fastserial.errors import FastserialError
+
+__all__ = ["run"]
+
+_PROBE = "import sys; sys.exit('fastserial.boot' not in sys.modules)"
+
+
+def run(argv: Sequence[str]) -> NoReturn:
+    """Become `python argv...` with `FASTSERIAL=1` in the environment; never returns.
+
+    Args:
+        argv: what would follow `python`: `script.py args...` or `-m module args...`.
+
+    Raises:
+        FastserialError: there is nothing to run, or fastserial does not load at start-up.
+    """
+    if not argv:
+        raise FastserialError("nothing to run: give `script.py args...` or `-m module args...`")
+    environment = {**os.environ, VARIABLE: "1"}
+    # -O, -W, -X and the like, as multiprocessing passes them to its children
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    python = [sys.executable, *flags]
+    if subprocess.run([*python, "-c", _PROBE], env=environment, check=False).returncode:
+        raise FastserialError(
+            f"fastserial.pth is not active in {sys.executable}, so the program would run without "
+            "fastserial: install the package there (`pip install fastserial`, or `pip install "
+            "-e .` in a checkout), or put `import fastserial.auto` into the program"
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [*python, *argv], environment)
