@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from fastserial import oracle
 from fastserial.checksums import crc32
-from fastserial.containers.extents import Memory
+from fastserial.containers.extents import PACKED_STORAGE, Memory
 from fastserial.containers.zip import ZipLayout
+from fastserial.foreign import SequentialWriter
 from fastserial.staging import HostMemory, storage_memory, synchronize
 from fastserial.writer import FastFileWriter
 
@@ -29,7 +30,9 @@ _HEAD = 8
 class ZipArchive:
     """A context manager that lays out one archive and writes it when left without an exception."""
 
-    def __init__(self, writer: FastFileWriter, archive: str, owns_writer: bool) -> None:
+    def __init__(
+        self, writer: FastFileWriter | SequentialWriter, archive: str, owns_writer: bool
+    ) -> None:
         """Start an archive at the writer's position.
 
         Args:
@@ -45,7 +48,13 @@ class ZipArchive:
         self._layout = ZipLayout(archive, oracle.alignment(), oracle.checksums_wanted())
         self._archive = archive
         self._finished = False
+        self._held: list[object] = []  # what the layout knows the addresses of
         writer.label("zip")
+
+    @property
+    def writer(self) -> FastFileWriter | SequentialWriter:
+        """Where the archive goes."""
+        return self._writer
 
     def archive_name(self) -> str:
         """Return the name put before the records' names."""
@@ -76,9 +85,16 @@ class ZipArchive:
         names: Sequence[str],
     ) -> None:
         """Add all storages at once, as records called `names`; a zip has no size prefix."""
+        self._held.append(storage_obj_list)
         synchronize([storage for storage, _ in storage_obj_list])
+        add_small = self._layout.add_small
         for name, (storage, _) in zip(names, storage_obj_list, strict=True):
-            self._add_memory(name, storage_memory(storage))
+            nbytes = storage.nbytes()
+            if 0 < nbytes <= PACKED_STORAGE and storage.device.type == "cpu":
+                address = storage.data_ptr()
+                add_small(name, address, nbytes, ctypes.string_at(address, min(nbytes, _HEAD)))
+            else:
+                self._add_memory(name, storage_memory(storage))
 
     def _add_memory(self, name: str, memory: Memory) -> None:
         head = ctypes.create_string_buffer(_HEAD) if memory.nbytes >= _HEAD else None

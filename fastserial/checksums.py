@@ -48,6 +48,13 @@ class CrcLedger:
             total = crc32_combine(total, crc, length)
         self._settle(record, total)
 
+    def add_many(self, first: int, crcs: Sequence[int]) -> None:
+        """Enter the CRCs of whole records, from record `first` on."""
+        with self._changed:
+            self._crcs[first : first + len(crcs)] = crcs
+            self._missing -= len(crcs)
+            self._changed.notify_all()
+
     def _settle(self, record: int, crc: int) -> None:
         with self._changed:
             self._crcs[record] = crc

@@ -6,6 +6,7 @@ give it the temporary name, rename it over the target, sync the directory.
 
 Temporary names are numbered per target. Whoever owns one holds a lock (`flock`) on it, so a name
 nobody locks was left by a killed process, and the next save to the target removes it.
+`docs/durability.md` says what each step guarantees.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import stat
 from collections.abc import Iterator
@@ -22,7 +24,11 @@ from fastserial.targets import PathTarget
 __all__ = ["Replacement", "temporary_name"]
 
 _SLOTS = 10_000
+_LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
 _NAME_MAX = 255
+# What file systems say that have no locks, or cannot sync a directory.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 
 
@@ -33,8 +39,32 @@ def temporary_name(name: str, slot: int) -> str:
     return f".{os.fsdecode(os.fsencode(name)[:room])}{suffix}"
 
 
+@functools.cache
+def _can_link() -> bool:
+    """Return whether a nameless file can be given a name later: that takes /proc."""
+    return os.path.isdir("/proc/self/fd")
+
+
+def _lock(fd: int) -> bool:
+    """Lock a temporary file; False if another process has. True where there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return True
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
 class Replacement:
-    """A new file on its way to a target: `fd` is its descriptor until `commit` or `discard`."""
+    """A new file on its way to a target: `fd` is its descriptor until `commit` or `discard`.
+
+    Attributes:
+        committed: the new file is at the target.
+        fallback: what the file system could not do, or None.
+    """
 
     def __init__(self, target: PathTarget, durable: bool) -> None:
         """Create the file, empty and not yet visible at the target.
@@ -45,11 +75,14 @@ class Replacement:
         self.target = target
         self.durable = durable
         self.named: str | None = None
+        self.committed = False
+        self.fallback: str | None = None
         self.fd = -1
         self._directory = os.open(
             os.path.dirname(target.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         )
         try:
+            self._sweep()
             self.fd = self._create()
             self._copy_attributes()
         except BaseException:
@@ -58,7 +91,7 @@ class Replacement:
 
     def _create(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
-        if not os.path.isdir("/proc/self/fd"):  # without it, no name can be given later
+        if not _can_link():
             return self._create_named(flags)
         try:
             fd = os.open(".", flags | os.O_TMPFILE, 0o666, dir_fd=self._directory)
@@ -66,30 +99,37 @@ class Replacement:
             if error.errno not in _NO_TMPFILE:
                 raise
             return self._create_named(flags)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            _lock(fd)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     def _create_named(self, flags: int) -> int:
-        for name in self._free_names():
+        for name in self._names():
             try:
                 fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._directory)
             except FileExistsError:
                 continue
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._is(name, fd):
+            # Until it is locked, another save may take it for a leftover.
+            if _lock(fd) and self._is(name, fd):
                 self.named = name
                 return fd
-            os.close(fd)  # a sweeper took it between creation and lock
+            os.close(fd)
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
 
-    def _free_names(self) -> Iterator[str]:
-        """Yield temporary names to try, removing those that a killed process left."""
+    def _names(self) -> Iterator[str]:
         base = os.path.basename(self.target.path)
-        for slot in range(_SLOTS):
-            name = temporary_name(base, slot)
-            if not self._exists(name) or self._remove_stale(name):
-                yield name
+        return (temporary_name(base, slot) for slot in range(_SLOTS))
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left of this target, so that its space is free again."""
+        free = 0
+        for name in self._names():
+            free = 0 if self._exists(name) and not self._remove_stale(name) else free + 1
+            if free == _LOOKAHEAD:
+                return
 
     def _exists(self, name: str) -> bool:
         try:
@@ -106,8 +146,10 @@ class Replacement:
         return os.path.samestat(there, os.fstat(fd))
 
     def _remove_stale(self, name: str) -> bool:
+        """Remove a temporary file unless its owner is alive; return whether it is gone."""
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+            # Over NFS an exclusive lock takes a descriptor that can write.
+            fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
         except OSError:
             return False
         try:
@@ -137,7 +179,7 @@ class Replacement:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
             os.fsync(self.fd)
-        else:
+        elif self.named is not None:
             os.close(os.dup(self.fd))  # network file systems report late errors at a close
 
     def commit(self) -> None:
@@ -150,14 +192,23 @@ class Replacement:
         base = os.path.basename(self.target.path)
         os.rename(named, base, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         self.named = None
+        self.committed = True
         if self.durable:
-            os.fsync(self._directory)
+            self._sync_directory()
         self._close()
+
+    def _sync_directory(self) -> None:
+        try:
+            os.fsync(self._directory)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_SYNC:
+                raise
+            self.fallback = "the file system cannot sync a directory"
 
     def _link(self) -> str:
         """Give the nameless file a temporary name and return it."""
         source = f"/proc/self/fd/{self.fd}"
-        for name in self._free_names():
+        for name in self._names():
             try:
                 os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
             except FileExistsError:

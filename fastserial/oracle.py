@@ -6,8 +6,8 @@ torch's, once, before fastserial is switched on: a torch whose C++ writer differ
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def _writer(sink: Any, align: int) -> Any:
 
 def finish(layout: ZipLayout) -> ZipPlan:
     """Add what torch's writer adds at the end of an archive, and return the plan."""
-    digits = _names_hash(layout.names)
+    digits = _names_hash(tuple(layout.names))
     layout.add_bytes("version", _VERSION, crc32(_VERSION))
     if "byteorder" not in layout.names:
         order = sys.byteorder.encode()
@@ -52,7 +52,8 @@ def finish(layout: ZipLayout) -> ZipPlan:
     return layout.finish(digits, crc32)
 
 
-def _names_hash(names: Sequence[str]) -> str:
+@functools.lru_cache(maxsize=8)  # the same state is saved again and again
+def _names_hash(names: tuple[str, ...]) -> str:
     """Return the 20 digits of the serialization id that torch derives from the record names.
 
     torch's writer runs over empty records into the null device: their order in its hash set, and

@@ -10,7 +10,8 @@ import stat
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from fastserial.errors import WriteError, write_error
+from fastserial import filesystem
+from fastserial.errors import REMEDIES, WriteError, write_error
 
 __all__ = ["FileTarget", "PathTarget", "StockWay", "file_target", "path_target"]
 
@@ -55,13 +56,13 @@ class StockWay:
 def _follow(path: str) -> str | None:
     """Return the file a chain of symbolic links ends at, or None if it leads to a descriptor."""
     for _ in range(_MAX_LINKS):
-        directory, base = os.path.split(path)
-        path = os.path.join(os.path.realpath(directory), base)
         if path.startswith(_SPECIAL):
             return None
         if not os.path.islink(path):
             return path
-        path = os.path.join(os.path.dirname(path), os.readlink(path))
+        # The link's own directory, free of links, is what a relative target starts from.
+        directory = os.path.realpath(os.path.dirname(path))
+        path = os.path.normpath(os.path.join(directory, os.readlink(path)))
     raise write_error(errno.ELOOP, path)
 
 
@@ -90,19 +91,23 @@ def path_target(name: str) -> PathTarget | StockWay:
     if not stat.S_ISDIR(parent.st_mode):
         raise _refusal(errno.ENOTDIR, name)
     writable = os.access(directory, os.W_OK | os.X_OK, effective_ids=True)
+    readable = os.access(directory, os.R_OK, effective_ids=True)
+    denied = errno.EROFS if filesystem.is_read_only(directory) else errno.EACCES
     if existing is None:
         if not writable:
-            raise _refusal(errno.EACCES, name)
+            raise _refusal(denied, name)
+        if not readable:
+            return StockWay("the directory is not readable, so it cannot be synced")
         return PathTarget(name, path, None, None)
     if stat.S_ISDIR(existing.st_mode):
         raise _refusal(errno.EISDIR, name)
     if not stat.S_ISREG(existing.st_mode):
         return StockWay("not a regular file")
     if not os.access(path, os.W_OK, effective_ids=True):
-        raise _refusal(errno.EACCES, name)
-    if not writable:
-        return StockWay("the directory is not writable, so the file can only be overwritten")
-    if existing.st_dev != parent.st_dev:
+        raise _refusal(denied, name)
+    if not (writable and readable):
+        return StockWay("the directory is not open to us, so the file can only be overwritten")
+    if filesystem.is_mount_point(path, parent.st_dev):
         return StockWay("the file is a mount point, so it can only be overwritten")
     mode = stat.S_IMODE(existing.st_mode)
     return PathTarget(name, path, mode, (existing.st_uid, existing.st_gid))
@@ -115,6 +120,7 @@ def _refusal(number: int, name: str) -> WriteError:
         f"instance with os.makedirs({directory!r}, exist_ok=True)",
         errno.EISDIR: "The target is a directory; give the path of a file in it",
         errno.ENOTDIR: f"{directory} is not a directory",
+        errno.EROFS: f"{directory} is on a read-only file system. {REMEDIES[errno.EROFS]}",
         errno.EACCES: "No permission to write the file; check the modes and owners of the file "
         "and its directory",
     }

@@ -4,6 +4,7 @@ A layout is a sequence of extents in file order, without gaps. A source is one o
 
 - `Literal`: bytes known beforehand;
 - `Data`: the memory of a storage; its CRC-32 may be wanted;
+- `Packed`: small host storages with the container's bytes between them, as one piece;
 - `Sealed`: known bytes but for the CRC-32 of one record, to be put in at a place;
 - `Computed`: bytes that need the CRC-32 of every record;
 - `Hole`: nothing; reads back as zeros (`skip_data` leaves room for storages).
@@ -18,16 +19,24 @@ from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = [
+    "PACKED_BYTES",
+    "PACKED_STORAGE",
     "Computed",
     "Data",
     "Extent",
     "Hole",
     "Literal",
     "Memory",
+    "Packed",
     "Sealed",
     "Source",
+    "storages_in",
     "total_length",
 ]
+
+
+PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with others,
+PACKED_BYTES = 512 * 1024  # into pieces of about this many
 
 
 class Memory(Protocol):
@@ -72,6 +81,25 @@ class Sealed:
         return len(self.data)
 
 
+@dataclass(slots=True)
+class Packed:
+    """Small host storages, one behind the other, as one piece: few objects for many tensors.
+
+    `gaps[i]` are the container's bytes between storage i and the next. If `first` is not None, it
+    is the index of the first storage's record, the CRC-32s of all are wanted, and each gap begins
+    with the data descriptor of the storage before it.
+    """
+
+    length: int
+    first: int | None
+    addresses: list[int]
+    sizes: list[int]
+    gaps: list[bytes]
+    # A piece cut by the end of a block is made as a whole, and kept until all of it was used.
+    made: bytearray | None = None
+    used: int = 0
+
+
 class Computed:
     """Bytes made from all CRC-32s, once."""
 
@@ -96,7 +124,7 @@ class Hole:
     length: int
 
 
-Source = Literal | Data | Sealed | Computed | Hole
+Source = Literal | Data | Packed | Sealed | Computed | Hole
 
 
 @dataclass(slots=True)
@@ -111,3 +139,14 @@ class Extent:
 def total_length(extents: Iterable[Extent]) -> int:
     """Return the bytes that extents in file order cover."""
     return sum(extent.length for extent in extents)
+
+
+def storages_in(extents: Iterable[Extent]) -> tuple[int, int]:
+    """Return how many storages extents hold, and their bytes."""
+    count = nbytes = 0
+    for source in (extent.source for extent in extents):
+        if isinstance(source, Data):
+            count, nbytes = count + 1, nbytes + source.length
+        elif isinstance(source, Packed):
+            count, nbytes = count + len(source.sizes), nbytes + sum(source.sizes)
+    return count, nbytes

@@ -16,7 +16,17 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fastserial.containers.extents import Computed, Data, Extent, Hole, Literal, Memory, Sealed
+from fastserial.containers.extents import (
+    PACKED_BYTES,
+    Computed,
+    Data,
+    Extent,
+    Hole,
+    Literal,
+    Memory,
+    Packed,
+    Sealed,
+)
 from fastserial.errors import LayoutError
 
 __all__ = ["ID_RECORD", "MAX_ALIGNMENT", "ZipLayout", "ZipPlan", "archive_name", "fold"]
@@ -30,11 +40,14 @@ _U16 = 0xFFFF
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
 _ID_DIGITS = 20
-_CRC_AT = 4  # of a data descriptor
-_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
+CRC_AT = 4  # of a data descriptor
+_UTF8 = 0x0800
+_FLAGS = _UTF8 | 0x0008  # a data descriptor follows
 _MADE_BY = 0x031E
 
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_LOCAL_START = struct.pack("<4sHHHHHIII", b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0)
+_LOCAL_START_EMPTY = struct.pack("<4sHHHHHIII", b"PK\x03\x04", 0, _UTF8, 0, 0, 0, 0, 0, 0)
+_LENGTHS = struct.Struct("<HH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _DESCRIPTOR = struct.Struct("<4sIII")
 _DESCRIPTOR64 = struct.Struct("<4sIQQ")
@@ -42,6 +55,7 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
 _FB = struct.Struct("<2sH")
+_LOCAL_BYTES = len(_LOCAL_START) + _LENGTHS.size + _FB.size
 
 
 def archive_name(path: str) -> str:
@@ -57,19 +71,6 @@ def archive_name(path: str) -> str:
 def fold(seed: int, value: int) -> int:
     """Return torch's hash_combine of two 64-bit values."""
     return (seed ^ (value + 0x9E3779B9 + ((seed << 6) & _U64) + (seed >> 2))) & _U64
-
-
-@dataclass(slots=True)
-class _Record:
-    """A laid-out record: full name, size and offset of its local header (bytes)."""
-
-    name: bytes
-    size: int
-    header: int
-
-    @property
-    def is_zip64(self) -> bool:
-        return self.size >= _U32 or self.header >= _U32
 
 
 @dataclass(slots=True)
@@ -109,39 +110,68 @@ class ZipLayout:
         self.names: list[str] = []
         self._prefix = archive.encode() + b"/"
         self._alignment = alignment
-        self._records: list[_Record] = []
+        self._padding: dict[int, bytes] = {}
+        # Per record: full name, size and offset of the local header (bytes), CRC-32 if known.
+        self._full_names: list[bytes] = []
+        self._sizes: list[int] = []
+        self._headers: list[int] = []
         self._crcs: list[int | None] = []
-        # What goes into the id: (record, None) for its CRC, (record, value) for the quirk.
-        self._folds: list[tuple[int, int | None]] = []
+        # Records whose data begins like a descriptor, and the value torch takes for its CRC.
+        self._quirks: dict[int, int] = {}
+        self._directory_bytes = 0
         self._extents: list[Extent] = []
         self._cursor = 0
-        # Container bytes not yet in an extent, and the record whose CRC they begin with.
+        # Container bytes not yet in an extent, the record whose CRC they begin with, and the
+        # open pack of small storages before them.
         self._bytes = bytearray()
         self._sealed_by: int | None = None
+        self._pack: Packed | None = None
 
     def add_bytes(self, name: str, data: bytes, crc: int) -> None:
         """Add a record whose bytes and CRC-32 are known."""
-        record = self._open(name, len(data), crc if self.checksums else 0)
+        self._end_pack()
+        self._open(name, len(data), crc if self.checksums else 0)
         if data:
             self._append(data)
-            self._close(record, data[:8])
+            self._close(data[:8])
 
     def add_memory(self, name: str, memory: Memory, head: bytes) -> None:
         """Add a storage; `head` holds its first 8 bytes, if it has as many."""
-        nbytes = memory.nbytes
-        record = self._open(name, nbytes, None if self.checksums and nbytes else 0)
-        if nbytes:
-            self._emit(Data(memory, nbytes, record if self.checksums else None))
-            if self.checksums:
-                self._sealed_by = record
-            self._close(record, head)
+        self._end_pack()
+        self._open(name, memory.nbytes, None if self.checksums and memory.nbytes else 0)
+        if memory.nbytes:
+            self._emit(Data(memory, memory.nbytes, len(self.names) - 1 if self.checksums else None))
+            self._seal()
+            self._close(head)
+
+    def add_small(self, name: str, address: int, nbytes: int, head: bytes) -> None:
+        """Add a storage of 1 to `PACKED_STORAGE` bytes at a host address, which must stay valid."""
+        self._open(name, nbytes, None if self.checksums else 0)
+        pack = self._pack
+        if pack is None or pack.length >= PACKED_BYTES:
+            self._end_pack()
+            self._flush()
+            first = len(self.names) - 1 if self.checksums else None
+            pack = self._pack = Packed(0, first, [], [], [])
+        else:
+            gap = bytes(self._bytes)
+            self._bytes.clear()
+            pack.gaps.append(gap)
+            pack.length += len(gap)
+        pack.addresses.append(address)
+        pack.sizes.append(nbytes)
+        pack.length += nbytes
+        self._cursor += nbytes
+        self._seal()
+        self._close(head)
 
     def add_hole(self, name: str, nbytes: int) -> None:
         """Add a record of `nbytes` bytes that are not written and have no CRC-32."""
-        record = self._open(name, nbytes, 0)
+        self._end_pack()
+        self._open(name, nbytes, 0)
         if nbytes:
             self._emit(Hole(nbytes))
-            self._close(record, b"")
+            self._close(b"")
 
     def finish(self, names_hash: str, crc_of: Callable[[bytes], int]) -> ZipPlan:
         """Add the serialization id and the central directory, and return the plan.
@@ -150,34 +180,29 @@ class ZipLayout:
             names_hash: the 20 digits that torch derives from the names of the records.
             crc_of: CRC-32 of bytes.
         """
-        folds = list(self._folds)
         checksums = self.checksums
-        id_index = self._open(ID_RECORD, 2 * _ID_DIGITS, 0)
+        self._end_pack()
+        self._open(ID_RECORD, 2 * _ID_DIGITS, 0)
         self._flush()
-        records = self._records
-        entry = records[id_index]
-        directory = self._cursor + entry.size + self._descriptor_size(entry)
-        length = (
-            directory
-            - self._cursor
-            + sum(
-                _CENTRAL.size + len(record.name) + len(self._zip64_central(record))
-                for record in records
-            )
-        )
+        sizes, quirks = self._sizes, self._quirks
+        last = len(sizes) - 1
+        directory = self._cursor + sizes[last] + len(self._descriptor(last, 0))
+        length = directory - self._cursor + self._directory_bytes
         length += _END64.size + _END64_LOCATOR.size + _END.size
 
         def make(crcs: Sequence[int]) -> bytes:
             combined = 0
-            for record, value in folds:
-                combined = fold(combined, crcs[record] if value is None else value)
+            for record in range(last):
+                if sizes[record]:
+                    if record in quirks:
+                        combined = fold(combined, quirks[record])
+                    combined = fold(combined, crcs[record])
             text = f"{names_hash}{combined:0{_ID_DIGITS}d}".encode()
             id_crc = crc_of(text) if checksums else 0
-            tail = text + self._descriptor(entry, id_crc)
-            return tail + self._directory(directory, [*crcs[:id_index], id_crc])
+            tail = text + self._descriptor(last, id_crc)
+            return tail + self._directory(directory, [*crcs[:last], id_crc])
 
         self._extents.append(Extent(self._cursor, length, Computed(length, make)))
-        sizes = [record.size for record in records]
         return ZipPlan(self._extents, sizes, self._crcs, self._cursor + length)
 
     # -- building ------------------------------------------------------------------------------
@@ -186,11 +211,25 @@ class ZipLayout:
         self._bytes += data
         self._cursor += len(data)
 
+    def _seal(self) -> None:
+        """Note that the descriptor to come waits for the CRC-32 of the last record's data."""
+        if self.checksums:
+            self._sealed_by = len(self.names) - 1
+
+    def _end_pack(self) -> None:
+        """Turn the open pack into an extent; the bytes behind it stay pending."""
+        pack = self._pack
+        if pack is not None:
+            start = self._cursor - len(self._bytes) - pack.length
+            self._extents.append(Extent(start, pack.length, pack))
+            self._pack = None
+
     def _flush(self) -> None:
+        """Turn the pending bytes into an extent."""
         if self._bytes:
             data = bytes(self._bytes)
             sealed_by = self._sealed_by
-            source = Literal(data) if sealed_by is None else Sealed(data, sealed_by, _CRC_AT)
+            source = Literal(data) if sealed_by is None else Sealed(data, sealed_by, CRC_AT)
             self._extents.append(Extent(self._cursor - len(data), len(data), source))
             self._bytes.clear()
             self._sealed_by = None
@@ -200,69 +239,62 @@ class ZipLayout:
         self._extents.append(Extent(self._cursor, source.length, source))
         self._cursor += source.length
 
-    def _open(self, name: str, size: int, crc: int | None) -> int:
-        """Append a record's local header; its data comes next. Returns the record's index."""
-        record = _Record(self._prefix + name.encode(), size, self._cursor)
-        zip64 = self._zip64_local(record)
-        header = _LOCAL.size + len(record.name) + len(zip64) + _FB.size
-        padding = -(self._cursor + header) % self._alignment
-        extra = len(zip64) + _FB.size + padding
-        flags = _UTF8 | _HAS_DESCRIPTOR if size else _UTF8
-        local = _LOCAL.pack(
-            b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(record.name), extra
-        )  # fmt: skip
-        self._append(
-            b"".join((local, record.name, zip64, _FB.pack(b"FB", padding), b"Z" * padding))
-        )
+    def _open(self, name: str, size: int, crc: int | None) -> None:
+        """Append a record's local header; its data comes next."""
+        full_name = self._prefix + name.encode()
+        header = self._cursor
+        zip64 = b""
+        if size >= _U32 or header >= _U32:
+            # The compressed size is not known yet when torch writes the local header.
+            zip64 = _zip64(size, 0, header)
+            self._directory_bytes += len(zip64)
+        before = header + _LOCAL_BYTES + len(full_name) + len(zip64)
+        padding = -before % self._alignment
+        filler = self._padding.get(padding)
+        if filler is None:
+            filler = self._padding[padding] = _FB.pack(b"FB", padding) + b"Z" * padding
+        lengths = _LENGTHS.pack(len(full_name), len(zip64) + len(filler))
+        start = _LOCAL_START if size else _LOCAL_START_EMPTY
+        self._append(b"".join((start, lengths, full_name, zip64, filler)))
+        self._directory_bytes += _CENTRAL.size + len(full_name)
         self.names.append(name)
-        self._records.append(record)
+        self._full_names.append(full_name)
+        self._sizes.append(size)
+        self._headers.append(header)
         self._crcs.append(crc)
-        return len(self._records) - 1
 
-    def _close(self, record: int, head: bytes) -> None:
-        """Append the data descriptor, and note what torch folds into the id here."""
-        if len(head) >= 8 and head[:4] == DESCRIPTOR_SIGNATURE:
+    def _close(self, head: bytes) -> None:
+        """Append the last record's data descriptor, and note the quirk."""
+        record = len(self.names) - 1
+        if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= 8:
             # torch takes any one write that begins like a descriptor for one.
-            self._folds.append((record, int.from_bytes(head[4:8], "little")))
-        self._folds.append((record, None))
-        self._append(self._descriptor(self._records[record], self._crcs[record] or 0))
+            self._quirks[record] = int.from_bytes(head[4:8], "little")
+        self._append(self._descriptor(record, self._crcs[record] or 0))
 
-    def _descriptor_size(self, record: _Record) -> int:
-        return _DESCRIPTOR64.size if record.is_zip64 else _DESCRIPTOR.size
-
-    def _descriptor(self, record: _Record, crc: int) -> bytes:
-        form = _DESCRIPTOR64 if record.is_zip64 else _DESCRIPTOR
-        return form.pack(DESCRIPTOR_SIGNATURE, crc, record.size, record.size)
-
-    def _zip64(self, *values: int) -> bytes:
-        return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-
-    def _zip64_local(self, record: _Record) -> bytes:
-        # The compressed size is not known yet when torch writes the local header.
-        sizes = (record.size, 0) if record.size >= _U32 else ()
-        return self._zip64(*sizes, *((record.header,) if record.header >= _U32 else ()))
-
-    def _zip64_central(self, record: _Record) -> bytes:
-        sizes = (record.size, record.size) if record.size >= _U32 else ()
-        return self._zip64(*sizes, *((record.header,) if record.header >= _U32 else ()))
+    def _descriptor(self, record: int, crc: int) -> bytes:
+        size = self._sizes[record]
+        is_zip64 = size >= _U32 or self._headers[record] >= _U32
+        form = _DESCRIPTOR64 if is_zip64 else _DESCRIPTOR
+        return form.pack(DESCRIPTOR_SIGNATURE, crc, size, size)
 
     def _directory(self, start: int, crcs: Sequence[int]) -> bytes:
         """Return the central directory, which starts at byte `start`, and the end records."""
         parts: list[bytes] = []
-        for record, crc in zip(self._records, crcs, strict=True):
-            extra = self._zip64_central(record)
-            size = min(record.size, _U32)
-            flags = _UTF8 | _HAS_DESCRIPTOR if record.size else _UTF8
-            parts += (
-                _CENTRAL.pack(
-                    b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, size, size, len(record.name),
-                    len(extra), 0, 0, 0, 0, min(record.header, _U32),
-                ),
-                record.name,
-                extra,
+        columns = zip(self._full_names, self._sizes, self._headers, crcs, strict=True)
+        for name, size, header, crc in columns:
+            extra = b""
+            flags = _FLAGS if size else _UTF8
+            short, near = size, header
+            if size >= _U32 or header >= _U32:
+                extra = _zip64(size, size, header)
+                short, near = min(size, _U32), min(header, _U32)
+            central = _CENTRAL.pack(
+                b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, short, short, len(name), len(extra),
+                0, 0, 0, 0, near,
             )  # fmt: skip
+            parts += (central, name, extra) if extra else (central, name)
         directory = b"".join(parts)
-        end, count, length = start + len(directory), len(self._records), len(directory)
+        end, count, length = start + len(directory), len(self.names), len(directory)
         few = min(count, _U16)
         return b"".join(
             (
@@ -272,3 +304,10 @@ class ZipLayout:
                 _END.pack(b"PK\x05\x06", 0, 0, few, few, min(length, _U32), min(start, _U32), 0),
             )
         )
+
+
+def _zip64(size: int, compressed: int, header: int) -> bytes:
+    """Return the extra field that holds what does not fit 32 bits."""
+    values = (size, compressed) if size >= _U32 else ()
+    values = (*values, header) if header >= _U32 else values
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)

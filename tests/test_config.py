@@ -1,0 +1,99 @@
+"""Where options come from, and which of them wins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import fastserial
+from fastserial import ConfigError, config
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in config._PARSERS:
+        monkeypatch.delenv(f"FASTSERIAL_{name.upper()}", raising=False)
+    config.set_installed()
+    yield
+    config.set_installed()
+
+
+def test_the_nearer_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = config.current()
+    assert default == config.Config()
+    monkeypatch.setenv("FASTSERIAL_QUEUE_DEPTH", "2")
+    monkeypatch.setenv("FASTSERIAL_BLOCK_SIZE", "64k")
+    assert (config.current().queue_depth, config.current().block_size) == (2, 65536)
+    config.set_installed(queue_depth=3)
+    assert (config.current().queue_depth, config.current().block_size) == (3, 65536)
+    with fastserial.options(queue_depth=4):
+        assert config.current().queue_depth == 4
+        with fastserial.options(threads=1):
+            assert (config.current().queue_depth, config.current().threads) == (4, 1)
+        assert config.current().threads == default.threads
+        assert config.current(queue_depth=5).queue_depth == 5
+    assert config.current().queue_depth == 3
+
+
+def test_options_are_of_one_thread() -> None:
+    seen: list[int] = []
+    with fastserial.options(queue_depth=5):
+        thread = threading.Thread(target=lambda: seen.append(config.current().queue_depth))
+        thread.start()
+        thread.join()
+    assert seen == [config.Config().queue_depth]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("64k", 65536), ("8MiB", 8 << 20), ("1 GiB", 1 << 30), ("0.5m", 512 << 10)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert config.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "8XB", "-", "k"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a size"):
+        config.parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"block_size": 1000},
+        {"block_size": 0},
+        {"queue_depth": 0},
+        {"threads": 5000},
+        {"small_file": -1},
+        {"direct": "maybe"},
+        {"no_such_option": 1},
+    ],
+)
+def test_impossible_values(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.set_installed(**values)
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(ConfigError), fastserial.options(**values):
+        pass
+    assert config.current() == config.Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [("FASTSERIAL_DURABLE", "perhaps"), ("FASTSERIAL_THREADS", "two"), ("FASTSERIAL_DIRECT", "?")],
+)
+def test_bad_environment_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=variable):
+        config.current()
+
+
+def test_direct_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, value in (("auto", "auto"), ("0", False), ("yes", True)):
+        monkeypatch.setenv("FASTSERIAL_DIRECT", text)
+        assert config.current().direct == value

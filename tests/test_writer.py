@@ -1,0 +1,325 @@
+"""FastFileWriter as a file, and what it promises about the file it replaces."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import io
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+from fastserial import FastFileWriter, WriteError, config, filesystem
+from fastserial.commit import temporary_name
+from fastserial.engines.threads import ThreadsEngine
+from fastserial.staging import BufferPool, StorageMemory
+
+BLOCKS = {"block_size": 64 * 1024, "queue_depth": 3, "small_file": 0}
+SIZES = [0, 1, 4095, 4096, 4097, 64 * 1024, 64 * 1024 + 1, 1_000_003]
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    return bytes(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).numpy())
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("options", [{}, BLOCKS, {**BLOCKS, "direct": False}, {"durable": False}])
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_is_a_plain_file(tmp_path: Path, size: int, options: dict[str, Any], kind: Any) -> None:
+    data = noise(size)
+    path = tmp_path / "file.bin"
+    with FastFileWriter(path, config.current(**options)) as writer:
+        for start in range(0, size, 70_001):
+            piece = kind(data[start : start + 70_001])
+            assert writer.write(piece) == len(piece)
+        assert writer.tell() == size
+        assert not path.exists()
+    assert path.read_bytes() == data
+    assert writer.closed
+    assert writer.report is not None
+    assert writer.report.bytes == size
+
+
+def test_bytes_given_may_change_after_the_call(tmp_path: Path) -> None:
+    data = bytearray(noise(300_000))
+    expected = bytes(data)
+    with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
+        writer.write(data)
+        data[:] = bytes(len(data))
+        storage = torch.arange(100_000).untyped_storage()
+        writer.save_torch_storage_object_list([(storage, torch.int64)], save_size=False)
+        copy = bytes(storage.tolist())
+        storage.fill_(0)
+    assert (tmp_path / "f").read_bytes() == expected + copy
+
+
+@pytest.mark.parametrize("use_zip", [True, False])
+@pytest.mark.parametrize("installed", [True, False])
+def test_as_f_of_torch_save(tmp_path: Path, use_zip: bool, installed: bool) -> None:
+    state = {"a": torch.randn(333, 333), "b": torch.arange(17), "c": torch.empty(0)}
+    want = io.BytesIO()
+    torch.save(state, want, _use_new_zipfile_serialization=use_zip)
+    if installed:
+        fastserial.install()
+    try:
+        with FastFileWriter(tmp_path / "x.pt", config.current(**BLOCKS)) as writer:
+            writer.write(b"head")
+            torch.save(state, writer, _use_new_zipfile_serialization=use_zip)
+            state["a"].zero_()
+            writer.write(b"tail")
+    finally:
+        fastserial.uninstall()
+    assert (tmp_path / "x.pt").read_bytes() == b"head" + want.getvalue() + b"tail"
+
+
+def test_an_exception_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    with (
+        pytest.raises(KeyError, match="stop"),
+        FastFileWriter(path, config.current(**BLOCKS)) as writer,
+    ):
+        writer.write(noise(500_000))
+        raise KeyError("stop")
+    assert path.read_bytes() == b"old"
+    assert names_in(tmp_path) == ["f"]
+    with pytest.raises(ValueError, match="closed"):
+        writer.write(b"more")
+
+
+def test_a_forgotten_writer_saves_nothing(tmp_path: Path) -> None:
+    writer = FastFileWriter(tmp_path / "f")
+    writer.write(b"x")
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del writer
+        gc.collect()
+    assert names_in(tmp_path) == []
+
+
+def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    with FastFileWriter(path) as writer:
+        writer.write(b"parent")
+        child = os.fork()
+        if child == 0:
+            writer.abort()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert path.read_bytes() == b"parent"
+
+
+class FailingEngine(ThreadsEngine):
+    """Fails the write at an offset with an errno; the others are real."""
+
+    number = errno.ENOSPC
+    at = 128 * 1024
+
+    def _serve(self, request: Any) -> Any:
+        done = super()._serve(request)
+        if request.offset == self.at:
+            done.error = OSError(self.number, os.strerror(self.number))
+        return done
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+def test_an_error_in_a_thread_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(FailingEngine, "number", number)
+    monkeypatch.setattr("fastserial.transfer.create", lambda name, threads: FailingEngine(threads))
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    with pytest.raises(WriteError) as caught:  # noqa: SIM117
+        with FastFileWriter(path, config.current(**BLOCKS)) as writer:
+            writer.write(noise(1_000_000))
+    assert isinstance(caught.value, OSError)
+    assert isinstance(caught.value, RuntimeError)
+    assert caught.value.errno == number
+    assert caught.value.filename == str(path)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert path.read_bytes() == b"old"
+    assert names_in(tmp_path) == ["f"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("fastserial")]
+
+
+def test_direct_io_refused_at_a_write_goes_on_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FailingEngine, "number", errno.EINVAL)
+    monkeypatch.setattr("fastserial.transfer.create", lambda name, threads: FailingEngine(threads))
+    data = noise(1_000_000)
+    with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
+        writer.write(data)
+    assert (tmp_path / "f").read_bytes() == data
+    assert writer.report is not None
+    assert not writer.report.direct
+    assert "refused" in (writer.report.fallback or "")
+
+
+def test_no_direct_io_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "direct_alignment", lambda fd: None)
+    data = noise(1_000_000)
+    with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
+        writer.write(data)
+    assert (tmp_path / "f").read_bytes() == data
+    assert writer.report is not None
+    assert writer.report.fallback == "the file system has no direct I/O for this file"
+
+
+def test_a_larger_sector_than_the_block_goes_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sector = filesystem.DirectAlignment(16384, 16384, True)
+    monkeypatch.setattr(filesystem, "direct_alignment", lambda fd: sector)
+    data = noise(100_000)
+    options = {**BLOCKS, "block_size": 4096}
+    with FastFileWriter(tmp_path / "f", config.current(**options)) as writer:
+        writer.write(data)
+    assert (tmp_path / "f").read_bytes() == data
+    assert writer.report is not None
+    assert not writer.report.direct
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR])
+def test_named_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Where there are no nameless files, the temporary one has a name, until the end."""
+    real = os.open
+
+    def no_tmpfile(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *args, **more)
+
+    monkeypatch.setattr(os, "open", no_tmpfile)
+    path = tmp_path / "f"
+    stale = tmp_path / temporary_name("f", 0)
+    stale.write_bytes(b"left by a killed process")
+    data = noise(300_000)
+    with FastFileWriter(path, config.current(**BLOCKS)) as first:
+        first.write(data)
+        assert names_in(tmp_path) == [stale.name]  # taken over: nobody held a lock on it
+        with FastFileWriter(path) as second:
+            second.write(b"second")
+            assert len(names_in(tmp_path)) == 2  # the first one's is alive
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == data
+    assert names_in(tmp_path) == ["f"]
+
+
+def test_long_names(tmp_path: Path) -> None:
+    for name in ("x" * 255, "ü" * 127):
+        with FastFileWriter(tmp_path / name) as writer:
+            writer.write(b"data")
+        assert (tmp_path / name).read_bytes() == b"data"
+        assert len(os.fsencode(temporary_name(name, 9999))) <= 255
+
+
+@pytest.mark.parametrize("kind", ["gzip", "bytesio", "directory", "fifo"])
+def test_refuses_what_it_cannot_write(tmp_path: Path, kind: str) -> None:
+    targets: dict[str, Any] = {
+        "gzip": "/dev/null",
+        "bytesio": io.BytesIO(),
+        "directory": tmp_path,
+        "fifo": tmp_path / "fifo",
+    }
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(WriteError):
+        FastFileWriter(targets[kind])
+
+
+def test_report_and_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[fastserial.SaveReport] = []
+
+    def broken(report: fastserial.SaveReport) -> None:
+        seen.append(report)
+        raise ValueError("in the callback")
+
+    with fastserial.options(on_report=broken, **BLOCKS), FastFileWriter(tmp_path / "f") as writer:
+        writer.write(noise(200_000))
+    assert seen == [fastserial.last_report()]
+    report = seen[0]
+    assert (report.engine, report.block_size, report.durable) == ("threads", 64 * 1024, True)
+    assert report.complete.count == 4
+    assert "200KB" in str(report) or "200kB" in str(report)
+    assert report.to_dict()["bandwidth"] == report.bandwidth > 0
+    assert "on_report failed" in caplog.text
+    assert (tmp_path / "f").stat().st_size == 200_000
+
+
+def test_progress_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    with FastFileWriter(tmp_path / "f", config.current(progress=True, **BLOCKS)) as writer:
+        writer.write(noise(1_000_000))
+    assert "977k" in capsys.readouterr().err
+
+
+def test_peak_memory_is_the_pool(tmp_path: Path) -> None:
+    """Extra memory does not grow with the checkpoint: at most the pool and a little."""
+    fastserial.install(block_size=1 << 20, queue_depth=4)
+    try:
+        state = {f"l{i}": torch.ones(1_000_000) for i in range(100)}  # 400 MB
+        torch.save({"warm": torch.ones(10)}, tmp_path / "w.pt")
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        torch.save(state, tmp_path / "x.pt")
+        assert status("VmHWM") - before < 24 << 20
+    finally:
+        fastserial.uninstall()
+
+
+def status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+def test_device_memory_is_copied_in_chunks() -> None:
+    """The class that serves device tensors, on the host; there is no GPU to run it on here."""
+    tensor = torch.arange(100_000, dtype=torch.int32)
+    memory = StorageMemory(tensor.untyped_storage())
+    raw = bytes(tensor.numpy().tobytes())
+    target = (ctypes.c_char * len(raw))()
+    for start in range(0, len(raw), 70_001):
+        length = min(70_001, len(raw) - start)
+        memory.copy_to(ctypes.addressof(target) + start, start, length)
+    assert zlib.crc32(target.raw) == zlib.crc32(raw)
+
+
+def test_pool_hands_out_aligned_buffers() -> None:
+    pool = BufferPool(3, 8192)
+    buffers = [pool.take() for _ in range(3)]
+    assert pool.free == 0
+    assert all(buffer.address % 4096 == 0 and buffer.nbytes == 8192 for buffer in buffers)
+    with pytest.raises(fastserial.errors.EngineError):
+        pool.take()
+    pool.give(buffers[0])
+    assert pool.take() is buffers[0]
+    del buffers
+    pool.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and driver")
+@pytest.mark.parametrize("use_zip", [True, False])
+def test_cuda_tensors(tmp_path: Path, use_zip: bool) -> None:
+    state = {"a": torch.randn(1_000_000, device="cuda"), "b": torch.arange(9, device="cuda")}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=use_zip)
+    want = (tmp_path / "a.pt").read_bytes()
+    fastserial.install()
+    try:
+        torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=use_zip)
+    finally:
+        fastserial.uninstall()
+    assert (tmp_path / "a.pt").read_bytes() == want

@@ -1,0 +1,156 @@
+"""The zip layout against torch's own writer, over what real checkpoints cannot easily reach."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import pytest
+import torch
+
+from fastserial import oracle
+from fastserial.containers.extents import Computed, Extent, Literal
+from fastserial.containers.zip import MAX_ALIGNMENT, ZipLayout, archive_name
+from fastserial.errors import LayoutError
+
+HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
+ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if HAS_ALIGNMENT else [64]
+U32 = 0xFFFFFFFF
+
+
+class Sink:
+    """Joins what a writer emits; what it seeks over stays a gap."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.pieces: list[tuple[int, bytearray]] = []
+
+    def write(self, data: Any) -> int:
+        text = bytes(data)
+        if self.pieces and self.pieces[-1][0] + len(self.pieces[-1][1]) == self.position:
+            self.pieces[-1][1].extend(text)
+        else:
+            self.pieces.append((self.position, bytearray(text)))
+        self.position += len(text)
+        return len(text)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.position = offset + (self.position if whence == 1 else 0)
+        return self.position
+
+    def flush(self) -> None:
+        pass
+
+
+def theirs(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = True) -> Sink:
+    sink = Sink()
+    more = (alignment,) if HAS_ALIGNMENT else ()
+    writer = torch._C.PyTorchFileWriter(sink, crc, *more)
+    for name, data in records:
+        if isinstance(data, int):
+            writer.write_record_metadata(name, data)
+        else:
+            writer.write_record(name, data, len(data))
+    writer.write_end_of_file()
+    return sink
+
+
+def ours(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = True) -> Sink:
+    layout = ZipLayout("archive", alignment, crc)
+    for name, data in records:
+        if isinstance(data, int):
+            layout.add_hole(name, data)
+        else:
+            layout.add_bytes(name, data, zlib.crc32(data))
+    plan = oracle.finish(layout)
+    sink = Sink()
+    end = 0
+    for extent in plan.extents:
+        assert extent.offset == end, "a gap or an overlap between extents"
+        end += extent.length
+        text = content(extent, [known or 0 for known in plan.crcs])
+        if text is not None:
+            sink.seek(extent.offset)
+            sink.write(text)
+    assert plan.nbytes == end
+    return sink
+
+
+def content(extent: Extent, crcs: list[int]) -> bytes | None:
+    source = extent.source
+    if isinstance(source, Literal):
+        text = bytes(source.data)
+    elif isinstance(source, Computed):
+        text = source.data(crcs)
+    else:
+        return None  # a hole
+    assert len(text) == extent.length
+    return text
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_torch(seed: int) -> None:
+    rnd = random.Random(seed)
+    records: list[tuple[str, bytes | int]] = [("data.pkl", rnd.randbytes(rnd.randrange(300)))]
+    for index in range(rnd.randrange(40)):
+        kind = rnd.random()
+        if kind < 0.25:
+            data: bytes | int = rnd.choice([U32 + 1, U32, U32 - 1, 5 << 30, 0, 100])
+        else:
+            data = rnd.randbytes(rnd.choice([0, 1, 4, 7, 8, 100, 4096]))
+            if kind > 0.8:
+                data = b"PK\x07\x08" + data
+        records.append((f"data/{index}", data))
+    alignment = rnd.choice(ALIGNMENTS)
+    assert ours(records, alignment).pieces == theirs(records, alignment).pieces
+
+
+def test_without_checksums() -> None:
+    records: list[tuple[str, bytes | int]] = [("data.pkl", b"abc"), ("data/0", b"PK\x07\x08quirk")]
+    assert ours(records, 64, crc=False).pieces == theirs(records, 64, crc=False).pieces
+
+
+def test_header_just_before_4_gib() -> None:
+    for distance in range(0, 200, 8):
+        records: list[tuple[str, bytes | int]] = [("data/0", U32 - distance), ("data/1", b"x")]
+        assert ours(records, 64).pieces == theirs(records, 64).pieces
+
+
+def test_more_records_than_16_bits() -> None:
+    records: list[tuple[str, bytes | int]] = [(f"data/{i}", b"") for i in range(66_000)]
+    assert ours(records, 64).pieces == theirs(records, 64).pieces
+
+
+def test_alignment_that_breaks_the_format_is_refused() -> None:
+    with pytest.raises(LayoutError):
+        ZipLayout("archive", MAX_ALIGNMENT + 1)
+    with pytest.raises(LayoutError):
+        ZipLayout("archive", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("ckpt.pt", "ckpt"),
+        ("/a/b.c/ckpt", "ckpt"),
+        ("a.b.c.pt", "a.b.c"),
+        ("dir\\file.pt", "file"),
+        (".hidden", ""),
+        ("x.", "x"),
+        ("modèle.pt", "archive"),
+    ],
+)
+def test_archive_name(path: str, name: str) -> None:
+    assert archive_name(path) == name
+
+
+def test_self_check_passes_here() -> None:
+    assert oracle.self_check() is None
+
+
+def test_self_check_notices_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserial.containers.zip._MADE_BY", 0x0314)
+    reason = oracle.self_check()
+    assert reason is not None
+    assert torch.__version__ in reason
