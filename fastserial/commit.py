@@ -79,7 +79,7 @@ class Replacement:
         self.fallback: str | None = None
         self.fd = -1
         self._directory = os.open(
-            os.path.dirname(target.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            os.path.dirname(target.path) or os.curdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         )
         try:
             self._sweep()
@@ -112,10 +112,16 @@ class Replacement:
                 fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._directory)
             except FileExistsError:
                 continue
-            # Until it is locked, another save may take it for a leftover.
-            if _lock(fd) and self._is(name, fd):
-                self.named = name
-                return fd
+            try:
+                # Until it is locked, another save may take it for a leftover.
+                if _lock(fd) and self._is(name, fd):
+                    self.named = name
+                    return fd
+            except BaseException:
+                os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._directory)
+                raise
             os.close(fd)
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
 
@@ -127,7 +133,11 @@ class Replacement:
         """Remove what killed processes left of this target, so that its space is free again."""
         free = 0
         for name in self._names():
-            free = 0 if self._exists(name) and not self._remove_stale(name) else free + 1
+            if self._exists(name):
+                self._remove_stale(name)
+                free = 0
+            else:
+                free += 1
             if free == _LOOKAHEAD:
                 return
 
@@ -145,23 +155,20 @@ class Replacement:
             return False
         return os.path.samestat(there, os.fstat(fd))
 
-    def _remove_stale(self, name: str) -> bool:
-        """Remove a temporary file unless its owner is alive; return whether it is gone."""
+    def _remove_stale(self, name: str) -> None:
+        """Remove a temporary file unless its owner is alive."""
         try:
             # Over NFS an exclusive lock takes a descriptor that can write.
             fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
         except OSError:
-            return False
+            return
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return False
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._is(name, fd):
-                return False
-            os.unlink(name, dir_fd=self._directory)
-            return True
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is(name, fd):
+                    os.unlink(name, dir_fd=self._directory)
         except OSError:  # locked: its owner is alive
-            return False
+            pass
         finally:
             os.close(fd)
 
@@ -188,7 +195,7 @@ class Replacement:
         Raises:
             OSError: the target is still the old file, unless only the last sync failed.
         """
-        named = self.named = self.named or self._link()
+        named = self.named or self._link()
         base = os.path.basename(self.target.path)
         os.rename(named, base, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         self.named = None
@@ -209,9 +216,11 @@ class Replacement:
         """Give the nameless file a temporary name and return it."""
         source = f"/proc/self/fd/{self.fd}"
         for name in self._names():
+            self.named = name  # first: an interrupt may come right after the link is there
             try:
                 os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
             except FileExistsError:
+                self.named = None
                 continue
             return name
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -220,7 +229,8 @@ class Replacement:
         """Throw the new file away. Idempotent; does nothing after `commit`."""
         if self.named is not None:
             with contextlib.suppress(OSError):
-                os.unlink(self.named, dir_fd=self._directory)
+                if self._is(self.named, self.fd):
+                    os.unlink(self.named, dir_fd=self._directory)
             self.named = None
         self._close()
 

@@ -47,6 +47,8 @@ class Config:
         preallocate: reserve the file's space before the first byte, so that a full disk is
             noticed early and extents are contiguous.
         small_file: files up to this many bytes are written in one buffered write.
+        verify: read each block back after writing it and compare it with memory (about half the
+            speed; files larger than `small_file`).
         progress: show a progress bar (needs tqdm) for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
     """
@@ -59,6 +61,7 @@ class Config:
     direct: Direct = "auto"
     preallocate: bool = True
     small_file: int = 1 * MiB
+    verify: bool = False
     progress: bool = False
     on_report: Callable[[SaveReport], None] | None = None
 
@@ -131,6 +134,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "direct": _parse_direct,
     "preallocate": parse_bool,
     "small_file": parse_size,
+    "verify": parse_bool,
     "progress": parse_bool,
 }
 

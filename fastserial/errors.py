@@ -10,6 +10,7 @@ import errno
 import os
 
 __all__ = [
+    "REMEDIES",
     "ConfigError",
     "CorruptCheckpointError",
     "EngineError",
@@ -87,7 +88,14 @@ class WriteError(FastserialError, OSError, RuntimeError):
 
     An `OSError` with `errno` and `filename`, and a `RuntimeError`, which is what stock
     `torch.save` raises for a path it cannot write. The previous file at the path is intact.
+
+    Attributes:
+        bytes_needed: for a full disk or quota: size of the file, as far as it was known.
+        bytes_free: for a full disk or quota: what was free once the new file was discarded.
     """
+
+    bytes_needed: int | None = None
+    bytes_free: int | None = None
 
 
 class MissingDirectoryError(WriteError, FileNotFoundError):
@@ -105,6 +113,17 @@ class NotDirectoryTargetError(WriteError, NotADirectoryError):
 class DeniedTargetError(WriteError, PermissionError):
     """The target or its directory may not be written."""
 
+
+# What the user can do, by errno.
+REMEDIES = {
+    errno.ENOSPC: "Free space there or save to another disk",
+    errno.EDQUOT: "Free space within the quota, or have it raised",
+    errno.EFBIG: "The file system or `ulimit -f` does not allow a file of this size",
+    errno.EROFS: "Remount the file system writable, or save elsewhere",
+    errno.EIO: "The disk or the network failed; look into the kernel log (dmesg)",
+    errno.ESTALE: "The network file system lost the directory; mount it anew",
+    errno.ENOTCONN: "The FUSE file system's process is gone; mount it anew",
+}
 
 _BY_ERRNO: dict[int, type[WriteError]] = {
     errno.ENOENT: MissingDirectoryError,

@@ -16,15 +16,22 @@ __all__ = [
     "DirectAlignment",
     "direct_alignment",
     "free_bytes",
+    "is_mount_point",
+    "is_read_only",
     "kind_of",
     "preallocate",
     "reopen",
 ]
 
 _AT_EMPTY_PATH = 0x1000
+_AT_FDCWD = -100
+_AT_SYMLINK_NOFOLLOW = 0x100
+_STATX_ATTR_MOUNT_ROOT = 0x2000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
+_ATTRIBUTES_AT, _ATTRIBUTES_MASK_AT = 8, 56
 _MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156
+_FALLOC_FL_KEEP_SIZE = 1
 DEFAULT_ALIGNMENT = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,17 +72,18 @@ def reopen(fd: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
-def preallocate(fd: int, offset: int, length: int) -> bool:
+def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> bool:
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
-    Returns False where the file system cannot.
+    With `keep_size` the space is there, but the file does not grow. Returns False where the file
+    system cannot.
 
     Raises:
         OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed.
     """
     call = _libc.fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while call(fd, 0, offset, length) != 0:
+    while call(fd, _FALLOC_FL_KEEP_SIZE if keep_size else 0, offset, length) != 0:
         number = ctypes.get_errno()
         if number == errno.EINTR:
             continue
@@ -85,10 +93,44 @@ def preallocate(fd: int, offset: int, length: int) -> bool:
     return True
 
 
-def free_bytes(fd: int) -> int:
-    """Return the bytes an unprivileged user can still write to the file system of `fd`."""
-    stats = os.fstatvfs(fd)
+def free_bytes(place: int | str) -> int:
+    """Return the bytes an unprivileged user can still write to the file system of a path or fd.
+
+    Raises:
+        OSError: the place is gone.
+    """
+    stats = os.statvfs(place)
     return stats.f_bavail * stats.f_frsize
+
+
+def is_read_only(path: str) -> bool:
+    """Return whether the file system that holds `path` is mounted read-only."""
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
+def is_mount_point(path: str, parent_device: int) -> bool:
+    """Return whether something is mounted on the file `path`.
+
+    Args:
+        path: of a file, no symbolic link.
+        parent_device: `st_dev` of its directory, for kernels that do not tell (before 5.8). On
+            overlayfs the devices of file and directory may differ without any mount.
+    """
+    statx = getattr(_libc, "statx", None)
+    if statx is not None:
+        buffer = (ctypes.c_char * _STATX_BYTES)()
+        if statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0, buffer) == 0:
+            raw = bytes(buffer)
+            attributes, known = (
+                int.from_bytes(raw[at : at + 8], "little")
+                for at in (_ATTRIBUTES_AT, _ATTRIBUTES_MASK_AT)
+            )
+            if known & _STATX_ATTR_MOUNT_ROOT:
+                return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
+    return os.stat(path).st_dev != parent_device
 
 
 def kind_of(path: str) -> str:

@@ -18,6 +18,7 @@ from fastserial import oracle
 from fastserial.archive import ZipArchive
 from fastserial.config import current
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
+from fastserial.foreign import SequentialWriter
 from fastserial.targets import FileTarget, PathTarget, StockWay, file_target, path_target
 from fastserial.writer import FastFileWriter
 
@@ -54,6 +55,8 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
         return None
     if isinstance(target, FastFileWriter):
         return ZipArchive(target, "archive", owns_writer=False)
+    if SequentialWriter.accepts(target) and not torch.serialization._serialization_tls.skip_data:
+        return ZipArchive(SequentialWriter(target), "archive", owns_writer=False)
     found = _classify(target)
     if isinstance(found, PathTarget):
         archive = archive_name(found.name)

@@ -7,6 +7,7 @@ torch's, once, before fastserial is switched on: a torch whose C++ writer differ
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import Any
 
@@ -59,7 +60,10 @@ def _names_hash(names: tuple[str, ...]) -> str:
     torch's writer runs over empty records into the null device: their order in its hash set, and
     with it the digits, depends on the names alone.
     """
-    writer = _writer("/dev/null", _ALIGNMENT)
+    try:
+        writer = _writer(os.devnull, _ALIGNMENT)
+    except RuntimeError:  # no device in this chroot, or no descriptor free
+        writer = _writer(_Sink(), _ALIGNMENT)
     record = writer.write_record_metadata
     for name in names:
         record(name, 0)

@@ -46,8 +46,9 @@ class BufferPool:
         self._map = mmap.mmap(-1, count * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # fewer faults, and fewer pages to pin for direct I/O
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._anchor = ctypes.c_char.from_buffer(self._map)
-        self._divide(memoryview(self._map), ctypes.addressof(self._anchor), count, nbytes)
+        anchor = ctypes.c_char.from_buffer(self._map)
+        self._anchor: ctypes.c_char | None = anchor
+        self._divide(memoryview(self._map), ctypes.addressof(anchor), count, nbytes)
 
     def _divide(self, whole: memoryview, address: int, count: int, nbytes: int) -> None:
         """Make the buffers; `whole` shows the memory at `address`."""
@@ -87,8 +88,10 @@ class BufferPool:
         self._unmap()
 
     def _unmap(self) -> None:
-        del self._anchor
-        self._map.close()
+        self._anchor = None
+        # an error's traceback may still show a buffer; the memory goes when that does
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 class HostMemory:

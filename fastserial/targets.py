@@ -25,7 +25,7 @@ class PathTarget:
 
     Attributes:
         name: the path as the user gave it.
-        path: absolute, symbolic links followed.
+        path: where the file is or will be, symbolic links followed; relative if `name` is.
         mode: permission bits of the file that is there, None if there is none.
         owner: its user and group.
     """
@@ -60,9 +60,8 @@ def _follow(path: str) -> str | None:
             return None
         if not os.path.islink(path):
             return path
-        # The link's own directory, free of links, is what a relative target starts from.
-        directory = os.path.realpath(os.path.dirname(path))
-        path = os.path.normpath(os.path.join(directory, os.readlink(path)))
+        # Left to the kernel to resolve: the directories above may not be ours to read.
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
     raise write_error(errno.ELOOP, path)
 
 
@@ -75,10 +74,10 @@ def path_target(name: str) -> PathTarget | StockWay:
     if not name or "\0" in name or name.endswith("/"):
         return StockWay("not a file name")
     try:
-        path = _follow(os.path.abspath(name))
+        path = _follow(name)
         if path is None:
             return StockWay("an open descriptor, not a file")
-        directory = os.path.dirname(path)
+        directory = os.path.dirname(path) or os.curdir
         try:
             existing = os.stat(path)
         except FileNotFoundError:
@@ -90,12 +89,13 @@ def path_target(name: str) -> PathTarget | StockWay:
         raise _refusal(error.errno or errno.EIO, name) from error
     if not stat.S_ISDIR(parent.st_mode):
         raise _refusal(errno.ENOTDIR, name)
+    if parent.st_nlink == 0:  # removed, but still our current directory
+        raise _refusal(errno.ENOENT, name)
     writable = os.access(directory, os.W_OK | os.X_OK, effective_ids=True)
     readable = os.access(directory, os.R_OK, effective_ids=True)
-    denied = errno.EROFS if filesystem.is_read_only(directory) else errno.EACCES
     if existing is None:
         if not writable:
-            raise _refusal(denied, name)
+            raise _denial(directory, name)
         if not readable:
             return StockWay("the directory is not readable, so it cannot be synced")
         return PathTarget(name, path, None, None)
@@ -104,13 +104,19 @@ def path_target(name: str) -> PathTarget | StockWay:
     if not stat.S_ISREG(existing.st_mode):
         return StockWay("not a regular file")
     if not os.access(path, os.W_OK, effective_ids=True):
-        raise _refusal(denied, name)
+        raise _denial(directory, name)
     if not (writable and readable):
         return StockWay("the directory is not open to us, so the file can only be overwritten")
+    if os.geteuid() not in (0, existing.st_uid):
+        return StockWay("the file is another user's, so it can only be overwritten")
     if filesystem.is_mount_point(path, parent.st_dev):
         return StockWay("the file is a mount point, so it can only be overwritten")
     mode = stat.S_IMODE(existing.st_mode)
     return PathTarget(name, path, mode, (existing.st_uid, existing.st_gid))
+
+
+def _denial(directory: str, name: str) -> WriteError:
+    return _refusal(errno.EROFS if filesystem.is_read_only(directory) else errno.EACCES, name)
 
 
 def _refusal(number: int, name: str) -> WriteError:

@@ -9,29 +9,43 @@ a caller's file, goes through the page cache; no page is written both ways.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import errno
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 from fastserial import filesystem
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
-from fastserial.containers.extents import Computed, Data, Hole, Literal, Sealed, Source
+from fastserial.containers.extents import (
+    Computed,
+    Data,
+    Hole,
+    Literal,
+    Packed,
+    Sealed,
+    Source,
+)
+from fastserial.containers.zip import CRC_AT
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError
-from fastserial.staging import BufferPool
+from fastserial.readback import ReadBack
+from fastserial.staging import BufferPool, memmove
+from fastserial.statistics import TransferTally
 
-__all__ = ["BlockWriter", "Part", "fill"]
+__all__ = ["BlockWriter", "Part", "fill", "staged"]
 
 _log = logging.getLogger("fastserial")
 _PAGE = 4096
 _CRC_CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum
 _CRC = struct.Struct("<I")
+_packed_lock = threading.Lock()
 
 
 class Part(NamedTuple):
@@ -51,9 +65,14 @@ def fill(parts: list[Part], view: memoryview, address: int) -> None:
     at = 0
     late: list[tuple[int, Part]] = []
     for part in parts:
-        source, start, length, _ = part
+        source, start, length, ledger = part
         if isinstance(source, Data):
             _fill_data(source, part, view, address, at)
+        elif isinstance(source, Packed):
+            if length == source.length:
+                _fill_packed(source, ledger, view, address, at)
+            else:
+                view[at : at + length] = _packed_piece(source, ledger, start, length)
         elif isinstance(source, Literal):
             view[at : at + length] = source.data[start : start + length]
         elif isinstance(source, Hole):
@@ -88,12 +107,45 @@ def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int
     ledger.add(source.record, start, length, crc)
 
 
+def _fill_packed(
+    source: Packed, ledger: CrcLedger | None, view: memoryview, address: int, at: int
+) -> None:
+    wanted = source.first is not None and ledger is not None
+    crcs: list[int] = []
+    crc = 0
+    for data, size, gap in zip(source.addresses, source.sizes, [*source.gaps, b""], strict=True):
+        end = at + size
+        memmove(address + at, data, size)
+        if wanted:
+            crc = crc32(view[at:end])
+            crcs.append(crc)
+        at = end + len(gap)
+        view[end:at] = gap
+        if wanted and gap:
+            _CRC.pack_into(view, end + CRC_AT, crc)
+    if ledger is not None and source.first is not None:
+        ledger.add_many(source.first, crcs)
+
+
+def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
+    """Return a part of a packed source that the end of a block cuts."""
+    with _packed_lock:
+        if source.made is None:
+            source.made = staged([Part(source, 0, source.length, ledger)])
+        piece = bytes(source.made[start : start + length])
+        source.used += length
+        if source.used == source.length:
+            source.made = None
+    return piece
+
+
 @dataclass(slots=True)
 class _Block:
     """What fills a block, and how many bytes that is."""
 
     parts: list[Part]
     length: int
+    fill_seconds: float = 0.0
 
 
 class BlockWriter:
@@ -115,11 +167,13 @@ class BlockWriter:
         self.fallback: str | None = None
         self.submit_seconds: list[float] = []
         self.complete_seconds: list[float] = []
+        self.tally = TransferTally()
         self._fd = fd
         self._start = offset
         self._config = config
         self._on_progress = on_progress
         self._direct_fd = -1
+        self._readback: ReadBack | None = None
         self._align = _PAGE
         self._engine: Engine | None = None
         self._pool: BufferPool | None = None
@@ -153,8 +207,7 @@ class BlockWriter:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
         if any(_is_borrowed(part.source) for part in self._parts):
-            with _stage(self._parts) as staged:
-                held = bytes(staged)
+            held = bytes(staged(self._parts))
             self._parts = [Part(Literal(held), 0, len(held), None)]
 
     def finish(self) -> None:
@@ -180,14 +233,22 @@ class BlockWriter:
         if self._direct_fd >= 0:
             os.close(self._direct_fd)
             self._direct_fd = -1
+        if self._readback is not None:
+            self._readback.close()
+            self._readback = None
         self._parts = []
         self._batch = []
 
     def _write_buffered(self, parts: list[Part]) -> None:
-        offset = self.position - sum(part.length for part in parts)
-        with _stage(parts) as staged:
-            _write_all(self._fd, staged, offset)
-            self._advance(len(staged))
+        whole = staged(parts)
+        self._write_cached(memoryview(whole), self.position - len(whole))
+        self._advance(len(whole))
+
+    def _write_cached(self, view: memoryview, offset: int) -> None:
+        began = perf_counter()
+        self.tally.cached_bytes += len(view)
+        _write_all(self._fd, view, offset)
+        self.tally.cached_seconds += perf_counter() - began
 
     def _dispatch(self) -> None:
         """Queue the block that is complete, or the last one."""
@@ -219,6 +280,8 @@ class BlockWriter:
         config = self._config
         engine = self._engine = create(config.engine, config.threads)
         self._open_direct()
+        if config.verify and engine.capabilities.moves_data:
+            self._readback = ReadBack(self._fd, self.direct, config.block_size)
         pool = self._pool = engine.allocate(config.queue_depth, config.block_size)
         engine.open(pool.buffers, len(pool.buffers))
         return pool
@@ -263,8 +326,12 @@ class BlockWriter:
             block: _Block = request.tag
             if request.length < block.length and self._engine.capabilities.moves_data:
                 tail = request.buffer.view[request.length : block.length]
-                _write_all(self._fd, tail, request.offset + request.length)
+                self._write_cached(tail, request.offset + request.length)
+            if self._readback is not None:
+                self._readback.check(request, self.direct and request.fd == self._direct_fd)
             self._pool.give(request.buffer)
+            self.tally.blocks += 1
+            self.tally.fill_seconds += block.fill_seconds
             queued, started, done = request.times
             self.submit_seconds.append(started - queued)
             self.complete_seconds.append(done - started)
@@ -274,6 +341,8 @@ class BlockWriter:
         request, error = completion.request, completion.error
         if error is None:
             if completion.transferred == request.length:
+                if request.fd == self._direct_fd:
+                    self.tally.direct_bytes += request.length
                 return
             raise OSError(
                 errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"
@@ -285,7 +354,7 @@ class BlockWriter:
         self.direct = False
         self.fallback = "direct I/O refused at the first write: Invalid argument"
         _log.info("%s; going on through the page cache", self.fallback)
-        _write_all(self._fd, request.view, request.offset)
+        self._write_cached(request.view, request.offset)
 
     def _advance(self, length: int) -> None:
         if self._on_progress is not None:
@@ -295,14 +364,16 @@ class BlockWriter:
 def _is_borrowed(source: Source) -> bool:
     if isinstance(source, Literal):
         return not isinstance(source.data, bytes)
-    return isinstance(source, Data)
+    return isinstance(source, Data | Packed)
 
 
 def _prepare(request: Request) -> None:
     """Fill a block's buffer. If that fails, nobody waits for its checksums for ever."""
     block: _Block = request.tag
+    began = perf_counter()
     try:
         fill(block.parts, request.buffer.view, request.buffer.address)
+        block.fill_seconds = perf_counter() - began
     except BaseException:
         for part in block.parts:
             if part.ledger is not None:
@@ -310,21 +381,18 @@ def _prepare(request: Request) -> None:
         raise
 
 
-@contextlib.contextmanager
-def _stage(parts: list[Part]) -> Iterator[memoryview]:
-    """Yield the bytes of the parts, in memory that is there for the `with` block only."""
-    length = sum(part.length for part in parts)
-    pool = BufferPool(1, max(_PAGE, length))
-    try:
-        buffer = pool.take()
-        fill(parts, buffer.view, buffer.address)
-        with buffer.view[:length] as staged:
-            yield staged
-    finally:
-        pool.close()
+def staged(parts: list[Part]) -> bytearray:
+    """Return the bytes of the parts, for what does not go through the pool."""
+    whole = bytearray(sum(part.length for part in parts))
+    if whole:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        fill(parts, memoryview(whole), address)
+    return whole
 
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:
     while view:
         written = os.pwrite(fd, view, offset)
+        if written == 0:
+            raise OSError(errno.EIO, f"{len(view)} bytes were not written")
         view, offset = view[written:], offset + written

@@ -22,13 +22,15 @@ from fastserial import filesystem
 from fastserial.checksums import CrcLedger
 from fastserial.commit import Replacement
 from fastserial.config import Config
-from fastserial.containers.extents import Extent, Hole, Literal, total_length
+from fastserial.containers.extents import Extent, Hole, Literal, storages_in, total_length
 from fastserial.containers.legacy import storage_extents
 from fastserial.containers.zip import ZipPlan
-from fastserial.errors import WriteError, write_error
+from fastserial.errors import REMEDIES, WriteError, write_error
+from fastserial.fastpersist_config import WriterOptions, options_of
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import storage_memory, synchronize
+from fastserial.statistics import WriterStatistics
 from fastserial.targets import FileTarget, PathTarget, StockWay, file_target, path_target
 from fastserial.transfer import BlockWriter
 
@@ -52,23 +54,35 @@ class FastFileWriter:
 
     def __init__(
         self,
-        target: str | os.PathLike[str] | BinaryIO | PathTarget | FileTarget,
-        config: Config | None = None,
+        target: str | os.PathLike[str] | BinaryIO | PathTarget | FileTarget | None = None,
+        config: Config | WriterOptions | None = None,
+        *,
+        file_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """Open a writer.
 
         Args:
             target: a path, or an open plain file on a regular file.
-            config: options; by default those in force (`install`, `options`, environment).
+            config: options; by default those in force (`install`, `options`, environment). Also
+                DeepSpeed's `FastFileWriterConfig`: its handle and buffer are used then.
+            file_path: what DeepSpeed's FastFileWriter calls `target`.
 
         Raises:
             WriteError: the target cannot be written (it is an `OSError` and a `RuntimeError`).
+            TypeError: neither or both of `target` and `file_path` are given.
         """
         self._closed = True  # until there is something to close
-        if not isinstance(target, PathTarget | FileTarget):
-            target = _resolve(target)
-        self._target = target
-        self._config = config if config is not None else config_module.current()
+        chosen = target if target is not None else file_path
+        if chosen is None or (target is not None and file_path is not None):
+            raise TypeError("give a FastFileWriter one target")
+        if not isinstance(chosen, PathTarget | FileTarget):
+            chosen = _resolve(chosen)
+        self._target = target = chosen
+        if config is None:
+            config = config_module.current()
+        elif not isinstance(config, Config):
+            config = options_of(config)
+        self._config = config
         self._pid = os.getpid()
         self._began = perf_counter()
         self._phases: dict[str, float] = {}
@@ -76,6 +90,7 @@ class FastFileWriter:
         self._replacement: Replacement | None = None
         self._size_before: int | None = None
         self._needed: int | None = None
+        self._fd = -1
         self._report: SaveReport | None = None
         with self._translated():
             if isinstance(target, PathTarget):
@@ -85,6 +100,7 @@ class FastFileWriter:
                 self._fd, self._start = target.fd, target.offset
         self._bar = progress_bar(self._config.progress, target.name)
         self._blocks = BlockWriter(self._fd, self._start, self._config, self._bar.update)
+        self._statistics = WriterStatistics(self._blocks.tally)
         self._gathered = bytearray()
         self._closed = False
 
@@ -110,6 +126,22 @@ class FastFileWriter:
         """What the save did, once the writer is closed."""
         return self._report
 
+    def file_path(self) -> str:
+        """Return the `name`; DeepSpeed's name for it."""
+        return self.name
+
+    def get_stats(self) -> dict[str, int | float | str]:
+        """Return the statistics of DeepSpeed's FastFileWriter, by its names.
+
+        Bytes, seconds, and "GB/s" for GiB per second.
+        """
+        seconds = self._phases.get("transfer", 0.0)
+        return self._statistics.as_dict(self.name, self.tell(), seconds)
+
+    def _dump_state(self) -> None:
+        """Log the statistics; DeepSpeed's checkpoint engine calls it by this name."""
+        _log.info("stats = %s", self.get_stats())
+
     def readable(self) -> bool:
         return False
 
@@ -134,6 +166,7 @@ class FastFileWriter:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes and return how many. They are copied or written before it returns."""
         self._check_open()
+        self._statistics.write += 1
         with memoryview(data).cast("B") as view:
             length = len(view)
             if length < _GATHER:
@@ -141,23 +174,26 @@ class FastFileWriter:
                 if len(self._gathered) >= _GATHER:
                     self._gather()
                 return length
+            began = perf_counter()
             with self._guarded():
                 self._gather()
                 self._blocks.put(Literal(data if isinstance(data, bytes) else view))
                 if not isinstance(data, bytes):
                     self._blocks.settle()
+            self._add_transfer(began)
         return length
 
     def flush(self) -> None:
         """Do nothing: bytes reach the file in whole blocks, the last ones at `close`."""
         self._check_open()
+        self._statistics.flush += 1
 
     def save_torch_storage_object_list(
         self,
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
         save_size: bool = True,
-    ) -> None:
-        """Append storages, as the legacy format wants them.
+    ) -> int:
+        """Append storages, as the legacy format wants them, and return how many bytes that is.
 
         Args:
             storage_obj_list: storages with the dtype of their elements.
@@ -175,6 +211,9 @@ class FastFileWriter:
         )
         self._write_extents(extents, None)
         self.settle()
+        nbytes = total_length(extents)
+        self._statistics.count_storages(len(storage_obj_list), nbytes)
+        return nbytes
 
     def write_plan(self, plan: ZipPlan) -> None:
         """Append a whole zip archive. The storages must stay as they are until `close`.
@@ -184,6 +223,7 @@ class FastFileWriter:
         """
         self._check_open()
         self._write_extents(plan.extents, CrcLedger(plan.sizes, plan.crcs))
+        self._statistics.count_storages(*storages_in(plan.extents))
 
     def settle(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -202,13 +242,14 @@ class FastFileWriter:
         """
         if self._closed:
             return
+        self._statistics.close += 1
         with self._guarded():
             self._gather()
             began = perf_counter()
             self._phases.setdefault("serialize", began - self._began)
             self._blocks.finish()
             written = perf_counter()
-            self._phases["transfer"] = self._phases.get("transfer", 0.0) + written - began
+            self._add_transfer(began)
             self._blocks.close()
             if self._replacement is not None:
                 self._replacement.sync()
@@ -229,13 +270,15 @@ class FastFileWriter:
         self._closed = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
-        self._blocks.close()
-        self._bar.close()
-        if self._replacement is not None:
-            self._replacement.discard()
-        elif self._size_before is not None:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size_before)
+        try:
+            self._blocks.close()
+            self._bar.close()
+        finally:
+            if self._replacement is not None:
+                self._replacement.discard()
+            elif self._size_before is not None:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._size_before)
 
     def __enter__(self) -> FastFileWriter:
         return self
@@ -267,6 +310,9 @@ class FastFileWriter:
         """Name the container for the report."""
         self._container = container
 
+    def _add_transfer(self, began: float) -> None:
+        self._phases["transfer"] = self._phases.get("transfer", 0.0) + perf_counter() - began
+
     def _write_extents(self, extents: Sequence[Extent], ledger: CrcLedger | None) -> None:
         began = perf_counter()
         self._phases.setdefault("serialize", began - self._began)
@@ -275,7 +321,7 @@ class FastFileWriter:
             self._reserve(extents)
             for extent in extents:
                 self._blocks.put(extent.source, ledger)
-        self._phases["transfer"] = self._phases.get("transfer", 0.0) + perf_counter() - began
+        self._add_transfer(began)
 
     def _reserve(self, extents: Sequence[Extent]) -> None:
         """Reserve space for all that is known to come, unless it is little or has holes."""
@@ -317,19 +363,34 @@ class FastFileWriter:
         except WriteError:
             raise
         except OSError as error:
-            number = error.errno or errno.EIO
-            raise write_error(number, self._target.name, self._explain(number, error)) from error
+            raise self._write_error(error) from error
 
-    def _explain(self, number: int, error: OSError) -> str:
+    def _write_error(self, error: OSError) -> WriteError:
+        """Return what a failed system call means for the user."""
+        number = error.errno or errno.EIO
         text = error.strerror or str(error)
-        kept = "the previous file is intact" if self._replacement else "the save is incomplete"
-        if number in _FULL and self._needed is not None:
-            text += f" (the save needs {self._needed} bytes{_free(self._target)})"
-            return f"{text}; {kept}. Free space there or save to another disk"
-        return f"{text}; {kept}"
+        needed = free = None
+        if number in _FULL:
+            needed, free = self._needed, _free_bytes(self._target, self._fd)
+            if needed is not None:
+                text += f" (the save needs {needed} bytes"
+                text += f", {free} are free)" if free is not None else ")"
+        elif number == errno.ENOENT and self._replacement is not None:
+            text = "the directory was removed during the save"
+        if not isinstance(self._target, PathTarget):
+            text += "; the save is incomplete"
+        elif self._replacement is not None and self._replacement.committed:
+            text += "; the new file is in place, but a power cut may bring the old one back"
+        else:
+            text += "; the previous file is intact"
+        if number in REMEDIES:
+            text += f". {REMEDIES[number]}"
+        found = write_error(number, self._target.name, text)
+        found.bytes_needed, found.bytes_free = needed, free
+        return found
 
     def _publish(self) -> None:
-        blocks, config = self._blocks, self._config
+        blocks, config, replacement = self._blocks, self._config, self._replacement
         report = SaveReport(
             path=self.name,
             container=self._container,
@@ -337,8 +398,8 @@ class FastFileWriter:
             seconds=perf_counter() - self._began,
             engine=blocks.engine_name,
             direct=blocks.direct,
-            durable=self._replacement is not None and config.durable,
-            fallback=blocks.fallback,
+            durable=replacement is not None and config.durable,
+            fallback=blocks.fallback or (replacement.fallback if replacement else None),
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
@@ -369,9 +430,10 @@ def _resolve(target: str | os.PathLike[str] | BinaryIO) -> PathTarget | FileTarg
     return found
 
 
-def _free(target: PathTarget | FileTarget) -> str:
-    if isinstance(target, PathTarget):
-        with contextlib.suppress(OSError):
-            stats = os.statvfs(os.path.dirname(target.path))
-            return f", {stats.f_bavail * stats.f_frsize} are free"
-    return ""
+def _free_bytes(target: PathTarget | FileTarget, fd: int) -> int | None:
+    """Return the bytes free where the target lies, None if that cannot be told any more."""
+    with contextlib.suppress(OSError):
+        if isinstance(target, PathTarget):
+            return filesystem.free_bytes(os.path.dirname(target.path) or os.curdir)
+        return filesystem.free_bytes(fd)
+    return None

@@ -41,7 +41,8 @@ class Capabilities:
     Attributes:
         reads, writes: directions it moves bytes in.
         moves_data: the bytes really reach the file (`null` says no).
-        parallel_prepare: `Request.prepare` runs on the engine's threads, several at once.
+        parallel_prepare: `Request.prepare` and `Request.finish` run on the engine's threads,
+            several at once. An engine without leaves `finish` to the submitter.
         unaligned: takes any offset and length, not only multiples of the sector size.
         registered_buffers: gains from the buffers handed to `open`.
         device_memory: moves device memory without staging.
@@ -63,6 +64,8 @@ class Request:
     Attributes:
         prepare: fills the buffer before a write; called exactly once, on any thread. Requests are
             prepared in the order of submission: one may wait for an earlier one, never for a later.
+        finish: called with the bytes moved once a read is done, before its completion is
+            reported, by engines with `parallel_prepare`. An error in it ends the request.
         tag: the submitter's own; engines leave it alone.
         times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
     """
@@ -75,6 +78,7 @@ class Request:
     prepare: Callable[[Request], None] | None = None
     tag: Any = None
     times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    finish: Callable[[Request, int], None] | None = None
 
     @property
     def view(self) -> memoryview:

@@ -16,15 +16,15 @@ from fastserial.staging import Buffer
 __all__ = ["ThreadsEngine", "transfer"]
 
 
-def transfer(request: Request) -> int:
-    """Move a request's bytes with plain system calls and return how many were moved.
+def transfer(request: Request, done: int = 0) -> int:
+    """Move a request's bytes with plain system calls and return how many are moved.
 
-    Goes on after a short transfer; a read ends early only at the end of the file.
+    The first `done` bytes are moved already. Goes on after a short transfer; a read ends early
+    only at the end of the file.
 
     Raises:
         OSError: the system call failed.
     """
-    done = 0
     view = request.view
     while done < request.length:
         rest = [view[done:]]
@@ -81,11 +81,18 @@ class ThreadsEngine(Engine):
 
     def close(self) -> None:
         self._closing = True
-        workers, self._workers = self._workers, []
-        for _ in workers:
+        for _ in self._workers:
             self._work.put(None)
-        for worker in workers:
-            worker.join()
+        interrupt: BaseException | None = None
+        while self._workers:
+            try:
+                if self._workers[-1].ident is not None:  # None: its start was interrupted
+                    self._workers[-1].join()
+                self._workers.pop()
+            except BaseException as error:  # a worker must not outlive buffers and descriptor
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _run(self) -> None:
         while (request := self._work.get()) is not None:
@@ -99,6 +106,8 @@ class ThreadsEngine(Engine):
             request.times[1] = perf_counter()
             moved = transfer(request)
             request.times[2] = perf_counter()
+            if request.finish is not None:
+                request.finish(request, moved)
             return Completion(request, moved)
         except BaseException as error:  # handed to the submitting thread
             return Completion(request, 0, error)

@@ -1,0 +1,8 @@
+"""`python -m fastserial`: the command line."""
+
+from __future__ import annotations
+
+from fastserial.cli import main
+
+if __name__ == "__main__":
+    main()

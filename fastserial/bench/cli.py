@@ -1,0 +1,101 @@
+"""`fastserial bench ...`. What needs torch is imported when a command runs."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastserial.bench.units import parse_bytes
+
+__all__ = ["bench_app"]
+
+bench_app = typer.Typer(
+    help="Measure saves on this machine, with stock torch and fio in the same run.",
+    no_args_is_help=True,
+)
+ramdisk_app = typer.Typer(
+    help="A fast XFS in memory, a stand-in for a fast disk (needs root).", no_args_is_help=True
+)
+bench_app.add_typer(ramdisk_app, name="ramdisk")
+
+
+class Container(str, Enum):
+    """torch's two file formats."""
+
+    zip = "zip"
+    legacy = "legacy"
+
+
+@bench_app.command()
+def save(
+    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
+    size: Annotated[str, typer.Option(help="Size of the state dict.")] = "3GiB",
+    tensors: Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")] = 300,
+    runs: Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")] = 5,
+    formats: Annotated[
+        list[Container] | None, typer.Option("--format", help="May be given twice; default both.")
+    ] = None,
+    overwriting: Annotated[
+        bool, typer.Option("--overwrite/--no-overwrite", help="Also save over an existing file.")
+    ] = True,
+    small: Annotated[
+        bool, typer.Option("--small/--no-small", help="Also the small cases and the start.")
+    ] = True,
+    with_fio: Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write everything to this file.")
+    ] = None,
+) -> None:
+    """Save a checkpoint with stock torch and fastserial, interleaved, beside fio.
+
+    Every durable row includes the fsync of file and directory. Options of fastserial are taken
+    from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
+    """
+    nbytes = parse_bytes(size)
+
+    from fastserial.bench.export import save_as_json, write_json
+    from fastserial.bench.save import SaveBench, run_save
+    from fastserial.bench.view import show_save
+    from fastserial.console import new_console
+
+    bench = SaveBench(
+        folder,
+        nbytes,
+        tensors,
+        runs,
+        tuple(container.value for container in dict.fromkeys(formats or Container)),
+        overwriting,
+        small,
+        with_fio,
+    )
+    console = new_console()
+    with console.status("") as status:
+        result = run_save(bench, status.update)
+    show_save(result, console)
+    if json_file is not None:
+        write_json(json_file, save_as_json(result))
+    raise typer.Exit(0 if result.identical else 1)
+
+
+@ramdisk_app.command()
+def create(
+    folder: Annotated[Path, typer.Argument(help="Where to mount it; made if missing.")],
+    size: Annotated[str, typer.Option(help="Its size, of memory.")] = "12GiB",
+) -> None:
+    """Mount an XFS on a loop device over memory, with direct I/O."""
+    from fastserial.bench import ramdisk
+
+    ramdisk.create(folder, parse_bytes(size))
+    typer.echo(f"{folder} is ready; `fastserial bench ramdisk remove {folder}` gives it back")
+
+
+@ramdisk_app.command()
+def remove(folder: Annotated[Path, typer.Argument(help="Where it is mounted.")]) -> None:
+    """Unmount it and give its memory and loop device back. The folder stays."""
+    from fastserial.bench import ramdisk
+
+    ramdisk.remove(folder)
+    typer.echo(f"{folder} is unmounted")

@@ -1,0 +1,127 @@
+"""fio, the yardstick: what the device gives to a program that does nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastserial.bench.errors import BenchError
+from fastserial.bench.measure import Sample
+from fastserial.bench.rows import DURABLE, Row
+from fastserial.report import Latency
+
+__all__ = ["FioVariant", "best_variants", "fio_row", "installed", "run_fio"]
+
+_ENGINES = ("io_uring", "libaio")
+_BLOCKS = (1 << 20, 4 << 20, 8 << 20)
+_DEPTH = 8
+_ERROR_LINES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FioVariant:
+    """One way to run fio: engine, block size (bytes), preallocation, direct I/O, depth."""
+
+    engine: str
+    block: int
+    preallocate: bool
+    direct: bool = True
+    depth: int = _DEPTH
+
+    def __str__(self) -> str:
+        extras = (", prealloc" if self.preallocate else "") + ("" if self.direct else ", buffered")
+        return f"fio {self.engine} {self.block >> 20}MiB×{self.depth}{extras}"
+
+
+def installed() -> bool:
+    """Tell whether fio can be run."""
+    return shutil.which("fio") is not None
+
+
+def run_fio(variant: FioVariant, path: Path, nbytes: int) -> Sample:
+    """Write a new file of about `nbytes` bytes with fio, its final fsync included.
+
+    The preallocation is not in fio's time, nor is its start.
+
+    Raises:
+        BenchError: fio failed, with its own words.
+    """
+    command = [
+        "fio",
+        "--name=fastserial-bench",
+        # fio takes a colon for the end of a file name
+        f"--filename={str(path).replace(':', chr(92) + ':')}",
+        "--rw=write",
+        f"--size={max(1, round(nbytes / variant.block)) * variant.block}",
+        f"--bs={variant.block}",
+        f"--ioengine={variant.engine}",
+        f"--iodepth={variant.depth}",
+        f"--direct={int(variant.direct)}",
+        f"--fallocate={'native' if variant.preallocate else 'none'}",
+        "--end_fsync=1",
+        "--thread",
+        "--output-format=json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    except (ValueError, LookupError):
+        job = None
+    if done.returncode or job is None or job["error"] or not job["write"]["runtime"]:
+        words = (done.stderr or done.stdout).strip().splitlines()[:_ERROR_LINES]
+        raise BenchError(f"{variant} failed: {' '.join(words)}")
+    return _sample(job)
+
+
+def _sample(job: Mapping[str, Any]) -> Sample:
+    written = job["write"]
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return Sample(
+        written["io_bytes"], written["runtime"] / 1000, cpu, None, _latency(written["clat_ns"])
+    )
+
+
+def _latency(found: Mapping[str, Any]) -> Latency:
+    def at(percent: int) -> float:
+        return float(found.get("percentile", {}).get(f"{percent}.000000", 0)) / 1e9
+
+    return Latency(
+        int(found["N"]), found["mean"] / 1e9, at(50), at(95), at(99), float(found["max"]) / 1e9
+    )
+
+
+def best_variants(try_one: Callable[[FioVariant], Sample]) -> list[FioVariant]:
+    """Return the fastest variant with preallocation and the fastest without.
+
+    Args:
+        try_one: runs a variant once, on a new file. `BenchError` rules the variant out.
+
+    Raises:
+        BenchError: fio cannot write there at all.
+    """
+    problem = BenchError("fio has no engine to try")
+    for direct in (True, False):  # buffered only where nothing direct works
+        best: dict[bool, tuple[float, FioVariant]] = {}
+        for engine, block, preallocate in itertools.product(_ENGINES, _BLOCKS, (True, False)):
+            variant = FioVariant(engine, block, preallocate, direct)
+            try:
+                bandwidth = try_one(variant).bandwidth
+            except BenchError as error:
+                problem = error
+                continue
+            if bandwidth > best.get(preallocate, (0.0, variant))[0]:
+                best[preallocate] = bandwidth, variant
+        if best:
+            return [variant for _, variant in best.values()]
+    raise problem
+
+
+def fio_row(variant: FioVariant, nbytes: int) -> Row:
+    """Return a row of fio."""
+    return Row(str(variant), DURABLE, lambda path: run_fio(variant, path, nbytes))

@@ -1,0 +1,59 @@
+"""Whether two checkpoints hold the same: file by file, tensor by tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+__all__ = ["different_tensors", "digest", "first_difference"]
+
+_CHUNK = 8 << 20
+
+
+def digest(path: Path) -> str:
+    """Return a hash of a file's bytes, and leave none of them in the page cache."""
+    hashed = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            hashed.update(chunk)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return hashed.hexdigest()
+
+
+def first_difference(one: Path, other: Path) -> int | None:
+    """Return the offset of the first byte in which two files differ, or None."""
+    offset = 0
+    with one.open("rb") as left, other.open("rb") as right:
+        while True:
+            a, b = left.read(_CHUNK), right.read(_CHUNK)
+            if a != b:
+                pairs = zip(a, b, strict=False)
+                short = min(len(a), len(b))
+                return offset + next((i for i, (x, y) in enumerate(pairs) if x != y), short)
+            if not a:
+                return None
+            offset += len(a)
+
+
+def different_tensors(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Return the names of tensors that are missing on one side or differ in type or bits."""
+    names = [*one, *(name for name in other if name not in one)]
+    return [
+        name
+        for name in names
+        if name not in one or name not in other or not _same(one[name], other[name])
+    ]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    # as bytes: a NaN equals itself then
+    left, right = (t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other))
+    return torch.equal(left, right)

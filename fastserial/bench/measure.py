@@ -1,0 +1,85 @@
+"""One timed call: wall clock, processor time, peak of extra memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastserial.report import Latency
+
+__all__ = ["Sample", "Usage", "measure"]
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET_PEAK = "5"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a call took.
+
+    Attributes:
+        seconds: wall clock.
+        cpu_seconds: processor time of all threads of this process, user and system.
+        extra_bytes: peak of resident memory above what was resident before; None where the
+            kernel does not let us reset the peak.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    extra_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed write of `nbytes` bytes; the rest as in `Usage`.
+
+    Attributes:
+        latency: of the single writes (seconds), where the row knows them.
+        fallback: why the write did not go the fastest way, or None.
+    """
+
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+    extra_bytes: int | None = None
+    latency: Latency | None = None
+    fallback: str | None = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+
+
+def measure(call: Callable[[], object]) -> Usage:
+    """Run a call once and return what it took."""
+    gc.collect()  # so that no call pays for the garbage of another
+    before = _reset_peak()
+    cpu = time.process_time()
+    began = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - began
+    cpu = time.process_time() - cpu
+    extra = None if before is None else max(0, _peak_bytes() - before)
+    return Usage(seconds, cpu, extra)
+
+
+def _reset_peak() -> int | None:
+    """Make the peak of resident memory the present value, and return it."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+        return _peak_bytes()
+    except OSError:
+        return None
+
+
+def _peak_bytes() -> int:
+    for line in _STATUS.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    raise OSError("the kernel tells no peak of resident memory")

@@ -1,0 +1,55 @@
+"""Models for the benchmarks: architectures of transformers with random weights, no downloads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastserial.bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["MODELS", "build_module"]
+
+# Name: transformers' model type, and the arguments of its config.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-tiny": ("gpt2", {"n_embd": 256, "n_layer": 4, "n_head": 4}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-medium": ("gpt2", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "gpt2-large": ("gpt2", {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
+    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "phi3": ("phi3", {}),
+    "llama-7b": ("llama", {}),
+}
+
+
+def build_module(model: str) -> tuple[nn.Module, int]:
+    """Return a causal language model and the size of its vocabulary.
+
+    Args:
+        model: a key of `MODELS`, or a folder with a transformers `config.json`.
+
+    Raises:
+        BenchError: transformers is not installed, or there is no such model.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is to be downloaded
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise BenchError(
+            "the models come from transformers: pip install 'fastserial[bench]'"
+        ) from error
+    if model in MODELS:
+        kind, arguments = MODELS[model]
+        config = AutoConfig.for_model(kind, **arguments)
+    elif Path(model).is_dir():
+        config = AutoConfig.from_pretrained(model)
+    else:
+        raise BenchError(
+            f"there is no model {model!r}: give one of {', '.join(MODELS)}, or a folder with a "
+            "transformers config.json"
+        )
+    make: Any = AutoModelForCausalLM.from_config  # not annotated
+    return make(config), int(config.vocab_size)

@@ -1,0 +1,122 @@
+"""What a benchmark compares: rows, each one way to write one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fastserial
+from fastserial.bench.errors import BenchError
+from fastserial.bench.measure import Sample, measure
+from fastserial.bench.saving import Format, fast, stock, sync, write
+
+__all__ = ["DURABLE", "LOOSE", "OVERHEAD", "OVERWRITE", "Row", "fast_row", "stock_row"]
+
+DURABLE = "durable"
+OVERWRITE = "durable, overwriting"
+LOOSE = "not durable"
+OVERHEAD = "no I/O (own cost)"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        name: what is measured.
+        group: what it may be compared with: rows of one group give the same promise.
+        run: writes the file at a path and tells what that took.
+        stock: name of the row of stock torch that this one is compared with.
+        same_bytes_as: name of a row above whose file this one's must equal.
+        overwrites: writes over the file that the last overwriting row left.
+    """
+
+    name: str
+    group: str
+    run: Callable[[Path], Sample]
+    stock: str | None = None
+    same_bytes_as: str | None = None
+    overwrites: bool = False
+
+
+def stock_row(
+    state: object,
+    container: Format,
+    *,
+    durable: bool = True,
+    overwrites: bool = False,
+    crc: bool = True,
+) -> Row:
+    """Return a row of torch as it came; durable means an fsync of file and directory."""
+
+    def run(path: Path) -> Sample:
+        def call() -> None:
+            write(state, path, container)
+            if durable:
+                sync(path)
+
+        with stock(crc):
+            used = measure(call)
+        return Sample(path.stat().st_size, used.seconds, used.cpu_seconds, used.extra_bytes)
+
+    group = _group(durable, overwrites)
+    name = _name("stock", container, group) + ("" if crc else ", CRC off")
+    plain = _name("stock", container, group)
+    return Row(name, group, run, None if crc else plain, None, overwrites)
+
+
+def fast_row(
+    state: object,
+    container: Format,
+    *,
+    durable: bool = True,
+    overwrites: bool = False,
+    **options: Any,
+) -> Row:
+    """Return a row of torch with fastserial installed, and options for it."""
+
+    null = options.get("engine") == "null"
+
+    def run(path: Path) -> Sample:
+        with fast(durable=durable, **options):
+            used = measure(lambda: write(state, path, container))
+            report = fastserial.last_report()
+        if report is None or report.path != str(path):
+            raise BenchError(f"torch wrote {path} its own way, not fastserial")
+        return Sample(
+            report.bytes,
+            used.seconds,
+            used.cpu_seconds,
+            used.extra_bytes,
+            None if null else report.complete,
+            report.fallback,
+        )
+
+    group = OVERHEAD if null else _group(durable, overwrites)
+    compared = _group(durable, overwrites)
+    return Row(
+        _name("fastserial", container, group),
+        group,
+        run,
+        _name("stock", container, compared),
+        None if null else _name("stock", container, DURABLE),
+        overwrites,
+    )
+
+
+def _group(durable: bool, overwrites: bool) -> str:
+    if not durable:
+        return LOOSE
+    return OVERWRITE if overwrites else DURABLE
+
+
+def _name(who: str, container: str, group: str) -> str:
+    endings = {
+        DURABLE: "",
+        OVERWRITE: ", overwriting",
+        LOOSE: ", not durable",
+        OVERHEAD: ", null engine",
+    }
+    return f"{who} {container}{endings[group]}"

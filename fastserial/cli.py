@@ -1,0 +1,103 @@
+"""The command line. Heavy imports (torch first) wait until a command needs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastserial import __version__
+from fastserial.bench.cli import bench_app
+from fastserial.cli_patches import patches_app
+from fastserial.errors import FastserialError
+
+__all__ = ["app", "main"]
+
+_USAGE_ERROR = 2
+
+app = typer.Typer(
+    name="fastserial",
+    help="torch.save and torch.load at the speed of the disk, crash-safe.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+app.add_typer(patches_app, name="patches")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastserial {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder that checkpoints are saved to.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how saves would run here, what slows them, and what to do about it.
+
+    Exit status 1 if something makes saves stock or slow.
+    """
+    from fastserial import doctor as examination
+    from fastserial.doctor_view import show
+
+    diagnosis = examination.examine(folder)
+    if as_json:
+        typer.echo(diagnosis.to_json())
+    else:
+        show(diagnosis)
+    raise typer.Exit(0 if diagnosis.fast else 1)
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where to write; about twice the size is needed.")],
+    size: Annotated[str, typer.Option(help="Size of the model, about.")] = "1GB",
+    runs: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 3,
+) -> None:
+    """Save a real model with stock torch and with fastserial, and compare the files.
+
+    Exit status 1 if there is any difference.
+    """
+    from fastserial.bench.demo import run_demo
+    from fastserial.bench.units import parse_bytes
+
+    same = run_demo(folder, parse_bytes(size), runs)
+    raise typer.Exit(0 if same else 1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    argv: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGS]... | -m MODULE [ARGS]...", show_default=False),
+    ] = None,
+) -> None:
+    """Run a Python program, and every Python process it starts, with fastserial."""
+    from fastserial.runner import run as become
+
+    become(argv or [])
+
+
+def main() -> None:
+    """Run the command line; an expected error is one line and exit status 2."""
+    try:
+        app()
+    except (FastserialError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(_USAGE_ERROR) from None

@@ -1,0 +1,437 @@
+"""Reading a zip container: where each record lies, without trusting a byte of it.
+
+Every offset and size is checked against the file before it is used, memory is bounded by the
+size of the directory, and nothing outside the file is read. What torch's own reader takes is
+taken, except for records that overlap or bear the same name. `fastserial.verify` looks closer.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastserial.errors import CorruptCheckpointError
+
+__all__ = [
+    "DEFLATED",
+    "MAX_DIRECTORY_BYTES",
+    "STORED",
+    "Directory",
+    "EndRecords",
+    "LocalHeader",
+    "RecordEntry",
+    "is_zip",
+    "parse_local_header",
+    "read_directory",
+    "read_exactly",
+    "zip64_values",
+]
+
+STORED, DEFLATED = 0, 8
+MAX_DIRECTORY_BYTES = 512 * 1024 * 1024  # about 8 million records
+LOCAL_SIGNATURE = b"PK\x03\x04"
+HAS_DESCRIPTOR, ENCRYPTED = 0x0008, 0x0001
+
+_U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4sHHHHIIH")
+_MAX_COMMENT = 0xFFFF
+_DEFLATE_LIMIT = 1040  # deflate makes at most 1032 bytes from one
+
+Stamp = tuple[int, int, int, int, int, int, int]
+
+
+class RecordEntry(NamedTuple):
+    """One record, as the central directory has it. Offsets and sizes are bytes.
+
+    Attributes:
+        name: name without the archive name before it, such as `data/0`; a name with another
+            beginning, which torch cannot reach, is given as stored, after a `/`.
+        full_name: name as stored.
+        header_offset: where the local header starts.
+        data_offset: where the data starts.
+        size: bytes of the data once read.
+        compressed_size: bytes in the file; the same as `size` unless `method` is `DEFLATED`.
+        crc: CRC-32 of the data.
+        method: `STORED` (all that torch writes) or `DEFLATED`.
+        flags: general purpose bits.
+        stamp: what matters little: versions made by and needed, time, date, number of the disk,
+            internal and external attributes. All 0 in what torch writes.
+        extra: the central entry's extra field and comment.
+    """
+
+    name: str
+    full_name: bytes
+    header_offset: int
+    data_offset: int
+    size: int
+    compressed_size: int
+    crc: int
+    method: int
+    flags: int
+    stamp: Stamp
+    extra: bytes
+
+    @property
+    def data_end(self) -> int:
+        """First byte after the data."""
+        return self.data_offset + self.compressed_size
+
+    @property
+    def has_descriptor(self) -> bool:
+        """Whether CRC and sizes are repeated behind the data."""
+        return bool(self.flags & HAS_DESCRIPTOR)
+
+
+@dataclass(frozen=True, slots=True)
+class EndRecords:
+    """What the records at the end of the file say.
+
+    Attributes:
+        count: records in the directory.
+        directory_offset, directory_size: place of the central directory (bytes).
+        zip64_offset: place of the zip64 end record, None without one.
+        offset: place of the end record.
+        trailing: bytes behind the end record, its comment included.
+        agrees: the zip64 record and the end record tell the same, where both tell.
+    """
+
+    count: int
+    directory_offset: int
+    directory_size: int
+    zip64_offset: int | None
+    offset: int
+    trailing: int
+    agrees: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """All records of an archive.
+
+    Attributes:
+        archive_name: what stands before the `/` of the first record's name.
+        records: in the order of the central directory.
+        size: size of the file (bytes).
+        end: the records at the end of the file.
+        exact: each `data_offset` comes from the local header.
+    """
+
+    archive_name: str
+    records: Sequence[RecordEntry]
+    size: int
+    end: EndRecords
+    exact: bool
+
+    def find(self, name: str) -> RecordEntry | None:
+        """Return the record called `name` (without the archive name), or None."""
+        return next((record for record in self.records if record.name == name), None)
+
+    def in_file_order(self) -> list[RecordEntry]:
+        """Return the records sorted by place."""
+        return sorted(self.records, key=lambda record: record.header_offset)
+
+
+class LocalHeader(NamedTuple):
+    """A local header; `length` is its size with name and extra field (bytes)."""
+
+    flags: int
+    method: int
+    crc: int
+    compressed_size: int
+    size: int
+    name: bytes
+    extra: bytes
+    stamp: tuple[int, int, int]
+    length: int
+
+
+def read_exactly(fd: int, offset: int, length: int) -> bytes:
+    """Return `length` bytes at `offset`.
+
+    Raises:
+        CorruptCheckpointError: the file ends before.
+        OSError: the file cannot be read.
+    """
+    data = os.pread(fd, length, offset)
+    if len(data) == length:
+        return data
+    parts = [data]
+    got = len(data)
+    while data and got < length:  # a signal, or a file system that reads in small pieces
+        data = os.pread(fd, length - got, offset + got)
+        parts.append(data)
+        got += len(data)
+    if got < length:
+        raise CorruptCheckpointError(f"the file ends at byte {offset + got}: truncated")
+    return b"".join(parts)
+
+
+def is_zip(fd: int) -> bool:
+    """Return whether the file starts as a zip archive does, which is how torch tells."""
+    return os.pread(fd, 4, 0) == LOCAL_SIGNATURE
+
+
+def read_directory(fd: int, size: int | None = None, *, headers: bool = True) -> Directory:
+    """Read the directory of a zip archive.
+
+    Args:
+        fd: a descriptor that can be read at any offset.
+        size: bytes of the archive, which starts at byte 0; by default those of the file.
+        headers: read each record's local header, which alone tells where the data starts.
+            Without, it is taken from where the next record starts, which is right for files that
+            torch wrote, and three reads do for any number of records.
+
+    Raises:
+        CorruptCheckpointError: there is no whole directory, or it is not to be trusted.
+        OSError: the file cannot be read.
+    """
+    if size is None:
+        size = os.fstat(fd).st_size
+    end = _read_end(fd, size)
+    raw = read_exactly(fd, end.directory_offset, end.directory_size)
+    entries = _parse_entries(raw, end)
+    archive = entries[0].full_name.partition(b"/")[0]
+    return Directory(
+        _text(archive), _placed(fd, entries, archive + b"/", end, headers), size, end, headers
+    )
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")
+
+
+# -- the end of the file -----------------------------------------------------------------------
+
+
+def _read_end(fd: int, size: int) -> EndRecords:
+    reach = min(size, _END.size + _MAX_COMMENT)
+    tail = read_exactly(fd, size - reach, reach)
+    found = tail.rfind(b"PK\x05\x06", 0, max(0, reach - _END.size + 4))
+    if found < 0:
+        raise CorruptCheckpointError(
+            "failed finding central directory: the file is truncated, or no zip archive"
+        )
+    at = size - reach + found
+    _, disk, start_disk, few, count, length, offset, comment = _END.unpack_from(tail, found)
+    trailing = size - at - _END.size
+    if comment > trailing:
+        raise CorruptCheckpointError("the end record's comment goes past the end of the file")
+    if disk not in (0, _U16) or start_disk not in (0, _U16) or few != count:
+        raise CorruptCheckpointError("archives in several parts are not supported")
+    told = (count, length, offset)
+    zip64 = _read_zip64_end(fd, at)
+    if zip64 is None:
+        end = EndRecords(count, offset, length, None, at, trailing, True)
+        limit = at
+    else:
+        limit, values = zip64
+        agrees = all(
+            short in (long, ceiling)
+            for short, long, ceiling in zip(told, values, (_U16, _U32, _U32), strict=True)
+        )
+        end = EndRecords(values[0], values[2], values[1], limit, at, trailing, agrees)
+    if end.directory_offset + end.directory_size > limit:
+        raise CorruptCheckpointError("the central directory goes past the end of the file")
+    if end.directory_size > MAX_DIRECTORY_BYTES:
+        raise CorruptCheckpointError(
+            f"the central directory of {end.directory_size} bytes is larger than "
+            f"{MAX_DIRECTORY_BYTES} bytes"
+        )
+    if end.count == 0:
+        raise CorruptCheckpointError("the central directory is empty")
+    if end.count * _CENTRAL.size > end.directory_size:
+        raise CorruptCheckpointError(f"the central directory is too small for {end.count} records")
+    return end
+
+
+def _read_zip64_end(fd: int, end: int) -> tuple[int, tuple[int, int, int]] | None:
+    """Return the zip64 end record's place and (count, size, offset), or None without one."""
+    if end < _LOCATOR.size:
+        return None
+    signature, disk, at, _ = _LOCATOR.unpack(read_exactly(fd, end - _LOCATOR.size, _LOCATOR.size))
+    if signature != b"PK\x06\x07":
+        return None
+    if disk != 0 or at + _END64.size > end - _LOCATOR.size:
+        raise CorruptCheckpointError("the zip64 locator points outside the file")
+    fields = _END64.unpack(read_exactly(fd, at, _END64.size))
+    signature, _, _, _, disk, start_disk, few, count, length, offset = fields
+    if signature != b"PK\x06\x06":
+        raise CorruptCheckpointError("there is no zip64 end record where its locator points")
+    if disk != 0 or start_disk != 0 or few != count:
+        raise CorruptCheckpointError("archives in several parts are not supported")
+    return at, (count, length, offset)
+
+
+# -- the central directory ---------------------------------------------------------------------
+
+
+def zip64_values(extra: bytes) -> list[int]:
+    """Return the 64-bit values of the zip64 part of an extra field, [] without one."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        at += 4
+        if kind == 1:
+            count = min(length, len(extra) - at) // 8
+            return list(struct.unpack_from(f"<{count}Q", extra, at))
+        at += length
+    return []
+
+
+class _Entry(NamedTuple):
+    """What the central directory says of a record, but for the place of its data."""
+
+    full_name: bytes
+    header_offset: int
+    size: int
+    compressed_size: int
+    crc: int
+    method: int
+    flags: int
+    stamp: Stamp
+    extra: bytes
+
+
+def _parse_entries(raw: bytes, end: EndRecords) -> list[_Entry]:
+    entries: list[_Entry] = []
+    at = 0
+    for index in range(end.count):
+        if at + _CENTRAL.size > len(raw):
+            raise CorruptCheckpointError(
+                f"the central directory ends in record {index} of {end.count}"
+            )
+        fields = _CENTRAL.unpack_from(raw, at)
+        extra_at = at + _CENTRAL.size + fields[10]
+        stop = extra_at + fields[11] + fields[12]
+        if fields[0] != b"PK\x01\x02" or stop > len(raw):
+            raise CorruptCheckpointError(
+                f"entry {index} of the central directory is damaged",
+                offset=end.directory_offset + at,
+            )
+        name = raw[at + _CENTRAL.size : extra_at]
+        entries.append(_entry(fields, name, raw[extra_at:stop], fields[11], end))
+        at = stop
+    if at != len(raw):
+        raise CorruptCheckpointError(
+            f"the central directory holds {len(raw) - at} bytes more than its {end.count} records"
+        )
+    return entries
+
+
+def _entry(
+    fields: tuple[int, ...], name: bytes, extra: bytes, extra_size: int, end: EndRecords
+) -> _Entry:
+    _, made, needed, flags, method, time, date, crc, packed, size = fields[:10]
+    disk, internal, external, header = fields[13:]
+    if extra and _U32 in (packed, size, header):
+        values = zip64_values(extra[:extra_size])
+        wide = [size, packed, header]
+        for index, value in enumerate(wide):
+            if value == _U32 and values:
+                wide[index] = values.pop(0)
+        size, packed, header = wide
+    problem = None
+    if flags & ENCRYPTED:
+        problem = "encrypted records are not supported"
+    elif method not in (STORED, DEFLATED):
+        problem = f"compression method {method} is not supported"
+    elif header + _LOCAL.size + len(name) + packed > end.directory_offset:
+        problem = "the record goes past the end of the records"
+    elif method == STORED and size != packed:
+        problem = f"stored with sizes {packed} and {size}, which differ"
+    elif size > packed * _DEFLATE_LIMIT:
+        problem = f"{size} bytes cannot come from {packed} in the file"
+    if problem:
+        raise CorruptCheckpointError(problem, record=_text(name))
+    stamp = (made, needed, time, date, disk, internal, external)
+    return _Entry(name, header, size, packed, crc, method, flags, stamp, extra)
+
+
+# -- local headers -----------------------------------------------------------------------------
+
+
+def parse_local_header(data: bytes, record: str) -> LocalHeader:
+    """Return the local header that `data` starts with; name and extra may be cut short.
+
+    Raises:
+        CorruptCheckpointError: there is none.
+    """
+    if len(data) < _LOCAL.size or data[:4] != LOCAL_SIGNATURE:
+        raise CorruptCheckpointError("there is no local header at its place", record=record)
+    fields = _LOCAL.unpack_from(data)
+    _, needed, flags, method, time, date, crc, packed, size, name_size, extra_size = fields
+    middle = _LOCAL.size + name_size
+    stop = middle + extra_size
+    return LocalHeader(
+        flags,
+        method,
+        crc,
+        packed,
+        size,
+        data[_LOCAL.size : middle],
+        data[middle:stop],
+        (needed, time, date),
+        stop,
+    )
+
+
+def _placed(
+    fd: int, entries: list[_Entry], prefix: bytes, end: EndRecords, headers: bool
+) -> list[RecordEntry]:
+    """Return the entries with the place of their data, having checked that none overlap."""
+    order = sorted(range(len(entries)), key=lambda index: entries[index].header_offset)
+    limits = [entries[index].header_offset for index in order[1:]] + [end.directory_offset]
+    offsets = [0] * len(entries)
+    for index, limit in zip(order, limits, strict=True):
+        entry = entries[index]
+        at = None if headers else _implied(entry, limit)
+        if at is None:
+            at = _header_end(fd, entry)
+        if at + entry.compressed_size > limit:
+            raise CorruptCheckpointError(
+                "the record overlaps the next one", record=_text(entry.full_name)
+            )
+        offsets[index] = at
+    skip = len(prefix)
+    records = [
+        RecordEntry(
+            _text(entry[0][skip:] if entry[0].startswith(prefix) else b"/" + entry[0]),
+            entry[0],
+            entry[1],
+            at,
+            *entry[2:],
+        )
+        for entry, at in zip(entries, offsets, strict=True)
+    ]
+    if len({record.full_name for record in records}) < len(records):
+        twice = Counter(record.name for record in records).most_common(1)[0][0]
+        raise CorruptCheckpointError("two records bear the same name", record=twice)
+    return records
+
+
+def _header_end(fd: int, entry: _Entry) -> int:
+    raw = read_exactly(fd, entry.header_offset, _LOCAL.size + len(entry.full_name))
+    name = _text(entry.full_name)
+    header = parse_local_header(raw, name)
+    if header.name != entry.full_name:
+        raise CorruptCheckpointError("its local header bears another name", record=name)
+    return entry.header_offset + header.length
+
+
+def _implied(entry: _Entry, limit: int) -> int | None:
+    """Return where the data starts if data and descriptor end where the next record begins."""
+    least = entry.header_offset + _LOCAL.size + len(entry.full_name)
+    descriptor = 0
+    if entry.flags & HAS_DESCRIPTOR:
+        wide = entry.size >= _U32 or entry.header_offset >= _U32
+        descriptor = 24 if wide else 16
+    at = limit - descriptor - entry.compressed_size
+    return at if least <= at <= least + _U16 else None

@@ -1,0 +1,165 @@
+"""Reading the legacy container: where each storage lies, without executing a pickle.
+
+Five pickles (magic number, protocol, system, object, sorted keys), then each storage behind its
+element count. The object's persistent ids tell the type and size of each storage, so everything
+but the bytes of the storages can be checked. There are no checksums.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from fastserial.containers.directory import read_exactly
+from fastserial.errors import CorruptCheckpointError
+from fastserial.pickles import ByteStream, Decoded, Limits, Mapping, decode
+from fastserial.storagetable import StorageEntry, storage_table
+
+__all__ = ["MAGIC", "LegacyFile", "LegacyStorage", "is_legacy", "read_legacy"]
+
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL = 1001
+_MAGIC_AT_MOST = 64  # bytes of the first pickle in any pickle protocol
+_COUNT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyStorage:
+    """A storage's place in a legacy file: offset of its first byte and size (bytes)."""
+
+    key: str
+    data_offset: int
+    nbytes: int
+    entry: StorageEntry
+
+    @property
+    def data_end(self) -> int:
+        """First byte after the data."""
+        return self.data_offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyFile:
+    """A legacy checkpoint.
+
+    Attributes:
+        little_endian: byte order of the storages.
+        decoded: the pickle of the object.
+        object_offset: where that starts (bytes).
+        storages: in the order of the file, which is that of the sorted keys.
+        end: first byte behind the last storage.
+        size: size of the file (bytes).
+    """
+
+    little_endian: bool
+    decoded: Decoded
+    object_offset: int
+    storages: list[LegacyStorage]
+    end: int
+    size: int
+
+
+def is_legacy(fd: int) -> bool:
+    """Return whether the file starts with the pickled magic number."""
+    head = os.pread(fd, _MAGIC_AT_MOST, 0)
+    try:
+        return bool(decode(_stream(head)).value == MAGIC)
+    except CorruptCheckpointError:
+        return False
+
+
+def _stream(data: bytes) -> ByteStream:
+    return ByteStream(lambda offset, length: data[offset : offset + length], 0, len(data))
+
+
+def read_legacy(fd: int, size: int | None = None, limits: Limits | None = None) -> LegacyFile:
+    """Read the structure of a legacy checkpoint.
+
+    Args:
+        fd: a descriptor that can be read at any offset.
+        size: bytes of the file.
+        limits: on the pickles, all together.
+
+    Raises:
+        CorruptCheckpointError: it is damaged; `record` is the storage, where it is one.
+        PickleLimitError: its pickles are larger than the limits.
+        OSError: the file cannot be read.
+    """
+    if size is None:
+        size = os.fstat(fd).st_size
+    stream = ByteStream(lambda offset, length: read_exactly(fd, offset, length), 0, size)
+    if decode(stream, limits).value != MAGIC:
+        raise CorruptCheckpointError("the magic number is wrong", offset=0)
+    if decode(stream, limits).value != PROTOCOL:
+        raise CorruptCheckpointError("the protocol version is not 1001")
+    little = _byte_order(decode(stream, limits).value)
+    object_offset = stream.tell()
+    decoded = decode(stream, limits)
+    table = storage_table(decoded.persistents)
+    keys = _keys(decode(stream, limits).value, table)
+    storages, end = _places(fd, keys, table, little, stream.tell(), size)
+    return LegacyFile(little, decoded, object_offset, storages, end, size)
+
+
+def _byte_order(system: object) -> bool:
+    if type(system) is Mapping:
+        for name, value in system.items:
+            if name in ("little_endian", b"little_endian") and type(value) is bool:
+                return value
+    raise CorruptCheckpointError("the description of the system that wrote it is damaged")
+
+
+def _keys(value: object, table: dict[str, StorageEntry]) -> list[str]:
+    if type(value) is not list:
+        raise CorruptCheckpointError("the list of storages is damaged")
+    keys = [key.decode("ascii", "replace") if type(key) is bytes else key for key in value]
+    if len(set(map(str, keys))) < len(keys):
+        raise CorruptCheckpointError("a storage is listed twice")
+    for key in keys:
+        if type(key) is not str or key not in table:
+            raise CorruptCheckpointError(
+                "a storage is listed that no tensor is in", record=str(key)
+            )
+    missing = table.keys() - set(keys)
+    if missing:
+        raise CorruptCheckpointError(
+            f"{len(missing)} storages that tensors are in are not in the list",
+            record=min(missing),
+        )
+    return keys
+
+
+def _places(
+    fd: int,
+    keys: list[str],
+    table: dict[str, StorageEntry],
+    little_endian: bool,
+    start: int,
+    size: int,
+) -> tuple[list[LegacyStorage], int]:
+    storages: list[LegacyStorage] = []
+    at = start
+    for key in keys:
+        entry = table[key]
+        if at + _COUNT_BYTES > size:
+            raise CorruptCheckpointError(
+                f"the file ends at byte {size}, before the storage: truncated", record=key
+            )
+        raw = read_exactly(fd, at, _COUNT_BYTES)
+        count = int.from_bytes(raw, "little" if little_endian else "big", signed=True)
+        if count != entry.numel:
+            raise CorruptCheckpointError(
+                f"the file says {count} elements, its tensors {entry.numel}",
+                record=key,
+                offset=at,
+            )
+        at += _COUNT_BYTES
+        if at + entry.nbytes > size:
+            raise CorruptCheckpointError(
+                f"the file ends at byte {size}, the storage at {at + entry.nbytes}: truncated",
+                record=key,
+                offset=at,
+            )
+        storages.append(LegacyStorage(key, at, entry.nbytes, entry))
+        at += entry.nbytes
+    return storages, at

@@ -1,0 +1,236 @@
+"""DeepSpeed's compiled `async_io` op: whether it can run here, its handles, its locked memory.
+
+Looking does not import DeepSpeed and builds nothing. Handles are kept for the next file: making
+one takes under a millisecond, freeing one tens of milliseconds per thread (`io_destroy` waits for
+a grace period of the kernel).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import glob
+import importlib
+import importlib.util
+import mmap
+import os
+import resource
+import shutil
+import sys
+import sysconfig
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastserial.errors import EngineUnavailableError
+
+__all__ = [
+    "BUILD_COMMAND",
+    "AioSettings",
+    "borrow_handle",
+    "give_back",
+    "load_op",
+    "lockable",
+    "missing",
+]
+
+MiB = 1024 * 1024
+BUILD_COMMAND = (
+    'python -c "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"'
+)
+_OP = "async_io"
+
+
+@dataclass(frozen=True, slots=True)
+class AioSettings:
+    """The arguments of DeepSpeed's `aio_handle`.
+
+    Attributes:
+        block_size: bytes of one kernel request.
+        queue_depth: kernel requests in flight per thread.
+        single_submit: one system call per request instead of one per batch.
+        overlap_events: submit more while earlier requests run.
+        intra_op_parallelism: threads each transfer is divided among.
+    """
+
+    block_size: int = 1 * MiB
+    queue_depth: int = 32
+    single_submit: bool = False
+    overlap_events: bool = True
+    intra_op_parallelism: int = 4
+
+    @classmethod
+    def of(cls, handle: Any) -> AioSettings:
+        """Return the settings of an `aio_handle`."""
+        return cls(
+            handle.get_block_size(),
+            handle.get_queue_depth(),
+            handle.get_single_submit(),
+            handle.get_overlap_events(),
+            handle.get_intra_op_parallelism(),
+        )
+
+
+def missing() -> list[str]:
+    """Return what keeps the op from running here, each with the command that helps."""
+    found = importlib.util.find_spec("deepspeed")
+    # a folder that happens to be called so has no origin
+    if found is None or found.origin is None or not found.submodule_search_locations:
+        return ["DeepSpeed is not installed: pip install 'fastserial[deepspeed]'"]
+    lacks: list[str] = []
+    if not _loads("libaio.so.1"):
+        lacks.append("libaio.so.1 is not installed: apt-get install libaio-dev")
+    if _prebuilt(Path(found.submodule_search_locations[0])):
+        return lacks
+    # DeepSpeed compiles at first use, and looks for the tools again at each load.
+    if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
+        lacks.append("there is no C++ compiler: apt-get install g++")
+    if not _ninja():
+        lacks.append("ninja is not installed: pip install ninja")
+    if not _header("libaio.h"):
+        lacks.append("libaio.h is not installed: apt-get install libaio-dev")
+    if not _built():
+        lacks.append(f"the op is not built yet (once, about 10 CPU minutes): {BUILD_COMMAND}")
+    return lacks
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _prebuilt(package: Path) -> bool:
+    return any((package / "ops" / "aio").glob("async_io_op*.so"))
+
+
+def _ninja() -> bool:
+    """Tell whether torch's extension loader will find ninja: it runs it by name."""
+    return shutil.which("ninja") is not None
+
+
+def _header(name: str) -> bool:
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    folders = [*os.environ.get("CPATH", "").split(os.pathsep), "/usr/include", "/usr/local/include"]
+    folders += [f"/usr/include/{multiarch}"] if multiarch else []
+    flags = os.environ.get("CFLAGS", "").split()
+    folders += [flag[2:] for flag in flags if flag.startswith("-I")]
+    return any(folder and os.path.exists(os.path.join(folder, name)) for folder in folders)
+
+
+def _built() -> bool:
+    """Tell whether the libraries lie where torch's extension loader puts them."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        roots = [Path(given)]
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        version = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"
+        roots = [Path(found) for found in glob.glob(str(cache / "torch_extensions" / version))]
+    return any(os.path.exists(root / _OP / f"{_OP}.so") for root in roots)
+
+
+def load_op() -> Any:
+    """Import DeepSpeed's op.
+
+    Raises:
+        EngineUnavailableError: it cannot be loaded; says why.
+    """
+    lacks = missing()
+    if lacks:
+        raise EngineUnavailableError("; ".join(lacks))
+    try:
+        builders = importlib.import_module("deepspeed.ops.op_builder")
+        return builders.AsyncIOBuilder().load(verbose=False)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise EngineUnavailableError(
+            f"DeepSpeed's async_io op does not load: {error}. Build it again: {BUILD_COMMAND}"
+        ) from error
+
+
+_idle: defaultdict[AioSettings, list[Any]] = defaultdict(list)
+_lock = threading.Lock()
+
+
+def borrow_handle(settings: AioSettings) -> Any:
+    """Return a handle with nothing in flight, for the caller alone until `give_back`.
+
+    Raises:
+        EngineUnavailableError: the op cannot be loaded.
+    """
+    with _lock:
+        if _idle[settings]:
+            return _idle[settings].pop()
+    op = load_op()
+    return op.aio_handle(
+        block_size=settings.block_size,
+        queue_depth=settings.queue_depth,
+        single_submit=settings.single_submit,
+        overlap_events=settings.overlap_events,
+        intra_op_parallelism=settings.intra_op_parallelism,
+    )
+
+
+def give_back(settings: AioSettings, handle: Any) -> None:
+    """Keep a handle, with nothing in flight, for the next file."""
+    with _lock:
+        _idle[settings].append(handle)
+
+
+def _forget() -> None:
+    """In a forked child: the handles' threads are not there, and freeing would wait for them."""
+    global _lock
+    _lock = threading.Lock()
+    for handles in _idle.values():
+        for handle in handles:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_idle.clear)
+
+
+def lockable(nbytes: int) -> int:
+    """Return how many bytes, at most `nbytes`, this process may lock in memory now.
+
+    DeepSpeed's allocator ends the process where `mlock` fails, so this tries beforehand. Raises
+    the soft limit to the hard one where that is what is missing.
+    """
+    if _can_lock(nbytes):
+        return nbytes
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+            if _can_lock(nbytes):
+                return nbytes
+    low, high = 0, nbytes // mmap.PAGESIZE  # locks `low` pages, not `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _can_lock(middle * mmap.PAGESIZE):
+            low = middle
+        else:
+            high = middle
+    return low * mmap.PAGESIZE
+
+
+def _can_lock(nbytes: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        anchor = ctypes.c_char.from_buffer(memory)
+        address, length = ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(nbytes)
+        del anchor
+        if libc.mlock(address, length) == 0:
+            libc.munlock(address, length)
+            return True
+        number = ctypes.get_errno()
+    if number in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
+        return False
+    raise OSError(number, os.strerror(number))

@@ -1,0 +1,323 @@
+"""Engine `deepspeed`: DeepSpeed's libaio threads (`aio_handle`), with proof of each transfer.
+
+DeepSpeed never reads the result of its I/O events: a write that failed looks like one that
+worked. So a block goes to it only where the file system or the buffer will show afterwards whether
+it was moved (`proof`); what is not shown to have been moved is moved again with a plain system
+call, which says why. Blocks that cannot be proven or are not aligned go by plain calls at once.
+
+A handle can only wait for all it was given, so there are two: one is filled while the other
+writes, as FastPersist's double buffer does.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import fcntl
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import starmap
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastserial import filesystem
+from fastserial.engines.aio_op import AioSettings, borrow_handle, give_back, lockable, missing
+from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines.proof import ReadMarks, is_blank, is_written
+from fastserial.engines.threads import transfer
+from fastserial.errors import EngineError, EngineUnavailableError
+from fastserial.staging import Buffer, BufferPool
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeepSpeedEngine", "LockedPool"]
+
+_log = logging.getLogger("fastserial")
+_PAGE = 4096
+_claimed: set[int] = set()
+_claims = threading.Lock()
+
+
+class LockedPool(BufferPool):
+    """Equal buffers in a byte tensor that DeepSpeed knows as locked in memory."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, nbytes: int, owner: Any | None) -> None:
+        """Divide `tensor`; `owner`, a handle, frees it at the end, None leaves it to the caller."""
+        start = -tensor.data_ptr() % _PAGE
+        self.tensor = tensor
+        self._owner = owner
+        address = tensor.data_ptr() + start
+        anchor = (ctypes.c_char * (count * nbytes)).from_address(address)
+        self._divide(memoryview(anchor).cast("B"), address, count, nbytes)
+
+    def tensor_of(self, buffer: Buffer) -> torch.Tensor:
+        """Return the part of the tensor that is a buffer."""
+        start = buffer.address - self.tensor.data_ptr()
+        return self.tensor[start : start + buffer.nbytes]
+
+    def _unmap(self) -> None:
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.free_cpu_locked_tensor(self.tensor)
+
+
+class _Lane:
+    """One handle and what it was given since the last wait.
+
+    `list.extend` notes each call: no signal handler runs between the call and its note, so an
+    interrupt never leaves a transfer that nobody waits for, nor a wait for none, which would end
+    the process.
+    """
+
+    __slots__ = ("_given", "_waited", "handle", "pending")
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.pending: list[tuple[Request, int]] = []  # with the bytes the handle moves
+        self._given: list[int] = []
+        self._waited: list[int] = []
+
+    def start(self, call: Callable[..., int], *arguments: Any) -> bool:
+        """Give the handle a transfer; tell whether it took it."""
+        self._given.extend(starmap(call, (arguments,)))
+        return self._given[-1] == 0
+
+    def settle(self) -> None:
+        """Wait for all the handle was given."""
+        if 0 in self._given and not self._waited:
+            self._waited.extend(starmap(self.handle.wait, ((),)))
+        self._given.clear()
+        self._waited.clear()
+
+
+class DeepSpeedEngine(Engine):
+    """Blocks in locked memory, moved by DeepSpeed's threads."""
+
+    name: ClassVar[str] = "deepspeed"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        parallel_prepare=True, registered_buffers=True
+    )
+
+    def __init__(
+        self,
+        threads: int = 4,
+        settings: AioSettings | None = None,
+        memory: torch.Tensor | None = None,
+        double_buffer: bool = True,
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            threads: DeepSpeed's `intra_op_parallelism`, unless `settings` say it.
+            settings: the arguments of the handle.
+            memory: a locked or pinned byte tensor to use as buffers; by default one is allocated.
+            double_buffer: fill one half of the buffers while the other half is written.
+        """
+        self._settings = settings or AioSettings(intra_op_parallelism=threads)
+        super().__init__(self._settings.intra_op_parallelism)
+        self._memory = memory
+        self._lane_count = 2 if double_buffer else 1
+        self._lanes: list[_Lane] = []
+        self._turn = 0  # the lane that is being filled
+        self._room = 1  # requests it takes
+        self._pool: LockedPool | None = None
+        self._claim: int | None = None  # address of the memory given, while we use it
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._units: dict[int, int] = {}
+        self._marks = ReadMarks()
+        self._done: list[Completion] = []
+        self._preparers: ThreadPoolExecutor | None = None
+        self.repaired = 0  # transfers that DeepSpeed lost
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        lacks = missing()
+        if not lacks and lockable(_PAGE) < _PAGE:
+            lacks = ["no memory may be locked: ulimit -l unlimited"]
+        return "; ".join(lacks) or None
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def allocate(self, count: int, nbytes: int) -> BufferPool:
+        """Return buffers in locked memory, fewer if `ulimit -l` does not allow `count`.
+
+        Raises:
+            EngineUnavailableError: not even one buffer of `nbytes` bytes may be locked.
+        """
+        handle = self._open_lanes()[0].handle
+        given = self._given_pool(handle, count, nbytes)
+        if given is not None:
+            self._pool = given
+            return given
+        import torch
+
+        allowed = lockable(count * nbytes) // nbytes
+        if not allowed:
+            raise EngineUnavailableError(
+                f"engine 'deepspeed' needs {nbytes} bytes of locked memory: ulimit -l "
+                f"{nbytes // 1024}, or a smaller block_size"
+            )
+        count = min(count, allowed)
+        tensor = handle.new_cpu_locked_tensor(count * nbytes, torch.empty(0, dtype=torch.uint8))
+        self._pool = LockedPool(tensor, count, nbytes, handle)
+        return self._pool
+
+    def _given_pool(self, handle: Any, count: int, nbytes: int) -> LockedPool | None:
+        memory = self._memory
+        if memory is None:
+            return None
+        room = (memory.nbytes - -memory.data_ptr() % _PAGE) // nbytes
+        if room < 1 or memory.device.type != "cpu" or not handle.is_pinned(memory):
+            _log.info("the buffer given is too small or not pinned; locking other memory")
+            return None
+        with _claims:
+            if memory.data_ptr() in _claimed:
+                _log.info("the buffer given is in use by another save; locking other memory")
+                return None
+            _claimed.add(memory.data_ptr())
+        self._claim = memory.data_ptr()
+        return LockedPool(memory, min(count, room), nbytes, None)
+
+    def _open_lanes(self) -> list[_Lane]:
+        while len(self._lanes) < self._lane_count:
+            self._lanes.append(_Lane(borrow_handle(self._settings)))
+        return self._lanes
+
+    # -- transfers -----------------------------------------------------------------------------
+
+    def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
+        self._open_lanes()
+        self._preparers = ThreadPoolExecutor(
+            max(1, min(self.threads, queue_depth)), "fastserial-prepare"
+        )
+        self._room = max(1, -(-queue_depth // self._lane_count))
+        pool = self._pool
+        if pool is not None and buffers is pool.buffers:
+            self._tensors = {buffer.address: pool.tensor_of(buffer) for buffer in buffers}
+        # Buffers from elsewhere are not locked: DeepSpeed would copy them to memory that is.
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Prepare a batch on a few threads, and start each request when its turn comes."""
+        for request, prepared in [(request, self._prepare(request)) for request in requests]:
+            try:
+                if prepared is not None:
+                    prepared.result()
+                request.times[1] = perf_counter()
+                if self._start(request):
+                    continue
+                moved = transfer(request)
+                request.times[2] = perf_counter()
+                self._done.append(Completion(request, moved))
+            except Exception as error:  # handed to whoever waits
+                self._done.append(Completion(request, 0, error))
+
+    def _prepare(self, request: Request) -> Future[None] | None:
+        request.times[0] = perf_counter()
+        if request.prepare is None or self._preparers is None:
+            return None
+        # each task sees the caller's context variables, such as scoped options
+        context = contextvars.copy_context()
+        return self._preparers.submit(context.run, request.prepare, request)
+
+    def _start(self, request: Request) -> bool:
+        """Give what is aligned of a request to DeepSpeed, if it can be proven afterwards."""
+        tensor = self._tensors.get(request.buffer.address)
+        unit = self._unit(request.fd)
+        if tensor is None or not unit or request.offset % unit:
+            return False
+        length = request.length
+        if request.op is Op.READ:
+            length = min(length, os.fstat(request.fd).st_size - request.offset)
+        length -= length % (unit * self._settings.intra_op_parallelism)
+        if length <= 0:
+            return False
+        lane = self._next_lane()
+        handle, part = lane.handle, tensor[:length]
+        if request.op is Op.READ:
+            self._marks.put(part)
+            # DeepSpeed reads by name only
+            name = f"/proc/self/fd/{request.fd}"
+            taken = lane.start(handle.async_pread, part, name, request.offset)
+        elif is_blank(request.fd, request.offset, length):
+            taken = lane.start(handle.async_pwrite, part, request.fd, request.offset)
+        else:
+            taken = False
+        if taken:
+            lane.pending.append((request, length))
+        return taken
+
+    def _unit(self, fd: int) -> int:
+        """Return the alignment of direct I/O on a descriptor (bytes), 0 if it is not direct."""
+        unit = self._units.get(fd)
+        if unit is None:
+            unit = 0
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                alignment = filesystem.direct_alignment(fd)
+                # not finer than the file system's blocks: holes are seen by the block
+                told = (alignment.memory, alignment.offset) if alignment else ()
+                unit = math.lcm(_PAGE, os.fstat(fd).st_blksize, *filter(None, told))
+            self._units[fd] = unit
+        return unit
+
+    def _next_lane(self) -> _Lane:
+        lane = self._lanes[self._turn]
+        if len(lane.pending) >= self._room:
+            self._turn = (self._turn + 1) % len(self._lanes)
+            lane = self._lanes[self._turn]
+            if len(lane.pending) >= self._room:
+                raise EngineError("more requests in flight than `open` was told")
+        return lane
+
+    def wait(self, minimum: int) -> list[Completion]:
+        finished, self._done = self._done, []
+        while len(finished) < minimum:
+            # the lane after the one being filled is the oldest
+            order = [*self._lanes[self._turn + 1 :], *self._lanes[: self._turn + 1]]
+            lane = next((lane for lane in order if lane.pending), None)
+            if lane is None:
+                break
+            finished += self._reap(lane)
+        return finished
+
+    def _reap(self, lane: _Lane) -> list[Completion]:
+        lane.settle()
+        pending, lane.pending = lane.pending, []
+        return [self._finish(request, length) for request, length in pending]
+
+    def _finish(self, request: Request, length: int) -> Completion:
+        try:
+            if not self._moved(request, length):
+                self.repaired += 1
+                what = request.op.value
+                _log.warning("DeepSpeed lost a %s of %d bytes; it is done again", what, length)
+                length = 0
+            moved = transfer(request, length)
+            request.times[2] = perf_counter()
+            return Completion(request, moved)
+        except Exception as error:
+            return Completion(request, 0, error)
+
+    def _moved(self, request: Request, length: int) -> bool:
+        if request.op is Op.WRITE:
+            return is_written(request.fd, request.offset, length)
+        part = self._tensors[request.buffer.address][:length]
+        return not self._marks.left(part)
+
+    def close(self) -> None:
+        if self._preparers is not None:
+            self._preparers.shutdown(cancel_futures=True)
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.settle()
+            give_back(self._settings, lane.handle)
+        self._tensors = {}
+        self._done.clear()
+        if self._claim is not None:
+            with _claims:
+                _claimed.discard(self._claim)
+            self._claim = None

@@ -1,0 +1,187 @@
+"""FastPersist's functions, as DeepSpeedExamples names them: a save without patching torch.
+
+    from fastserial import fastpersist_save, get_aio_handle, get_pinned_buffer
+    fastpersist_save(state, "ckpt.pt", get_aio_handle(), get_pinned_buffer())
+
+They write what `torch.save` writes, byte for byte, in either format, whether or not
+`fastserial.install()` was called. Without a handle the engine in force is used (`threads` by
+default) and DeepSpeed need not be installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import weakref
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from fastserial.config import current
+from fastserial.engines.aio_op import AioSettings, load_op, lockable
+from fastserial.errors import EngineUnavailableError
+from fastserial.fastpersist_config import FastFileWriterConfig, options_of
+from fastserial.unpatched import save
+
+__all__ = ["fastpersist_save", "fastpersist_save_legacy", "get_aio_handle", "get_pinned_buffer"]
+
+_log = logging.getLogger("fastserial")
+MiB = 1024 * 1024
+GiB = 1024 * MiB
+
+Statistics = dict[str, int | float | str]
+
+
+def fastpersist_save(
+    obj: object,
+    file_path: str | os.PathLike[str],
+    aio_handle: Any = None,
+    pinned_buffer: torch.Tensor | None = None,
+    use_gds: bool = False,
+    show_stats: bool = True,
+    double_buffer: bool = True,
+    num_parallel_writers: int = 1,
+) -> Statistics:
+    """Write what `torch.save(obj, file_path)` writes (the zip format), at the disk's speed.
+
+    Args:
+        aio_handle: from `get_aio_handle`; None for the engine in force.
+        pinned_buffer: from `get_pinned_buffer`; staging memory for `aio_handle`.
+        use_gds: choose the engine `gds`.
+        show_stats: log the statistics (logger `fastserial`, level INFO).
+        double_buffer: fill one half of the buffer while the other half is written.
+        num_parallel_writers: accepted, and 1 whatever is given: the file is always whole.
+            DeepSpeedExamples' default of 8 makes its legacy file one eighth of the data.
+
+    Returns:
+        `total_bytes`, `total_secs`, `total_GB/s`, `write_secs` (the save without pickling),
+        `write_GB/s`, and the statistics of DeepSpeed's FastFileWriter. Seconds, bytes, GiB/s.
+
+    Raises:
+        WriteError: the file cannot be written; the previous one is intact.
+        EngineUnavailableError: the handle or GDS cannot be used here.
+    """
+    del num_parallel_writers
+    config = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
+    return _save(obj, file_path, config, use_gds, show_stats, True, 2)
+
+
+def fastpersist_save_legacy(
+    obj: object,
+    file_path: str | os.PathLike[str],
+    aio_handle: Any = None,
+    pinned_buffer: torch.Tensor | None = None,
+    use_gds: bool = False,
+    show_stats: bool = True,
+    double_buffer: bool = True,
+    num_parallel_writers: int = 1,
+    pickle_protocol: int = 2,
+) -> Statistics:
+    """Write what `torch.save(…, _use_new_zipfile_serialization=False)` writes (legacy format).
+
+    Arguments, result and errors are those of `fastpersist_save`.
+    """
+    del num_parallel_writers
+    config = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
+    return _save(obj, file_path, config, use_gds, show_stats, False, pickle_protocol)
+
+
+def _save(
+    obj: object,
+    file_path: str | os.PathLike[str],
+    options: FastFileWriterConfig,
+    use_gds: bool,
+    show: bool,
+    zip_container: bool,
+    protocol: int,
+) -> Statistics:
+    path = os.fspath(file_path)
+    config = replace(current(), engine="gds") if use_gds else options_of(options)
+    began = perf_counter()
+    writer = save(obj, path, zip_container=zip_container, pickle_protocol=protocol, config=config)
+    seconds = perf_counter() - began
+    nbytes = os.path.getsize(path)
+    statistics: Statistics = {}
+    serialize = 0.0
+    if writer is not None:
+        statistics |= writer.get_stats()
+        if writer.report is not None:
+            serialize = writer.report.phases.get("serialize", 0.0)
+    write_seconds = max(0.0, seconds - serialize)
+    statistics |= {
+        "path": path,
+        "write_secs": write_seconds,
+        "write_GB/s": nbytes / write_seconds / GiB if write_seconds else 0.0,
+        "total_bytes": nbytes,
+        "total_secs": seconds,
+        "total_GB/s": nbytes / seconds / GiB if seconds else 0.0,
+    }
+    if show:
+        _log.info("stats = %s", statistics)
+    return statistics
+
+
+def get_aio_handle(
+    block_size: int = 16 * MiB,
+    queue_depth: int = 64,
+    single_submit: bool = False,
+    overlap_events: bool = True,
+    intra_op_parallelism: int = 4,
+) -> Any:
+    """Return DeepSpeed's `aio_handle` with these settings. It may serve any number of saves.
+
+    Args:
+        block_size: bytes of one kernel request.
+        queue_depth: kernel requests in flight per thread.
+        intra_op_parallelism: threads each transfer is divided among.
+
+    Raises:
+        EngineUnavailableError: DeepSpeed's op cannot run here; says what is missing.
+    """
+    settings = AioSettings(
+        block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism
+    )
+    return load_op().aio_handle(
+        settings.block_size,
+        settings.queue_depth,
+        settings.single_submit,
+        settings.overlap_events,
+        settings.intra_op_parallelism,
+    )
+
+
+def get_pinned_buffer(
+    size_mb: int = 256, use_gds: bool = False, gds_handle: Any = None
+) -> torch.Tensor:
+    """Return a byte tensor of `size_mb` MiB that stays in memory: pinned, or locked on CPU.
+
+    With `use_gds`, device memory, which `gds_handle` (DeepSpeed's) registers if it is given.
+
+    Raises:
+        EngineUnavailableError: this much memory may not be locked (`ulimit -l`), or there is
+            neither a GPU nor DeepSpeed to lock it with.
+    """
+    nbytes = size_mb * MiB
+    if use_gds:
+        if not torch.cuda.is_available():
+            raise EngineUnavailableError("use_gds needs a CUDA device")
+        device_memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        if gds_handle is not None:
+            gds_handle.pin_device_tensor(device_memory)
+        return device_memory
+    if torch.cuda.is_available():
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    allowed = lockable(nbytes)
+    if allowed < nbytes:
+        raise EngineUnavailableError(
+            f"only {allowed} of {nbytes} bytes may be locked in memory: ulimit -l {nbytes // 1024}"
+        )
+    handle = get_aio_handle(intra_op_parallelism=1)
+    locked = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8)).zero_()
+    # The storage made from this array keeps it, and so do all tensors on the storage.
+    array = (ctypes.c_uint8 * nbytes).from_address(locked.data_ptr())
+    weakref.finalize(array, handle.free_cpu_locked_tensor, locked).atexit = False
+    return torch.frombuffer(array, dtype=torch.uint8)

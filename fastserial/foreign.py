@@ -1,0 +1,107 @@
+"""Somebody else's FastFileWriter as the target of a zip archive: DeepSpeed's, above all.
+
+Its interface is sequential: `write(bytes)` and `save_torch_storage_object_list`. The container's
+own bytes go the first way, in few large pieces; host storages go the second way, uncopied, where
+torch would pass each as one `write`, which DeepSpeed's writer copies as a whole. The checksums are
+ours: torch's take longer than the writing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from fastserial.checksums import CrcLedger, crc32
+from fastserial.containers.extents import Data, Memory
+from fastserial.containers.zip import ZipPlan
+from fastserial.staging import HostMemory
+from fastserial.transfer import Part, staged
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SequentialWriter"]
+
+_GATHER = 4 * 1024 * 1024  # container bytes per write
+_CHUNK = 16 * 1024 * 1024  # of device storages, which pass through the host
+
+
+class SequentialWriter:
+    """Writes a zip plan through a foreign writer, which stays the caller's to close."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._parts: list[Part] = []
+        self._gathered = 0
+
+    @staticmethod
+    def accepts(target: Any) -> bool:
+        """Tell whether an object takes storages, and puts all of them into one file.
+
+        A DeepSpeed writer that is one of several keeps only its share.
+        """
+        takes = callable(getattr(target, "save_torch_storage_object_list", None))
+        alone = getattr(target, "_num_parallel_writers", 1) == 1
+        return takes and alone and callable(getattr(target, "write", None))
+
+    def label(self, container: str) -> None:
+        """Do nothing: there is no report."""
+
+    def write_plan(self, plan: ZipPlan) -> None:
+        """Write a whole archive."""
+        ledger = CrcLedger(plan.sizes, plan.crcs)
+        for extent in plan.extents:
+            source = extent.source
+            if isinstance(source, Data):
+                self._flush()
+                self._write_storage(source, ledger)
+            else:
+                self._parts.append(Part(source, 0, source.length, ledger))
+                self._gathered += source.length
+                if self._gathered >= _GATHER:
+                    self._flush()
+        self._flush()
+
+    def settle(self) -> None:
+        """Do nothing: a foreign writer has copied what it was given."""
+
+    def abort(self) -> None:
+        """Do nothing: the file is the caller's."""
+
+    def close(self) -> None:
+        """Do nothing: the writer is the caller's."""
+
+    def _flush(self) -> None:
+        if self._parts:
+            parts, self._parts, self._gathered = self._parts, [], 0
+            self._target.write(staged(parts))
+
+    def _write_storage(self, source: Data, ledger: CrcLedger) -> None:
+        memory = source.memory
+        if isinstance(memory, HostMemory):
+            crc = self._write_host(memory)
+        else:
+            crc = self._write_chunks(memory)
+        if source.record is not None:
+            ledger.add(source.record, 0, source.length, crc)
+
+    def _write_host(self, memory: HostMemory) -> int:
+        import torch
+
+        array = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
+        storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        storages: list[tuple[torch.UntypedStorage, torch.dtype]] = [(storage, torch.uint8)]
+        self._target.save_torch_storage_object_list(storages, False)
+        return crc32(array)
+
+    def _write_chunks(self, memory: Memory) -> int:
+        crc = 0
+        chunk = bytearray(min(_CHUNK, memory.nbytes))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+        for start in range(0, memory.nbytes, _CHUNK):
+            length = min(_CHUNK, memory.nbytes - start)
+            memory.copy_to(address, start, length)
+            with memoryview(chunk)[:length] as part:
+                self._target.write(part)
+                crc = crc32(part, crc)
+        return crc

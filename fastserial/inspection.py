@@ -1,0 +1,268 @@
+"""Telling what a checkpoint holds without loading it, executing its pickle or needing torch."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastserial.containers.directory import Directory, is_zip, read_directory
+from fastserial.containers.legacy_read import is_legacy, read_legacy
+from fastserial.errors import CorruptCheckpointError
+from fastserial.outline import Outline, TensorEntry, outline
+from fastserial.pickles import Limits
+from fastserial.reading import read_record, zip_outline
+from fastserial.storagetable import ITEM_BYTES
+
+__all__ = ["Inspection", "StorageUse", "inspect"]
+
+_SMALL_RECORD = 4096
+_HINTS = (".format_version", ".storage_alignment", "byteorder", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageUse:
+    """A storage and who is in it.
+
+    Attributes:
+        key: its name (`data/<key>` in a zip).
+        dtype: type of its elements; `uint8` where torch keeps bytes only.
+        nbytes: its size (bytes).
+        offset: its first byte in the file, None if it is not there.
+        location: the device it came from.
+        tensors: keys of the tensors in it.
+        needed_bytes: what would do if each of its tensors were saved alone, once.
+    """
+
+    key: str
+    dtype: str
+    nbytes: int
+    offset: int | None
+    location: str
+    tensors: tuple[str, ...]
+    needed_bytes: int
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Bytes that are saved only because a view drags its whole storage along."""
+        return max(0, self.nbytes - self.needed_bytes)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tensors are in it."""
+        return len(self.tensors) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: the file.
+        format: `zip` or `legacy`.
+        bytes: size of the file.
+        hints: what the file tells of the torch that wrote it.
+        archive_name: what stands before the names of the records (zip).
+        records: (name, offset of the data, bytes) of each record (zip).
+        tensors: in the order of the pickle.
+        storages: in the order of the file.
+        imports: the names that unpickling would import.
+        values: how many other values (numbers, strings, ...) there are.
+        notes: what is odd, and what could not be told.
+    """
+
+    path: str
+    format: str
+    bytes: int
+    hints: tuple[str, ...]
+    archive_name: str | None
+    records: tuple[tuple[str, int, int], ...]
+    tensors: tuple[TensorEntry, ...]
+    storages: tuple[StorageUse, ...]
+    imports: tuple[str, ...]
+    values: int
+    notes: tuple[str, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors, shared ones counted each time."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Bytes that could be saved by cloning views before saving them."""
+        return sum(storage.wasted_bytes for storage in self.storages)
+
+    def offset_of(self, tensor: TensorEntry) -> int | None:
+        """Return where the tensor's first element lies in the file (bytes), None if nowhere."""
+        for storage in self.storages:
+            if storage.key == tensor.storage and storage.offset is not None:
+                return storage.offset + tensor.span[0]
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the inspection as plain JSON values."""
+        places = {storage.key: storage.offset for storage in self.storages}
+        result = asdict(self)
+        for row, tensor in zip(result["tensors"], self.tensors, strict=True):
+            start = places.get(tensor.storage or "")
+            row["offset"] = None if start is None else start + tensor.span[0]
+            row["contiguous"] = tensor.is_contiguous
+        for row, storage in zip(result["storages"], self.storages, strict=True):
+            row["wasted_bytes"] = storage.wasted_bytes
+        return {
+            **result,
+            "tensor_bytes": self.tensor_bytes,
+            "wasted_bytes": self.wasted_bytes,
+        }
+
+
+def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspection:
+    """Read a checkpoint's structure and pickle; the bytes of its tensors are not read.
+
+    Args:
+        path: the file.
+        limits: what reading the pickle may take (bytes, seconds).
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or no checkpoint.
+        PickleLimitError: its pickle is larger than the limits.
+        OSError: it cannot be read.
+    """
+    name = os.fspath(path)
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise CorruptCheckpointError("not a regular file")
+        if is_zip(fd):
+            return _inspect_zip(name, fd, info.st_size, limits)
+        if is_legacy(fd):
+            return _inspect_legacy(name, fd, info.st_size, limits)
+        raise CorruptCheckpointError("neither a zip nor a legacy checkpoint")
+    except CorruptCheckpointError as error:
+        error.path = name
+        raise
+    finally:
+        os.close(fd)
+
+
+def _inspect_zip(name: str, fd: int, size: int, limits: Limits | None) -> Inspection:
+    directory = read_directory(fd, size)
+    found = zip_outline(fd, directory, limits)
+    notes = () if found is not None else ("there is no data.pkl: no checkpoint of torch.save",)
+    found = found or Outline()
+    places = {
+        record.name.removeprefix("data/"): record.data_offset
+        for record in directory.records
+        if record.name.startswith("data/")
+    }
+    return Inspection(
+        path=name,
+        format="zip",
+        bytes=size,
+        hints=_zip_hints(fd, directory),
+        archive_name=directory.archive_name,
+        records=tuple((r.name, r.data_offset, r.size) for r in directory.in_file_order()),
+        tensors=tuple(found.tensors),
+        storages=_storages(found, places),
+        imports=tuple(sorted(map(str, found.globals))),
+        values=found.values,
+        notes=(*notes, *_notes(found)),
+    )
+
+
+def _inspect_legacy(name: str, fd: int, size: int, limits: Limits | None) -> Inspection:
+    file = read_legacy(fd, size, limits)
+    found = outline(file.decoded, limits)
+    order = "little" if file.little_endian else "big"
+    return Inspection(
+        path=name,
+        format="legacy",
+        bytes=size,
+        hints=(
+            "torch before 1.6, or _use_new_zipfile_serialization=False",
+            f"{order}-endian",
+        ),
+        archive_name=None,
+        records=(),
+        tensors=tuple(found.tensors),
+        storages=_storages(found, {s.key: s.data_offset for s in file.storages}),
+        imports=tuple(sorted(map(str, found.globals))),
+        values=found.values,
+        notes=_notes(found),
+    )
+
+
+def _notes(found: Outline) -> tuple[str, ...]:
+    notes = list(found.problems)
+    if not found.complete:
+        notes.append("there is more in the pickle than the limits allow to look at")
+    return tuple(notes)
+
+
+def _zip_hints(fd: int, directory: Directory) -> tuple[str, ...]:
+    names = {record.name for record in directory.records}
+    if any(name.startswith("code/") for name in names) or "constants.pkl" in names:
+        hints = ["a TorchScript or package archive"]
+    elif ".format_version" in names:
+        hints = ["torch 2.7 or later"]
+    elif ".data/serialization_id" in names:
+        hints = ["torch 2.1 to 2.6"]
+    else:
+        hints = ["torch 1.6 to 2.0, or another writer"]
+    for name in _HINTS:
+        record = directory.find(name)
+        if record is not None and record.size <= _SMALL_RECORD:
+            text = read_record(fd, record, _SMALL_RECORD).decode("utf-8", "backslashreplace")
+            hints.append(f"{name.lstrip('.')} {text.strip()}")
+    return tuple(hints)
+
+
+def _storages(found: Outline, places: dict[str, int]) -> tuple[StorageUse, ...]:
+    within: dict[str, list[TensorEntry]] = {}
+    for tensor in found.tensors:
+        if tensor.storage is not None:
+            within.setdefault(tensor.storage, []).append(tensor)
+    uses = [
+        StorageUse(
+            key=key,
+            dtype=entry.dtype,
+            nbytes=entry.nbytes,
+            offset=places.get(key),
+            location=entry.location,
+            tensors=tuple(found.users.get(key, ())),
+            needed_bytes=_needed(within.get(key, ()), entry.nbytes, found.users.get(key, ())),
+        )
+        for key, entry in found.storages.items()
+    ]
+    return tuple(sorted(uses, key=lambda use: (use.offset is None, use.offset or 0)))
+
+
+def _needed(tensors: Iterable[TensorEntry], nbytes: int, users: Iterable[str]) -> int:
+    """Return how many bytes of a storage its tensors need.
+
+    That is no more than the bytes they span, and no more than their elements, each tensor that is
+    there twice counted once.
+    """
+    distinct = {(t.dtype, t.storage_offset, t.shape, t.stride): t for t in tensors}
+    if len(list(users)) > len(list(tensors)):
+        return nbytes  # the storage itself was saved, too
+    elements = spanned = reach = 0
+    for tensor in sorted(distinct.values(), key=lambda t: t.span):
+        elements += _distinct_bytes(tensor)
+        first, last = tensor.span
+        spanned += max(0, last - max(first, reach))
+        reach = max(reach, last)
+    return min(elements, spanned, nbytes)
+
+
+def _distinct_bytes(tensor: TensorEntry) -> int:
+    """Return the bytes of a tensor's elements, without those that `expand` repeats."""
+    count = tensor.nbytes
+    for n, step in zip(tensor.shape, tensor.stride, strict=True):
+        if step == 0 and n > 1:
+            count //= n
+    return max(count, ITEM_BYTES[tensor.dtype] if tensor.nbytes else 0)

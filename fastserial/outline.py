@@ -1,0 +1,349 @@
+"""What a checkpoint holds, read from its pickle without executing it.
+
+`outline` walks the symbols of a pickle and finds every tensor: its key in the state dict, dtype,
+shape, strides and place in a storage. Nested dictionaries, lists, objects and modules contribute
+their keys, joined by dots: `model.layers.0.weight`, `optimizer.state.3.exp_avg`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from fastserial.errors import CorruptCheckpointError
+from fastserial.pickles import (
+    Call,
+    Decoded,
+    Global,
+    Limits,
+    Mapping,
+    Persistent,
+)
+from fastserial.storagetable import (
+    ITEM_BYTES,
+    PACKED,
+    StorageEntry,
+    dtype_name,
+    storage_entry,
+    storage_table,
+)
+
+__all__ = ["Outline", "TensorEntry", "outline"]
+
+_CONTAINERS = (Call, Mapping, list, tuple)
+_LONGEST_KEY = 4096
+_MOST_DIMENSIONS = 1024
+_LARGEST = 2**63
+_MOST_PROBLEMS = 100
+_STRIDED = {
+    "torch._utils._rebuild_tensor": None,
+    "torch._utils._rebuild_tensor_v2": None,
+    "torch._utils._rebuild_tensor_v3": 6,  # which argument is the dtype
+    "torch._utils._rebuild_qtensor": None,
+}
+_METADATA = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
+_PARAMETERS = (
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+)
+_FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type")
+_NO_STORAGE = {
+    "torch._utils._rebuild_meta_tensor_no_storage": 0,  # which argument is the dtype
+    "torch._utils._rebuild_wrapper_subclass": 1,
+}
+_PARTS = {
+    "torch._utils._rebuild_nested_tensor": ("values", "sizes", "strides", "offsets"),
+    "torch.sparse_coo": ("indices", "values"),
+    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        key: its place in what was saved, such as `model.weight`; empty if it is all there is.
+        dtype: such as `float32`.
+        shape, stride: in elements.
+        storage: key of its storage, None if the file holds no bytes of it (meta tensors).
+        storage_offset: first element in the storage.
+        nbytes: bytes of its elements, were they contiguous.
+        kind: `tensor`, `parameter`, `quantized`, or the name of the subclass.
+        pending: `conj`, `neg`: what torch applies to the elements when they are used.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage: str | None
+    storage_offset: int
+    nbytes: int
+    kind: str = "tensor"
+    pending: tuple[str, ...] = ()
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte in the storage, and the first one behind the last."""
+        size, packed = ITEM_BYTES[self.dtype], PACKED.get(self.dtype, 1)
+        first = self.storage_offset // packed * size
+        if 0 in self.shape:
+            return first, first
+        reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return first, first + (reach // packed + 1) * size
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one behind the other in the storage."""
+        expected = 1
+        for n, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if n != 1 and step != expected:
+                return 0 in self.shape
+            expected *= n
+        return True
+
+
+@dataclass(slots=True)
+class Outline:
+    """What a checkpoint's pickle tells.
+
+    Attributes:
+        tensors: in the order of the pickle.
+        storages: by key.
+        users: for each storage, the keys of the tensors (or bare storages) in it.
+        globals: the names that unpickling would import.
+        values: how many other values there are (numbers, strings, ...).
+        problems: what is wrong with single tensors.
+        complete: False if there was more than the limits allow to look at.
+    """
+
+    tensors: list[TensorEntry] = field(default_factory=list)
+    storages: dict[str, StorageEntry] = field(default_factory=dict)
+    users: dict[str, list[str]] = field(default_factory=dict)
+    globals: frozenset[Global] = frozenset()
+    values: int = 0
+    problems: list[str] = field(default_factory=list)
+    complete: bool = True
+
+
+class _Visit(NamedTuple):
+    """A value to look at, or (`leaving`) a container all of whose values have been."""
+
+    key: str
+    value: Any
+    kind: str
+    depth: int
+    leaving: bool
+
+
+def outline(decoded: Decoded, limits: Limits | None = None) -> Outline:
+    """Find the tensors in a pickle that was read.
+
+    Raises:
+        CorruptCheckpointError: its persistent ids make no sense.
+    """
+    found = Outline(storages=storage_table(decoded.persistents), globals=decoded.globals)
+    _walk(decoded.value, found, limits or Limits())
+    return found
+
+
+def _walk(root: Any, found: Outline, limits: Limits) -> None:
+    inside: set[int] = set()  # the containers around the value, which may hold themselves
+    rest = [_Visit("", root, "tensor", 0, False)]
+    budget = limits.visits
+    while rest and budget > 0:
+        visit = rest.pop()
+        value = visit.value
+        if visit.leaving:
+            inside.discard(id(value))
+        elif type(value) is Persistent:
+            _bare_storage(visit.key, value, found)
+        elif type(value) not in _CONTAINERS:
+            found.values += 1
+        elif visit.depth >= limits.depth:
+            found.complete = False
+        elif id(value) not in inside:
+            inside.add(id(value))
+            rest.append(visit._replace(leaving=True))
+            try:
+                children = list(_children(visit, found))
+            except CorruptCheckpointError as error:
+                if len(found.problems) < _MOST_PROBLEMS:
+                    found.problems.append(f"tensor {visit.key or '(root)'}: {error.message}")
+                continue
+            budget -= len(children) + len(visit.key) // 8 + 1
+            rest.extend(
+                _Visit(key, child, kind, visit.depth + 1, False)
+                for key, child, kind in reversed(children)
+            )
+    found.complete = found.complete and not rest
+
+
+_Child = tuple[str, Any, str]
+
+
+def _join(key: str, name: Any) -> str:
+    if type(name) is bytes:
+        text = name.decode("utf-8", "backslashreplace")
+    elif type(name) in (str, int, float, bool, Global) or name is None:
+        text = str(name)
+    elif type(name) is tuple and all(type(part) in (str, int) for part in name):
+        text = "(" + ", ".join(str(part) for part in name[:16]) + ")"
+    else:
+        text = "?"
+    return (f"{key}.{text}" if key else text)[:_LONGEST_KEY]
+
+
+def _children(visit: _Visit, found: Outline) -> Iterator[_Child]:
+    key, value = visit.key, visit.value
+    if type(value) is Call:
+        yield from _of_call(visit, value, found)
+    elif type(value) is Mapping:
+        yield from ((_join(key, name), item, "tensor") for name, item in value.items)
+    else:
+        yield from ((_join(key, index), item, "tensor") for index, item in enumerate(value))
+
+
+def _of_call(visit: _Visit, call: Call, found: Outline) -> Iterator[_Child]:
+    key, arguments = visit.key, call.arguments
+    name = str(call.function) if type(call.function) is Global else ""
+    if name in _STRIDED:
+        yield from _strided(visit, name, _tuple(arguments, 4), found)
+    elif name in _PARAMETERS:
+        yield key, _tuple(arguments, 1)[0], "parameter"
+        yield from _of_state(key, arguments[3:4])
+    elif name in _FROM_TYPE:
+        function, kind, inner, state = _tuple(arguments, 4)[:4]
+        yield key, Call(function, inner), kind.name if type(kind) is Global else "tensor"
+        yield from _of_state(key, (state,))
+    elif name in _NO_STORAGE:
+        _without_storage(visit, _tuple(arguments, 3), _NO_STORAGE[name], found)
+    elif name == "torch._utils._rebuild_sparse_tensor":
+        layout, parts = _tuple(arguments, 2)[:2]
+        names = _PARTS.get(_layout(layout), ())
+        yield from _named(key, names, _tuple(parts, len(names)))
+    elif name in _PARTS:
+        yield from _named(key, _PARTS[name], _tuple(arguments, 4))
+    elif type(arguments) is tuple:
+        yield from ((_join(key, index), item, "tensor") for index, item in enumerate(arguments))
+    yield from _of_state(key, call.state)
+    yield from ((_join(key, index), item, "tensor") for index, item in enumerate(call.appended))
+    yield from ((_join(key, name), item, "tensor") for name, item in call.items)
+
+
+def _named(key: str, names: tuple[str, ...], parts: tuple[Any, ...]) -> Iterator[_Child]:
+    for name, part in zip(names, parts, strict=False):
+        yield _join(key, name), part, "tensor"
+
+
+def _of_state(key: str, states: Any) -> Iterator[_Child]:
+    for state in states:
+        # `__slots__` make it a pair of dictionaries.
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)
+        for part in parts:
+            if type(part) is Mapping:
+                yield from ((_join(key, name), item, "tensor") for name, item in part.items)
+            elif part is not None:
+                yield key, part, "tensor"
+
+
+def _layout(symbol: Any) -> str:
+    arguments = symbol.arguments if type(symbol) is Call else ()
+    return str(arguments[0]) if type(arguments) is tuple and arguments else ""
+
+
+def _bare_storage(key: str, symbol: Persistent, found: Outline) -> None:
+    entry = storage_entry(symbol)
+    if entry is not None:
+        found.users.setdefault(entry.key, []).append(key)
+
+
+def _strided(
+    visit: _Visit, name: str, arguments: tuple[Any, ...], found: Outline
+) -> Iterator[_Child]:
+    symbol, offset, shape, stride = arguments[:4]
+    if type(symbol) is not Persistent or not _is_count(offset):
+        raise CorruptCheckpointError("it has no storage, or no offset in it")
+    storage = storage_entry(symbol)
+    if storage is None:
+        raise CorruptCheckpointError("it has no storage")
+    at = _STRIDED[name]
+    dtype: str | None = storage.dtype
+    if at is not None:
+        dtype = dtype_name(arguments[at]) if at < len(arguments) else None
+    kind = visit.kind
+    if name == "torch._utils._rebuild_qtensor":
+        kind = "quantized"
+        parameters = arguments[4] if len(arguments) > 4 else ()
+        if type(parameters) is tuple and len(parameters) == 4:
+            yield from _named(visit.key, ("scales", "zero_points"), parameters[1:3])
+    if storage.view is not None:
+        offset += storage.view[0]
+    entry = replace(
+        _entry(visit.key, dtype, shape, stride, storage.key, offset, kind),
+        pending=_pending(arguments, _METADATA.get(name, len(arguments))),
+    )
+    if entry.span[1] > found.storages[storage.key].nbytes:
+        raise CorruptCheckpointError(
+            f"its bytes {entry.span[0]} to {entry.span[1]} go past the end of storage "
+            f"{storage.key}, which has {storage.nbytes}"
+        )
+    found.tensors.append(entry)
+    found.users.setdefault(storage.key, []).append(visit.key)
+
+
+def _pending(arguments: tuple[Any, ...], at: int) -> tuple[str, ...]:
+    metadata = arguments[at] if at < len(arguments) else None
+    items = metadata.items if type(metadata) is Mapping else ()
+    return tuple(name for name, flag in items if name in ("conj", "neg") and flag is True)
+
+
+def _without_storage(visit: _Visit, arguments: tuple[Any, ...], at: int, found: Outline) -> None:
+    dtype, shape, stride = (*arguments, None)[at : at + 3]
+    kind = visit.kind
+    if at:
+        kind = arguments[0].name if type(arguments[0]) is Global else kind
+    found.tensors.append(_entry(visit.key, dtype_name(dtype), shape, stride, None, 0, kind))
+
+
+def _entry(
+    key: str,
+    dtype: str | None,
+    shape: Any,
+    stride: Any,
+    storage: str | None,
+    offset: int,
+    kind: str,
+) -> TensorEntry:
+    sizes, steps = _integers(shape), _integers(stride)
+    if dtype is None or len(sizes) != len(steps):
+        raise CorruptCheckpointError("its dtype, shape and strides make no sense")
+    nbytes = -(-math.prod(sizes) // PACKED.get(dtype, 1)) * ITEM_BYTES[dtype]
+    return TensorEntry(key, dtype, sizes, steps, storage, offset, nbytes, kind)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _tuple(value: Any, length: int) -> tuple[Any, ...]:
+    if type(value) is not tuple or len(value) < length:
+        raise CorruptCheckpointError("it is not built as torch builds tensors")
+    return value
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    if type(value) is Call and str(value.function) == "torch.Size":
+        value = _tuple(value.arguments, 1)[0]
+    if type(value) in (tuple, list) and len(value) <= _MOST_DIMENSIONS:
+        sizes = tuple(value)
+        if all(_is_count(n) for n in sizes):
+            return sizes
+    raise CorruptCheckpointError("its shape or strides are not whole numbers")

@@ -1,0 +1,66 @@
+"""Reading a pickle without executing it.
+
+`decode` runs the pickle's opcodes on symbols: nothing is imported and nothing is called. What a
+real unpickler would import becomes a `Global`, what it would call a `Call`, what it would ask
+`persistent_load` for a `Persistent`. Memory, time and the length of what is kept have hard limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.pickles.machine import Limits, Machine
+from fastserial.pickles.opcodes import TABLE
+from fastserial.pickles.stream import ByteStream
+from fastserial.pickles.symbols import Call, Elided, Global, Mapping, Persistent
+
+__all__ = [
+    "ByteStream",
+    "Call",
+    "Decoded",
+    "Elided",
+    "Global",
+    "Limits",
+    "Mapping",
+    "Persistent",
+    "decode",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A pickle that was read.
+
+    Attributes:
+        value: what it holds.
+        globals: the names it would import.
+        persistents: what `persistent_load` would be asked for, in order.
+        end: where it ends in the stream (bytes).
+    """
+
+    value: Any
+    globals: frozenset[Global]
+    persistents: list[Persistent]
+    end: int
+
+
+def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
+    """Read one pickle, of any protocol, from where the stream stands.
+
+    Raises:
+        CorruptCheckpointError: it is no whole pickle.
+        PickleLimitError: reading it takes more than the limits allow.
+        OSError: the stream cannot be read.
+    """
+    machine = Machine(stream, limits or Limits())
+    try:
+        value = machine.run(TABLE)
+    except (CorruptCheckpointError, PickleLimitError, OSError):
+        raise
+    except (IndexError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"damaged pickle ({type(error).__name__}: {error})", offset=stream.tell()
+        ) from error
+    return Decoded(value, frozenset(machine.globals), machine.persistents, stream.tell())

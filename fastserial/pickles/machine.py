@@ -1,0 +1,96 @@
+"""The unpickler's stack, marks and memo, holding symbols, and the limits on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.pickles.stream import ByteStream
+from fastserial.pickles.symbols import Elided, Global, Persistent
+
+__all__ = ["CONTAINER_BYTES", "PUSH_BYTES", "Limits", "Machine", "Stop"]
+
+CHECK_EVERY = 4096  # opcodes between looks at the clock
+PUSH_BYTES = 96  # what one opcode's value costs, roughly
+CONTAINER_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What reading a pickle may take.
+
+    Attributes:
+        memory: bytes of what is kept of it (an estimate from above).
+        seconds: time.
+        kept: strings and numbers longer than this many bytes are left out (`Elided`).
+        depth: how deep values may be nested in each other, for those who walk them.
+        visits: how many values they may look at, roughly.
+    """
+
+    memory: int = 1024 * 1024 * 1024
+    seconds: float = 60.0
+    kept: int = 64 * 1024
+    depth: int = 1000
+    visits: int = 20_000_000
+
+
+class Stop(Exception):
+    """The pickle is at its end."""
+
+
+class Machine:
+    """The unpickler's stack, marks and memo, holding symbols."""
+
+    def __init__(self, stream: ByteStream, limits: Limits) -> None:
+        self.stream = stream
+        self.limits = limits
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.globals: set[Global] = set()
+        self.persistents: list[Persistent] = []
+        self.budget = limits.memory
+
+    def run(self, table: Sequence[Callable[[Machine], None] | None]) -> Any:
+        """Run opcodes up to the end and return the pickle's value.
+
+        Raises:
+            CorruptCheckpointError, IndexError, ValueError, KeyError, TypeError: it is damaged.
+            PickleLimitError: it takes more than the limits allow.
+        """
+        deadline = monotonic() + self.limits.seconds
+        read = self.stream.read
+        try:
+            while True:
+                for _ in range(CHECK_EVERY):
+                    code = read(1)[0]
+                    handler = table[code]
+                    if handler is None:
+                        raise CorruptCheckpointError(
+                            f"byte {code:#04x} is no pickle opcode", offset=self.stream.tell() - 1
+                        )
+                    self.budget -= PUSH_BYTES
+                    handler(self)
+                if self.budget < 0:
+                    raise PickleLimitError(f"a pickle takes more than {self.limits.memory} bytes")
+                if monotonic() > deadline:
+                    raise PickleLimitError(f"a pickle takes longer than {self.limits.seconds} s")
+        except Stop:
+            return self.stack[-1]
+
+    def pop_mark(self) -> list[Any]:
+        """Return what was pushed since the last mark."""
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def text(self, length: int, kind: str) -> bytes | Elided:
+        """Return the next `length` bytes, or leave them out if they are too many."""
+        if length > self.limits.kept:
+            self.stream.skip(length)
+            return Elided(kind, length)
+        self.budget -= length
+        return self.stream.read(length)

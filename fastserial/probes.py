@@ -1,0 +1,181 @@
+"""What a folder's file system and device can do, tried for real."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastserial import filesystem
+from fastserial.filesystem import DirectAlignment
+from fastserial.staging import BufferPool
+
+__all__ = ["Device", "Folder", "device_of", "leftovers", "probe_folder"]
+
+_TEMPORARY = re.compile(r"\..+\.fastserial-\d+\.tmp", re.DOTALL)
+_YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
+_PAGE = 4096
+_TRIAL_BYTES = 1 << 20
+_BLOCK_DEVICES = Path("/sys/dev/block")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The block device below a folder. What the kernel does not tell is empty or None."""
+
+    name: str
+    model: str
+    nbytes: int | None
+    rotational: bool | None
+    backing_file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """What saves to a folder can use.
+
+    Attributes:
+        problem: why no file can be made there; then the rest is not known.
+        alignment: what direct I/O needs; None: the kernel says the file system has none.
+        direct_problem: why a direct write, tried for real, failed; None: it worked.
+        unnamed_files: files without a name (O_TMPFILE): a killed save leaves nothing.
+        preallocates: space can be reserved (fallocate).
+        leftovers: temporary files of killed saves.
+    """
+
+    path: str
+    problem: str | None
+    file_system: str
+    device: Device
+    free_bytes: int
+    alignment: DirectAlignment | None = None
+    direct_problem: str | None = None
+    unnamed_files: bool = False
+    preallocates: bool = False
+    leftovers: tuple[str, ...] = ()
+
+
+def probe_folder(folder: Path) -> Folder:
+    """Try out what a folder can do. Files made for it are gone when this returns.
+
+    Raises:
+        OSError: it is not a directory that can be looked into.
+    """
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
+    where = str(folder.absolute())
+    kind, device = filesystem.kind_of(where), device_of(folder)
+    left = leftovers(folder)
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".fastserial-probe-") as file:
+            fd = file.fileno()
+            return Folder(
+                where,
+                None,
+                kind,
+                device,
+                free,
+                filesystem.direct_alignment(fd),
+                _try_direct(fd),
+                _has_unnamed_files(folder),
+                _preallocates(fd),
+                left,
+            )
+    except OSError as error:
+        return Folder(where, error.strerror or str(error), kind, device, free, leftovers=left)
+
+
+def leftovers(folder: Path) -> tuple[str, ...]:
+    """Return the names of temporary files in a folder whose save was killed."""
+    with os.scandir(folder) as entries:
+        found = [e.name for e in entries if _TEMPORARY.fullmatch(e.name) and _abandoned(e.path)]
+    return tuple(sorted(found))
+
+
+def _abandoned(path: str) -> bool:
+    """Tell whether nobody holds the lock that the owner of a temporary file holds."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < _YOUNG:
+            return False
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def device_of(path: Path) -> Device:
+    """Return the device that holds a path; nameless where there is none (tmpfs, NFS, overlay)."""
+    number = os.stat(path).st_dev
+    link = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
+    try:
+        node = link.resolve(strict=True)
+    except OSError:
+        return Device("", "", None, None, "")
+    # a partition has its queue and model one level up
+    disk = node if (node / "queue").is_dir() else node.parent
+    sectors, spins = _read(node / "size"), _read(disk / "queue/rotational")
+    return Device(
+        node.name,
+        _read(disk / "device/model"),
+        int(sectors) * 512 if sectors.isdecimal() else None,
+        spins == "1" if spins else None,
+        _read(disk / "loop/backing_file"),
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _try_direct(fd: int) -> str | None:
+    alignment = filesystem.direct_alignment(fd)
+    size = max(_PAGE, alignment.offset if alignment is not None else 0)
+    pool = BufferPool(1, size)
+    direct = -1
+    try:
+        direct = filesystem.reopen(fd, os.O_RDWR | os.O_DIRECT)
+        view = pool.take().view
+        view[:] = os.urandom(size)
+        written = os.pwritev(direct, [view], 0)
+        if written != size or os.pread(fd, size, 0) != view:
+            return "what was written is not what is read"
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        if direct >= 0:
+            os.close(direct)
+        pool.close()
+    return None
+
+
+def _has_unnamed_files(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def _preallocates(fd: int) -> bool:
+    try:
+        return filesystem.preallocate(fd, 0, _TRIAL_BYTES)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return True
+        raise

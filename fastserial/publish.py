@@ -1,0 +1,57 @@
+"""Small text files and folders, made durable: what tells others that a checkpoint is there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable
+
+from fastserial.commit import Replacement
+from fastserial.errors import write_error
+from fastserial.targets import PathTarget, path_target
+
+__all__ = ["replace_text", "sync_folders"]
+
+# Some file systems cannot sync a directory; their metadata is synchronous or nobody's promise.
+_CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
+
+
+def replace_text(path: str, text: str) -> None:
+    """Replace a text file as a whole and durably: readers see the old text or the new one.
+
+    Raises:
+        WriteError: the file cannot be written; the old one is intact.
+    """
+    target = path_target(path)
+    if not isinstance(target, PathTarget):
+        raise write_error(errno.EINVAL, path, target.reason)
+    try:
+        replacement = Replacement(target, durable=True)
+        try:
+            os.write(replacement.fd, text.encode())
+            replacement.sync()
+            replacement.commit()
+        except BaseException:
+            replacement.discard()
+            raise
+    except OSError as error:
+        raise write_error(error.errno or errno.EIO, path, error.strerror) from error
+
+
+def sync_folders(folders: Iterable[str]) -> None:
+    """Make the names in folders durable, and the folders' own names.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    wanted = {os.path.abspath(folder) for folder in folders}
+    for folder in wanted | {os.path.dirname(folder) for folder in wanted}:
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, fd)
+                os.fsync(fd)
+            except OSError as error:
+                if error.errno not in _CANNOT:
+                    raise

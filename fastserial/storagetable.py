@@ -1,0 +1,143 @@
+"""The storages a checkpoint's pickle speaks of: what stands in its persistent ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fastserial.errors import CorruptCheckpointError
+from fastserial.pickles import Global, Persistent
+
+__all__ = ["ITEM_BYTES", "PACKED", "StorageEntry", "dtype_name", "storage_entry", "storage_table"]
+
+_BY_SIZE = {
+    1: (
+        "bool uint8 int8 qint8 quint8 quint4x2 quint2x4 bits8 bits4x2 bits2x4 bits1x8 "
+        "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+        "float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 "
+        "uint1 uint2 uint3 uint4 uint5 uint6 uint7"
+    ),
+    2: "float16 bfloat16 int16 uint16 bits16",
+    4: "float32 int32 uint32 qint32 complex32 bcomplex32",
+    8: "float64 int64 uint64 complex64",
+    16: "complex128",
+}
+# Bytes of one element (of one byte's elements, for those in `PACKED`), by dtype name.
+ITEM_BYTES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
+
+# Types that keep several elements in a byte, and how many.
+PACKED = {"quint4x2": 2, "quint2x4": 4}
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "QInt8Storage": "qint8",
+    "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+    "UntypedStorage": "uint8",
+}
+_PID_FIELDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StorageEntry:
+    """A storage, as a persistent id describes it.
+
+    Attributes:
+        key: its name in the file (`data/<key>` in a zip).
+        dtype: type of its elements; `uint8` where torch keeps bytes only.
+        numel: number of elements.
+        nbytes: size (bytes).
+        location: the device it came from, such as `cpu` or `cuda:0`.
+        view: legacy files only: (first element, number of elements) of a part of the storage.
+    """
+
+    key: str
+    dtype: str
+    numel: int
+    nbytes: int
+    location: str
+    view: tuple[int, int] | None = None
+
+
+def dtype_name(symbol: Any) -> str | None:
+    """Return the name of the dtype that a symbol stands for, or None."""
+    if type(symbol) is Global and symbol.module == "torch" and symbol.name in ITEM_BYTES:
+        return symbol.name
+    return None
+
+
+def _text(value: Any) -> str | None:
+    if type(value) is bytes:  # Python 2 wrote it
+        return value.decode("ascii", "backslashreplace")
+    return value if type(value) is str else None
+
+
+def storage_entry(symbol: Persistent) -> StorageEntry | None:
+    """Return the storage a persistent id asks for; None if it asks for something else.
+
+    In pickle protocol 0 an id is mere text, from which torch itself cannot load; None, too.
+
+    Raises:
+        CorruptCheckpointError: it is no persistent id that torch writes.
+    """
+    pid = symbol.pid
+    if type(pid) is str:
+        return None
+    kind = _text(pid[0]) if type(pid) is tuple and pid else None
+    if kind == "module":
+        return None
+    if kind != "storage" or len(pid) < _PID_FIELDS:
+        raise CorruptCheckpointError("a persistent id that torch does not write")
+    _, storage_type, key, location, numel = pid[:_PID_FIELDS]
+    name, place = _text(key), _text(location)
+    if type(storage_type) is not Global or name is None or place is None:
+        raise CorruptCheckpointError("a persistent id that torch does not write")
+    dtype = _STORAGE_DTYPES.get(storage_type.name)
+    if dtype is None:
+        raise CorruptCheckpointError(f"unknown storage type {storage_type}", record=name)
+    if type(numel) is not int or not 0 <= numel < 2**63:
+        raise CorruptCheckpointError("a storage without a size", record=name)
+    view = _view(pid[_PID_FIELDS]) if len(pid) > _PID_FIELDS else None
+    return StorageEntry(name, dtype, numel, numel * ITEM_BYTES[dtype], place, view)
+
+
+def _view(symbol: Any) -> tuple[int, int] | None:
+    if type(symbol) is not tuple or len(symbol) != 3:
+        return None
+    _, first, count = symbol
+    if type(first) is not int or type(count) is not int or not 0 <= first < 2**63:
+        return None
+    return first, count
+
+
+def storage_table(persistents: Iterable[Persistent]) -> dict[str, StorageEntry]:
+    """Return the storages that persistent ids ask for, by key, in order of their first mention.
+
+    Raises:
+        CorruptCheckpointError: an id is none that torch writes, or two disagree about a storage.
+    """
+    table: dict[str, StorageEntry] = {}
+    for symbol in persistents:
+        entry = storage_entry(symbol)
+        if entry is None:
+            continue
+        known = table.setdefault(entry.key, entry)
+        if known.nbytes != entry.nbytes:
+            raise CorruptCheckpointError(
+                f"described with {known.nbytes} and with {entry.nbytes} bytes", record=entry.key
+            )
+    return table

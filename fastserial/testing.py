@@ -1,0 +1,495 @@
+"""The conformance suite of I/O engines. Needs pytest.
+
+An engine passes when a subclass of `EngineTests` does:
+
+    class TestMine(EngineTests):
+        @pytest.fixture
+        def engine(self) -> Iterator[Engine]:
+            engine = MyEngine(threads=2)
+            yield engine
+            engine.close()
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserial.engines import Capabilities, Completion, Engine, Op, Request
+from fastserial.errors import EngineError
+from fastserial.staging import Buffer, BufferPool
+
+__all__ = ["EngineTests", "drive"]
+
+BLOCK = 64 * 1024
+DEPTH = 4
+FLAGS = {"buffered": 0, "direct": os.O_DIRECT}
+
+
+def drive(engine: Engine, pool: BufferPool, requests: list[Request]) -> list[Completion]:
+    """Move all requests, as many at a time as the pool has buffers, and return what came back.
+
+    A request made with `buffer=None` gets one from the pool; a read's bytes go to its `tag`.
+    """
+    finished: list[Completion] = []
+
+    def reap() -> None:
+        for completion in engine.wait(1):
+            request = completion.request
+            if request.op is Op.READ:
+                request.tag = bytes(request.view[: completion.transferred])
+            finished.append(completion)
+            pool.give(request.buffer)
+
+    waiting = list(requests)
+    while waiting:
+        batch = waiting[: pool.free]
+        del waiting[: len(batch)]
+        for request in batch:
+            request.buffer = pool.take()
+        engine.submit(batch)
+        reap()
+    while len(finished) < len(requests):
+        reap()
+    return finished
+
+
+def write(fd: int, offset: int, data: bytes) -> Request:
+    """Return a write of `data`, which `prepare` puts into the buffer."""
+
+    def prepare(request: Request) -> None:
+        request.view[:] = data
+
+    return Request(Op.WRITE, fd, offset, len(data), _no_buffer(), prepare)
+
+
+def read(fd: int, offset: int, length: int) -> Request:
+    """Return a read; `drive` puts the bytes into its `tag`."""
+    return Request(Op.READ, fd, offset, length, _no_buffer())
+
+
+def _no_buffer() -> Any:
+    return None
+
+
+class EngineTests:
+    """What fastserial expects of every engine. Subclasses give the fixture `engine`."""
+
+    @pytest.fixture
+    def engine(self) -> Iterator[Engine]:
+        """A new engine, closed at the end."""
+        raise NotImplementedError("a subclass of EngineTests must define the fixture `engine`")
+
+    @pytest.fixture
+    def capabilities(self, engine: Engine) -> Capabilities:
+        return type(engine).capabilities
+
+    @pytest.fixture
+    def pool(self, engine: Engine) -> Iterator[BufferPool]:
+        """Buffers of the engine's, with the engine opened on them and closed before they go."""
+        pool = engine.allocate(DEPTH, BLOCK)
+        engine.open(pool.buffers, len(pool.buffers))
+        yield pool
+        engine.close()
+        pool.close()
+
+    @pytest.fixture(params=FLAGS)
+    def opener(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
+        """Open files in a folder, buffered and with direct I/O."""
+        opener = Opener(tmp_path, request.param)
+        yield opener
+        opener.close()
+
+    @pytest.fixture
+    def fd(self, opener: Opener, engine: Engine, capabilities: Capabilities) -> int:
+        """An empty file, open for reading and writing."""
+        self.needs(capabilities.writes, "writes")
+        return opener("file")
+
+    @staticmethod
+    def needs(capability: bool, name: str) -> None:
+        """Skip a test of something the engine does not claim to do."""
+        if not capability:
+            pytest.skip(f"the engine does not claim `{name}`")
+
+    def check(self, opener: Opener, expected: bytes, capabilities: Capabilities) -> None:
+        """Compare the file, unless the engine moves nothing."""
+        if capabilities.moves_data:
+            assert opener.content("file") == expected
+        else:
+            assert not opener.content("file").strip(b"\0")
+
+    # -- what it says of itself ----------------------------------------------------------------
+
+    def test_describes_itself(self, engine: Engine) -> None:
+        assert engine.name
+        assert isinstance(engine.capabilities, Capabilities)
+        assert engine.capabilities.reads or engine.capabilities.writes
+        assert type(engine).unavailable() is None
+
+    def test_buffers(self, engine: Engine, pool: BufferPool) -> None:
+        """As many as asked for or fewer, aligned, writable, apart."""
+        assert 1 <= len(pool.buffers) <= DEPTH
+        assert pool.free == len(pool.buffers)
+        places = sorted(buffer.address for buffer in pool.buffers)
+        assert all(b - a >= BLOCK for a, b in itertools.pairwise(places))
+        for buffer in pool.buffers:
+            assert (buffer.nbytes, buffer.address % 4096) == (BLOCK, 0)
+            buffer.view[0] = buffer.view[-1] = 1
+
+    # -- moving bytes --------------------------------------------------------------------------
+
+    def test_writes(
+        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """Many blocks, several rounds of the pool."""
+        data = _noise(11 * BLOCK)
+        requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+        finished = drive(engine, pool, requests)
+        assert {id(c.request) for c in finished} == {id(r) for r in requests}
+        assert len(finished) == len(requests)
+        for completion in finished:
+            assert (completion.error, completion.transferred) == (None, BLOCK)
+            queued, started, done = completion.request.times
+            assert 0 < queued <= started <= done
+        self.check(opener, data, capabilities)
+
+    def test_any_order(
+        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """Blocks come in any order, of any aligned length, onto what is there already."""
+        rng = random.Random(1)
+        expected = bytearray(_noise(7 * BLOCK))
+        os.pwrite(opener.buffered("file"), expected, 0)
+        os.fsync(opener.buffered("file"))
+        requests: list[Request] = []
+        for at in rng.sample(range(0, len(expected), BLOCK), 7):
+            length = rng.randrange(4096, BLOCK + 1, 4096)
+            data = rng.randbytes(length)
+            requests.append(write(fd, at, data))
+            if capabilities.moves_data:
+                expected[at : at + length] = data
+        for completion in drive(engine, pool, requests):
+            assert (completion.error, completion.transferred) == (None, completion.request.length)
+        assert opener.content("file") == expected
+
+    def test_beyond_the_end(
+        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """What was skipped reads as zeros."""
+        data = _noise(BLOCK)
+        (completion,) = drive(engine, pool, [write(fd, 5 * BLOCK, data)])
+        assert (completion.error, completion.transferred) == (None, BLOCK)
+        self.check(opener, bytes(5 * BLOCK) + data, capabilities)
+
+    def test_into_reserved_space(
+        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """After `posix_fallocate`, as a save does it."""
+        data = _noise(6 * BLOCK)
+        os.posix_fallocate(opener.buffered("file"), 0, len(data))
+        requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+        for completion in drive(engine, pool, requests):
+            assert (completion.error, completion.transferred) == (None, BLOCK)
+        self.check(opener, data, capabilities)
+
+    def test_any_length(
+        self, engine: Engine, pool: BufferPool, tmp_path: Path, capabilities: Capabilities
+    ) -> None:
+        """Any offset and length, through the page cache."""
+        self.needs(capabilities.writes and capabilities.unaligned, "unaligned writes")
+        rng = random.Random(2)
+        opener = Opener(tmp_path, "buffered")
+        fd = opener("file")
+        expected = bytearray()
+        requests = []
+        for _ in range(50):
+            data = rng.randbytes(rng.choice((1, 7, 511, 512, 4095, 4097, BLOCK - 1)))
+            requests.append(write(fd, len(expected), data))
+            expected += data
+        for completion in drive(engine, pool, requests):
+            assert (completion.error, completion.transferred) == (None, completion.request.length)
+        self.check(opener, bytes(expected), capabilities)
+        opener.close()
+
+    def test_reads(
+        self, engine: Engine, pool: BufferPool, opener: Opener, capabilities: Capabilities
+    ) -> None:
+        """Many blocks, out of a file that is not a whole number of them."""
+        self.needs(capabilities.reads and capabilities.moves_data, "reads")
+        data = _noise(9 * BLOCK + 4096 + 100)
+        opener.create("file", data)
+        fd = opener("file", os.O_RDONLY)
+        places = list(range(0, len(data), BLOCK))
+        random.Random(3).shuffle(places)
+        for completion in drive(engine, pool, [read(fd, at, BLOCK) for at in places]):
+            at = completion.request.offset
+            assert completion.error is None
+            assert completion.request.tag == data[at : at + BLOCK]
+
+    def test_reads_end_with_the_file(
+        self, engine: Engine, pool: BufferPool, opener: Opener, capabilities: Capabilities
+    ) -> None:
+        """At the end a read is short; behind it, empty; neither is an error."""
+        self.needs(capabilities.reads and capabilities.moves_data, "reads")
+        opener.create("file", _noise(4096 + 10))
+        fd = opener("file", os.O_RDONLY)
+        finished = drive(engine, pool, [read(fd, 0, BLOCK), read(fd, BLOCK, BLOCK)])
+        assert [c.error for c in finished] == [None, None]
+        assert {c.request.offset: c.transferred for c in finished} == {0: 4106, BLOCK: 0}
+
+    def test_reads_what_it_wrote(
+        self, engine: Engine, pool: BufferPool, fd: int, capabilities: Capabilities
+    ) -> None:
+        self.needs(capabilities.reads and capabilities.moves_data, "reads")
+        rng = random.Random(4)
+        for size in (BLOCK, 4096, BLOCK // 2):
+            data = rng.randbytes(size)
+            drive(engine, pool, [write(fd, 2 * BLOCK, data)])
+            (completion,) = drive(engine, pool, [read(fd, 2 * BLOCK, size)])
+            assert completion.request.tag == data
+
+    # -- preparing -----------------------------------------------------------------------------
+
+    def test_prepares_once_in_order(self, engine: Engine, pool: BufferPool, fd: int) -> None:
+        """Each write is prepared once; a later one may wait for an earlier one."""
+        count = len(pool.buffers)
+        begun = [threading.Event() for _ in range(count)]
+        calls: list[int] = []
+
+        def prepare(request: Request) -> None:
+            index = request.offset // BLOCK
+            calls.append(index)
+            begun[index].set()
+            if index:
+                assert begun[index - 1].wait(30)
+
+        requests = [
+            Request(Op.WRITE, fd, i * BLOCK, BLOCK, pool.take(), prepare) for i in range(count)
+        ]
+        engine.submit(requests)
+        finished = _wait_for(engine, count)
+        assert [c.error for c in finished] == [None] * count
+        assert sorted(calls) == list(range(count))
+
+    def test_failed_prepare(self, engine: Engine, pool: BufferPool, fd: int) -> None:
+        """An error while preparing comes back; the other requests are moved."""
+        planted = ValueError("planted")
+
+        def prepare(request: Request) -> None:
+            raise planted
+
+        bad = Request(Op.WRITE, fd, 0, BLOCK, _no_buffer(), prepare)
+        finished = drive(engine, pool, [bad, write(fd, BLOCK, _noise(BLOCK))])
+        errors = {c.request.offset: c.error for c in finished}
+        assert errors == {0: planted, BLOCK: None}
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def test_wait_for_nothing(self, engine: Engine, pool: BufferPool) -> None:
+        """With nothing in flight, `wait` returns at once."""
+        assert engine.wait(0) == []
+        assert engine.wait(1) == []
+
+    def test_wait_for_some(self, engine: Engine, pool: BufferPool, fd: int) -> None:
+        """`wait` returns at least as many as asked for, and in the end each once."""
+        count = len(pool.buffers)
+        engine.submit(
+            [_into(pool.take(), write(fd, i * BLOCK, bytes(BLOCK))) for i in range(count)]
+        )
+        finished = engine.wait(count)
+        assert len(finished) == count
+        assert engine.wait(1) == []
+
+    def test_submit_again_before_waiting(
+        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """One request at a time, as long as there are buffers."""
+        count = len(pool.buffers)
+        data = _noise(count * BLOCK)
+        for i in range(count):
+            part = data[i * BLOCK : (i + 1) * BLOCK]
+            engine.submit([_into(pool.take(), write(fd, i * BLOCK, part))])
+        assert [c.error for c in _wait_for(engine, count)] == [None] * count
+        self.check(opener, data, capabilities)
+
+    # -- trouble -------------------------------------------------------------------------------
+
+    def test_bad_descriptor(self, engine: Engine, pool: BufferPool, fd: int) -> None:
+        """An error of the system call comes back as an OSError."""
+        self.needs(engine.capabilities.moves_data, "moves_data")
+        closed = os.dup(fd)
+        os.close(closed)
+        (completion,) = drive(engine, pool, [write(closed, 0, bytes(BLOCK))])
+        assert isinstance(completion.error, OSError)
+        assert completion.error.errno == errno.EBADF
+
+    def test_not_writable(
+        self, engine: Engine, pool: BufferPool, opener: Opener, capabilities: Capabilities
+    ) -> None:
+        self.needs(capabilities.writes and capabilities.moves_data, "writes")
+        opener.create("file", bytes(BLOCK))
+        (completion,) = drive(engine, pool, [write(opener("file", os.O_RDONLY), 0, b"x" * BLOCK)])
+        assert isinstance(completion.error, OSError)
+        assert opener.content("file") == bytes(BLOCK)
+
+    def test_no_room(
+        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """A write that the file system refuses or cuts short is never reported as whole."""
+        self.needs(capabilities.moves_data, "moves_data")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        data = _noise(8 * BLOCK)
+        requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+        limit = 3 * BLOCK + 8192
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            finished = drive(engine, pool, requests)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        for completion in finished:
+            whole = completion.error is None and completion.transferred == BLOCK
+            assert whole == (completion.request.offset + BLOCK <= limit)
+            if completion.error is not None:
+                assert isinstance(completion.error, OSError)
+                assert completion.error.errno == errno.EFBIG
+        assert opener.content("file")[: 3 * BLOCK] == data[: 3 * BLOCK]
+
+    # -- its life ------------------------------------------------------------------------------
+
+    def test_close_twice(self, engine: Engine) -> None:
+        engine.close()
+        engine.close()
+
+    def test_close_after_use(self, engine: Engine, pool: BufferPool, fd: int) -> None:
+        drive(engine, pool, [write(fd, 0, bytes(BLOCK))])
+        engine.close()
+        engine.close()
+
+    def test_close_in_flight(
+        self, engine: Engine, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """After `close` nothing uses the buffers or the file any more."""
+        pool = engine.allocate(DEPTH, BLOCK)
+        count = len(pool.buffers)
+        engine.open(pool.buffers, count)
+        before = threading.active_count()
+        engine.submit(
+            [_into(pool.take(), write(fd, i * BLOCK, b"a" * BLOCK)) for i in range(count)]
+        )
+        engine.close()
+        pool.close()  # unmaps: a straggler would crash
+        assert threading.active_count() <= before
+        os.ftruncate(opener.buffered("file"), 0)
+        assert opener.content("file") == b""
+
+    def test_two_at_once(
+        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """Two engines of the same kind do not see each other's requests."""
+        other = type(engine)(1)
+        other_pool = other.allocate(1, BLOCK)
+        other.open(other_pool.buffers, 1)
+        second = opener("second")
+        data = _noise(BLOCK)
+        other.submit([_into(other_pool.take(), write(second, 0, data))])
+        (mine,) = drive(engine, pool, [write(fd, 0, data[::-1])])
+        (theirs,) = _wait_for(other, 1)
+        assert (mine.request.fd, theirs.request.fd) == (fd, second)
+        other.close()
+        other_pool.close()
+        self.check(opener, data[::-1], capabilities)
+
+    def test_many_lives(
+        self, make: Callable[[], Engine], opener: Opener, capabilities: Capabilities
+    ) -> None:
+        """Engines come and go; each file is right."""
+        self.needs(capabilities.writes, "writes")
+        for i in range(5):
+            engine = make()
+            pool = engine.allocate(2, BLOCK)
+            engine.open(pool.buffers, len(pool.buffers))
+            data = _noise(3 * BLOCK, seed=i)
+            fd = opener("file")
+            os.ftruncate(opener.buffered("file"), 0)
+            parts = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+            for completion in drive(engine, pool, parts):
+                assert completion.error is None
+            engine.close()
+            pool.close()
+            self.check(opener, data, capabilities)
+
+    @pytest.fixture
+    def make(self, engine: Engine) -> Callable[[], Engine]:
+        """Makes more engines of the same kind."""
+        kind, threads = type(engine), engine.threads
+        return lambda: kind(threads)
+
+
+class Opener:
+    """Opens files of a folder, all with or without O_DIRECT, and closes them."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder
+        self._flags = FLAGS[kind]
+        self._open: list[int] = []
+
+    def __call__(self, name: str, mode: int = os.O_RDWR | os.O_CREAT) -> int:
+        """Open a file, with O_DIRECT if that is what this opener does."""
+        try:
+            fd = os.open(self.folder / name, mode | self._flags)
+        except OSError as error:
+            if self._flags and error.errno == errno.EINVAL:
+                pytest.skip(f"no direct I/O in {self.folder}")
+            raise
+        self._open.append(fd)
+        return fd
+
+    def buffered(self, name: str) -> int:
+        """Open a file without O_DIRECT."""
+        fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT)
+        self._open.append(fd)
+        return fd
+
+    def create(self, name: str, data: bytes) -> None:
+        """Put a file with these bytes on the disk."""
+        fd = self.buffered(name)
+        os.pwrite(fd, data, 0)
+        os.fsync(fd)
+
+    def content(self, name: str) -> bytes:
+        """Return the bytes of a file."""
+        return (self.folder / name).read_bytes()
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        while self._open:
+            os.close(self._open.pop())
+
+
+def _noise(length: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
+def _into(buffer: Buffer, request: Request) -> Request:
+    request.buffer = buffer
+    return request
+
+
+def _wait_for(engine: Engine, count: int) -> list[Completion]:
+    finished: list[Completion] = []
+    while len(finished) < count:
+        more = engine.wait(1)
+        if not more:
+            raise EngineError(f"only {len(finished)} of {count} requests came back")
+        finished += more
+    return finished

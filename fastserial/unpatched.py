@@ -1,0 +1,81 @@
+"""Saving through fastserial for a caller that did not `install()`.
+
+The same code as after `install()`: our copies of torch's inner functions, called by themselves.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from fastserial import hooks
+from fastserial.archive import ZipArchive
+from fastserial.config import Config, options
+from fastserial.patching import patched
+from fastserial.writer import FastFileWriter
+
+__all__ = ["save"]
+
+
+def save(
+    obj: object,
+    path: str,
+    *,
+    zip_container: bool = True,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    config: Config | None = None,
+) -> FastFileWriter | None:
+    """Write what `torch.save(obj, path)` would write, byte for byte.
+
+    Args:
+        zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
+        config: options; by default those in force.
+
+    Returns:
+        The closed writer, which knows what the save did; None if torch had to write the file
+        itself (a torch without a patch, a target that is not a regular file).
+
+    Raises:
+        WriteError: the file cannot be written; the previous one is intact.
+    """
+    values = {f.name: getattr(config, f.name) for f in fields(config)} if config else {}
+    with options(**values):
+        write = _save_zip if zip_container else _save_legacy
+        writer = write(obj, path, pickle_module, pickle_protocol)
+        if writer is None:
+            torch.save(
+                obj,
+                path,
+                pickle_module,
+                pickle_protocol,
+                _use_new_zipfile_serialization=zip_container,
+            )
+    return writer
+
+
+def _save_zip(obj: object, path: str, pickle_module: Any, protocol: int) -> FastFileWriter | None:
+    function = patched("_save")
+    archive = hooks.open_zip_writer(path) if function is not None else None
+    if function is None or not isinstance(archive, ZipArchive):
+        return None
+    with archive:
+        function(obj, archive, pickle_module, protocol, False)
+    return archive.writer if isinstance(archive.writer, FastFileWriter) else None
+
+
+def _save_legacy(
+    obj: object, path: str, pickle_module: Any, protocol: int
+) -> FastFileWriter | None:
+    function = patched("_legacy_save")
+    if function is None or torch.serialization._serialization_tls.skip_data:
+        return None
+    writer = hooks.open_file(path, "wb")
+    if not isinstance(writer, FastFileWriter):
+        return None
+    with writer:
+        function(obj, writer, pickle_module, protocol)
+    return writer

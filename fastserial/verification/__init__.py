@@ -1,0 +1,140 @@
+"""Proving what is on the disk: every checksum and the whole structure of a checkpoint.
+
+Nothing is unpickled and torch is not needed. Files that stock torch wrote verify, too.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from time import perf_counter
+
+from fastserial import config as config_module
+from fastserial.config import Config
+from fastserial.containers.directory import is_zip, read_directory
+from fastserial.containers.legacy_read import is_legacy
+from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.verification.legacy import verify_legacy
+from fastserial.verification.report import Findings, Problem, Status, VerifyReport
+from fastserial.verification.zip import ZipResult, verify_zip
+
+__all__ = ["Problem", "VerifyReport", "checkpoints_in", "verify"]
+
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+_OTHERS = (".distcp", ".npz", ".safetensors", ".zip", ".whl", ".jar", ".tmp")
+
+
+def verify(path: str | os.PathLike[str], config: Config | None = None) -> VerifyReport:
+    """Check a checkpoint file: CRC-32 of every record, and the structure of the container.
+
+    A legacy file has no checksums; its structure is checked, which the report says.
+
+    Args:
+        path: the file.
+        config: block size, queue depth and threads; by default the options in force.
+
+    Returns:
+        What was found. Damage is reported, never raised; so is a file that cannot be read.
+    """
+    name = os.fspath(path)
+    began = perf_counter()
+    findings = Findings()
+    kind: str | None = None
+    result = ZipResult()
+    size = 0
+    reason: str | None = None
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            before = os.fstat(fd)
+            size = before.st_size
+            kind, reason = _kind(fd, before)
+            if kind == "zip":
+                result = verify_zip(fd, size, config or config_module.current(), findings)
+            elif kind == "legacy":
+                result.records = verify_legacy(fd, size, findings)
+            after = os.fstat(fd)
+        finally:
+            os.close(fd)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            reason = "the file changed while it was read: verify it again"
+    except CorruptCheckpointError as error:
+        findings.add(Problem("truncated", error.message, error.record, error.offset))
+    except PickleLimitError as error:
+        reason = str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    status: Status = "damaged" if findings.found else "ok"
+    if reason is not None:
+        status = "unreadable" if status == "ok" or "changed" in reason else status
+        findings.note(reason)
+    return VerifyReport(
+        path=name,
+        status=status,
+        format=kind,
+        bytes=size,
+        seconds=perf_counter() - began,
+        records=result.records,
+        checked_bytes=result.checked_bytes,
+        unchecked=result.unchecked,
+        problems=tuple(findings.problems),
+        found=findings.found,
+        notes=tuple(findings.notes),
+    )
+
+
+def _kind(fd: int, info: os.stat_result) -> tuple[str | None, str | None]:
+    """Return a file's format, or why it has none."""
+    if stat.S_ISDIR(info.st_mode):
+        return None, "a directory: verify the files in it (`checkpoints_in`)"
+    if not stat.S_ISREG(info.st_mode):
+        return None, "not a regular file"
+    if info.st_size == 0:
+        return None, "the file is empty"
+    if is_zip(fd):
+        return "zip", None
+    if is_legacy(fd):
+        return "legacy", None
+    try:
+        read_directory(fd, info.st_size, headers=False)
+    except CorruptCheckpointError:
+        return None, "neither a zip nor a legacy checkpoint"
+    return "zip", None  # its first bytes are damaged
+
+
+def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield the checkpoint files in a directory and those below, sorted.
+
+    Checkpoints are what starts as one, and what is called like one. Symbolic links are not
+    followed; temporary files and other formats are passed over.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders.sort()
+        for name in sorted(files):
+            path = os.path.join(parent, name)
+            if not os.path.islink(path) and os.path.isfile(path) and _is_checkpoint(path):
+                yield path
+
+
+def _is_checkpoint(path: str) -> bool:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in _SUFFIXES or suffix in _OTHERS:
+        return suffix in _SUFFIXES
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return is_zip(fd) or is_legacy(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,109 @@
+"""The end of a zip file: central directory, end records, serialization id."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+
+from fastserial.containers.directory import DEFLATED, Directory, RecordEntry
+from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, ID_RECORD, fold
+from fastserial.verification.report import Problem
+
+__all__ = ["check_end", "check_entries", "expected_id", "is_torch_made"]
+
+_U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
+_PLAIN = (0, 0, 0, 0, 0, 0, 0)
+_DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
+
+
+def is_torch_made(directory: Directory) -> bool:
+    """Return whether most records look like torch's: no versions, times or attributes."""
+    plain = sum(record.stamp in (_PLAIN, _DEFLATED) for record in directory.records)
+    return 2 * plain > len(directory.records)
+
+
+def check_entries(directory: Directory) -> Iterator[Problem]:
+    """Compare the directory's entries with what torch writes into them."""
+    for record in directory.records:
+        flags = _UTF8 | _HAS_DESCRIPTOR if record.size else _UTF8
+        stamp = _DEFLATED if record.method == DEFLATED else _PLAIN
+        plain = record.stamp == stamp and (record.size > 0 or record.crc == 0)
+        if not plain or record.flags != flags or record.extra != _zip64(record):
+            yield Problem("directory", "fields of its entry are damaged", record.name)
+        elif record.name.startswith("/"):
+            yield Problem(
+                "directory", f"it is not in the archive {directory.archive_name!r}", record.name
+            )
+
+
+def _zip64(record: RecordEntry) -> bytes:
+    values: list[int] = []
+    if record.size >= _U32:
+        values += (record.size, record.compressed_size)
+    if record.header_offset >= _U32:
+        values.append(record.header_offset)
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+
+def check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[Problem]:
+    """Check the records behind the central directory; `tail` is what follows it, or its end."""
+    end = directory.end
+    start = end.directory_offset + end.directory_size
+    if torch_made:
+        if tail != _expected_tail(directory):
+            yield Problem(
+                "directory", "the records at the end of the file are damaged", None, start
+            )
+        return
+    first = end.zip64_offset if end.zip64_offset is not None else end.offset
+    if first != start:
+        yield Problem(
+            "unaccounted",
+            f"{first - start} bytes after the directory belong to nothing",
+            None,
+            start,
+        )
+    if not end.agrees:
+        yield Problem("directory", "the end records disagree", None, end.offset)
+    (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
+    if comment != end.trailing:
+        yield Problem(
+            "unaccounted", f"{end.trailing - comment} bytes after the end record", None, end.offset
+        )
+
+
+def _expected_tail(directory: Directory) -> bytes:
+    end = directory.end
+    count, length, start = len(directory.records), end.directory_size, end.directory_offset
+    few = min(count, _U16)
+    return b"".join(
+        (
+            struct.pack(
+                "<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, length, start
+            ),
+            struct.pack("<4sIQI", b"PK\x06\x07", 0, start + length, 1),
+            struct.pack(
+                "<4sHHHHIIH",
+                b"PK\x05\x06", 0, 0, few, few, min(length, _U32), min(start, _U32), 0,
+            ),
+        )
+    )  # fmt: skip
+
+
+def expected_id(records: list[RecordEntry], heads: Mapping[int, bytes]) -> str:
+    """Return the second half of the serialization id (20 digits), from the directory's CRCs.
+
+    Args:
+        records: in the order of the file.
+        heads: first 8 bytes of the records that begin like a data descriptor, by index.
+    """
+    combined = 0
+    for index, record in enumerate(records):
+        if record.size == 0 or record.name == ID_RECORD:
+            continue
+        head = heads.get(index, b"")
+        if head[:4] == DESCRIPTOR_SIGNATURE and len(head) == 8:
+            combined = fold(combined, int.from_bytes(head[4:], "little"))
+        combined = fold(combined, record.crc)
+    return f"{combined:020d}"

@@ -1,0 +1,176 @@
+"""The bytes between the data of two records: a data descriptor and a local header.
+
+Together with the data (CRC-32) and the directory (see `ends`) they are every byte of the file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from fastserial.containers.directory import (
+    HAS_DESCRIPTOR,
+    RecordEntry,
+    parse_local_header,
+    zip64_values,
+)
+from fastserial.errors import CorruptCheckpointError
+from fastserial.verification.report import Problem
+
+__all__ = ["LONGEST_GAP", "check_gap"]
+
+# A descriptor, a header, a name and an extra field of the greatest lengths.
+LONGEST_GAP = 24 + 30 + 2 * 65535
+_SIGNATURE = b"PK\x07\x08"
+_U32 = 0xFFFFFFFF
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_FIELD = struct.Struct("<HH")
+_PADDING = int.from_bytes(b"FB", "little")
+
+
+def check_gap(
+    before: RecordEntry | None,
+    after: RecordEntry | None,
+    data: bytes,
+    start: int,
+    torch_made: bool,
+) -> Iterator[Problem]:
+    """Compare what lies between two records with what the directory says of them.
+
+    Args:
+        before: the record whose data ends where `data` starts.
+        after: the record whose data starts where `data` ends.
+        data: the bytes.
+        start: their offset in the file.
+        torch_made: hold it against what torch writes, byte for byte.
+    """
+    used = 0
+    if before is not None and before.has_descriptor:
+        used = _descriptor_length(before, data)
+        if not used:
+            yield _bad_descriptor(before, data, start)
+            used = 24 if _is_wide(before) else 16
+    header = (after.header_offset - start) if after is not None else len(data)
+    if header > used:
+        name = f"after {before.name}" if before is not None else "at the beginning"
+        yield Problem(
+            "unaccounted",
+            f"{header - used} bytes {name} belong to no record",
+            offset=start + used,
+        )
+    if after is None:
+        return
+    found = data[header:]
+    if torch_made and found == _torch_header(after, len(found)):
+        return
+    problems = list(_header(after, found))
+    if torch_made and not problems:
+        problems = [Problem("header", "its local header is damaged", after.name, start + header)]
+    yield from problems
+
+
+def _torch_header(record: RecordEntry, length: int) -> bytes:
+    """Return the local header of `length` bytes that torch writes for a record."""
+    values = [record.size, 0] if record.size >= _U32 else []
+    if record.header_offset >= _U32:
+        values.append(record.header_offset)
+    zip64 = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+    extra = length - _LOCAL.size - len(record.full_name)
+    padding = extra - len(zip64) - _FIELD.size
+    if padding < 0 or extra > 0xFFFF:
+        return b""
+    kind = (record.stamp[1], record.flags, record.method)
+    return b"".join(
+        (
+            _LOCAL.pack(b"PK\x03\x04", *kind, 0, 0, 0, 0, 0, len(record.full_name), extra),
+            record.full_name,
+            zip64,
+            _FIELD.pack(_PADDING, padding),
+            b"Z" * padding,
+        )
+    )
+
+
+def _is_wide(record: RecordEntry) -> bool:
+    return record.size >= _U32 or record.header_offset >= _U32
+
+
+def _descriptor_length(record: RecordEntry, data: bytes) -> int:
+    """Return the length of the descriptor that `data` starts with, 0 if it is not right."""
+    sizes = record.compressed_size, record.size
+    forms = ["<IQQ"] if max(sizes) > _U32 else ["<III", "<IQQ"]
+    for form in forms:
+        body = struct.pack(form, record.crc, *sizes)
+        for expected in (_SIGNATURE + body, body):
+            if data.startswith(expected):
+                return len(expected)
+    return 0
+
+
+def _bad_descriptor(record: RecordEntry, data: bytes, start: int) -> Problem:
+    form = struct.Struct("<4sIQQ" if _is_wide(record) else "<4sIII")
+    what = "is not there"
+    if len(data) >= form.size and data[:4] == _SIGNATURE:
+        _, crc, *sizes = form.unpack_from(data)
+        what = f"holds sizes {sizes} instead of {record.size}"
+        if crc != record.crc:
+            what = f"holds CRC {crc:08x}, the directory {record.crc:08x}"
+    return Problem("descriptor", f"its data descriptor {what}", record.name, start)
+
+
+def _header(record: RecordEntry, data: bytes) -> Iterator[Problem]:
+    at = record.header_offset
+
+    def problem(message: str) -> Problem:
+        return Problem("header", message, record.name, at)
+
+    try:
+        header = parse_local_header(data, record.name)
+    except CorruptCheckpointError as error:
+        yield problem(error.message)
+        return
+    if header.length != len(data):
+        yield problem(f"its local header says that its data starts at byte {at + header.length}")
+        return
+    if header.name != record.full_name:
+        yield problem("its local header bears another name")
+    sizes = (header.crc, header.compressed_size, header.size)
+    filled = (
+        record.crc,
+        min(record.compressed_size, _U32),
+        min(record.size, _U32),
+    )
+    blank = bool(record.flags & HAS_DESCRIPTOR) or record.size == 0
+    if sizes != filled and not (blank and sizes == (0, 0, 0)):
+        yield problem("its local header holds other sizes or another CRC than the directory")
+    _, needed, time, date = record.stamp[:4]
+    expected = (record.flags, record.method, (needed, time, date))
+    if (header.flags, header.method, header.stamp) != expected:
+        yield problem("its local header holds other flags or times than the directory")
+    yield from (problem(message) for message in _extra(record, header.extra))
+
+
+def _extra(record: RecordEntry, extra: bytes) -> Iterator[str]:
+    """Check the parts of an extra field that torch writes: zip64 values and padding."""
+    wide = zip64_values(extra)
+    allowed: tuple[list[int], ...] = (
+        [],
+        [record.size, 0],
+        [record.size, record.compressed_size],
+        [record.header_offset],
+        [record.size, 0, record.header_offset],
+        [record.size, record.compressed_size, record.header_offset],
+    )
+    if wide not in allowed:
+        yield "the 64-bit sizes in its local header differ from the directory"
+    at = 0
+    while at < len(extra):
+        if at + _FIELD.size > len(extra):
+            yield "the extra field of its local header is damaged"
+            return
+        kind, length = _FIELD.unpack_from(extra, at)
+        at += _FIELD.size + length
+        if at > len(extra):
+            yield "the extra field of its local header is damaged"
+        elif kind == _PADDING and extra[at - length : at].strip(b"Z"):
+            yield "the padding before its data is damaged"

@@ -1,0 +1,90 @@
+"""What verification found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Findings", "Problem", "Status", "VerifyReport"]
+
+Status = Literal["ok", "damaged", "unreadable"]
+_MOST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: `checksum`, `header`, `descriptor`, `directory`, `id`, `pickle`, `storage`,
+            `truncated`, `unaccounted` or `read`.
+        message: what, in a sentence.
+        record: the record (zip) or storage (legacy), None if it is the container.
+        offset: where in the file (bytes), None where it cannot be told.
+        tensors: keys of the tensors in that record, as far as the pickle tells.
+    """
+
+    kind: str
+    message: str
+    record: str | None = None
+    offset: int | None = None
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Findings:
+    """Problems and notes while they are collected; the first thousand problems are kept."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    found: int = 0
+
+    def add(self, problem: Problem) -> None:
+        """Enter a problem."""
+        self.found += 1
+        if len(self.problems) < _MOST:
+            self.problems.append(problem)
+
+    def note(self, text: str) -> None:
+        """Enter something worth saying that is no damage."""
+        self.notes.append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The verification of one file.
+
+    Attributes:
+        path: the file.
+        status: `ok`; `damaged`; `unreadable` if it cannot be told (no checkpoint, no permission).
+        format: `zip`, `legacy` or None.
+        bytes: size of the file.
+        seconds: time it took.
+        records: number of records (zip) or storages (legacy).
+        checked_bytes: bytes whose CRC-32 was compared with the one in the file.
+        unchecked: records without a checksum.
+        problems: what is wrong, at most 1000.
+        found: how many problems there are.
+        notes: what is worth saying but no damage.
+    """
+
+    path: str
+    status: Status
+    format: str | None
+    bytes: int
+    seconds: float
+    records: int = 0
+    checked_bytes: int = 0
+    unchecked: int = 0
+    problems: tuple[Problem, ...] = ()
+    found: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file was checked and is whole."""
+        return self.status == "ok"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        return asdict(self)

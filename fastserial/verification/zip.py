@@ -1,0 +1,275 @@
+"""Verifying a zip container: every byte of it is checked, in one pass over the file."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+import zlib
+from dataclasses import dataclass
+
+from fastserial.checksums import crc32, crc32_combine
+from fastserial.config import Config
+from fastserial.containers.directory import (
+    DEFLATED,
+    Directory,
+    RecordEntry,
+    read_directory,
+    read_exactly,
+)
+from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, ID_RECORD
+from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.outline import Outline
+from fastserial.reading import PICKLE, zip_outline
+from fastserial.scan import scan
+from fastserial.storagetable import ITEM_BYTES
+from fastserial.verification.ends import check_end, check_entries, expected_id, is_torch_made
+from fastserial.verification.gaps import LONGEST_GAP, check_gap
+from fastserial.verification.report import Findings, Problem
+
+__all__ = ["ZipResult", "verify_zip"]
+
+_HEAD = 8
+_LONGEST_TAIL = 128 * 1024
+_INFLATE_CHUNK = 1024 * 1024
+
+
+@dataclass(slots=True)
+class ZipResult:
+    """Counts of a verified zip: records, bytes whose CRC-32 was compared, records without one."""
+
+    records: int = 0
+    checked_bytes: int = 0
+    unchecked: int = 0
+
+
+def verify_zip(fd: int, size: int, config: Config, findings: Findings) -> ZipResult:
+    """Check every record's CRC-32 and the whole structure of a zip archive.
+
+    Raises:
+        OSError: the file's directory cannot be read.
+    """
+    try:
+        directory = read_directory(fd, size, headers=False)
+        torch_made = is_torch_made(directory)
+        if not torch_made:
+            directory = read_directory(fd, size)
+    except CorruptCheckpointError as error:
+        kind = "truncated" if "truncated" in error.message else "directory"
+        findings.add(Problem(kind, error.message, error.record, error.offset))
+        return ZipResult()
+    if torch_made:
+        for problem in check_entries(directory):
+            findings.add(problem)
+    for problem in check_end(directory, _tail(fd, directory), torch_made):
+        findings.add(problem)
+    check = _Pass(fd, directory, torch_made)
+    scan(fd, 0, directory.end.directory_offset, check.visit, check.fail, config)
+    return _conclude(fd, directory, check, torch_made, findings)
+
+
+def _tail(fd: int, directory: Directory) -> bytes:
+    """Return what follows the central directory, or the end of it if that is a lot."""
+    start = directory.end.directory_offset + directory.end.directory_size
+    start = max(start, directory.size - _LONGEST_TAIL)
+    return read_exactly(fd, start, directory.size - start)
+
+
+class _Pass:
+    """Takes blocks in any order from several threads: data is checksummed, gaps are kept."""
+
+    def __init__(self, fd: int, directory: Directory, torch_made: bool) -> None:
+        self.fd = fd
+        self.records = directory.in_file_order()
+        self.torch_made = torch_made
+        self.problems: list[Problem] = []
+        self.crcs: dict[int, int] = {}
+        self.heads: dict[int, bytes] = {}
+        self.failed: set[int] = set()
+        # Pieces alternate: gap 0, record 0, gap 1, record 1, ..., last gap.
+        self._bounds = [0]
+        for record in self.records:
+            self._bounds += (record.data_offset, record.data_end)
+        self._bounds.append(directory.end.directory_offset)
+        self._lock = threading.Lock()
+        self._partial: dict[int, list[tuple[int, int, int | bytes]]] = {}
+        self._arrived: dict[int, int] = {}
+
+    def visit(self, offset: int, view: memoryview) -> None:
+        end = offset + len(view)
+        bounds = self._bounds
+        piece = bisect.bisect_right(bounds, offset) - 1
+        while piece < len(bounds) - 1 and bounds[piece] < end:
+            first, last = max(offset, bounds[piece]), min(end, bounds[piece + 1])
+            if first < last:
+                self._take(piece, first, view[first - offset : last - offset])
+            piece += 1
+
+    def fail(self, offset: int, length: int, error: OSError) -> None:
+        end = offset + length
+        for index, record in enumerate(self.records):
+            if record.header_offset < end and record.data_end > offset:
+                self.failed.add(index)
+                self.problems.append(
+                    Problem("read", f"cannot be read: {error.strerror}", record.name, offset)
+                )
+        if not self.failed:
+            self.problems.append(
+                Problem("read", f"{length} bytes cannot be read: {error.strerror}", None, offset)
+            )
+
+    def _take(self, piece: int, offset: int, view: memoryview) -> None:
+        start, end = self._bounds[piece], self._bounds[piece + 1]
+        if piece % 2:
+            if offset == start and len(view) >= _HEAD and view[:4] == DESCRIPTOR_SIGNATURE:
+                self.heads[piece // 2] = bytes(view[:_HEAD])
+            part: int | bytes = crc32(view)
+        else:
+            part = bytes(view) if end - start <= LONGEST_GAP else b""
+        if len(view) == end - start:
+            self._complete(piece, [(offset, len(view), part)])
+            return
+        with self._lock:
+            parts = self._partial.setdefault(piece, [])
+            parts.append((offset, len(view), part))
+            self._arrived[piece] = self._arrived.get(piece, 0) + len(view)
+            if self._arrived[piece] < end - start:
+                return
+            del self._partial[piece]
+        parts.sort(key=lambda entry: entry[0])
+        self._complete(piece, parts)
+
+    def _complete(self, piece: int, parts: list[tuple[int, int, int | bytes]]) -> None:
+        if piece % 2:
+            crc = 0
+            for _, length, part in parts:
+                crc = crc32_combine(crc, part, length)  # type: ignore[arg-type]
+            self.crcs[piece // 2] = crc
+            return
+        records, after = self.records, piece // 2
+        previous = records[after - 1] if after else None
+        following = records[after] if after < len(records) else None
+        start = self._bounds[piece]
+        data = b"".join(part for _, _, part in parts if isinstance(part, bytes))
+        length = self._bounds[piece + 1] - start
+        if length > LONGEST_GAP:
+            self.problems.append(
+                Problem("unaccounted", f"{length} bytes belong to no record", None, start)
+            )
+            return
+        self.problems += check_gap(previous, following, data, start, self.torch_made)
+
+
+def _conclude(
+    fd: int, directory: Directory, check: _Pass, torch_made: bool, findings: Findings
+) -> ZipResult:
+    result = ZipResult(records=len(check.records))
+    id_problem = _check_id(fd, check) if torch_made else None
+    outline, note = _outline(fd, directory)
+    structural = sorted(check.problems, key=lambda problem: problem.offset or 0)
+    mismatches: list[Problem] = []
+    for index, record in enumerate(check.records):
+        if index in check.failed or record.size == 0:
+            continue
+        crc = check.crcs.get(index)
+        if record.method == DEFLATED:
+            crc = _inflated_crc(fd, record)
+        if crc == record.crc:
+            result.checked_bytes += record.size
+        elif record.crc == 0 and torch_made and id_problem is None:
+            result.unchecked += 1  # the id says that the zero is what was written
+        else:
+            found = "it cannot be read whole" if crc is None else f"CRC-32 is {crc:08x}"
+            mismatches.append(
+                Problem(
+                    "checksum",
+                    f"its {record.size} bytes are damaged: {found}, should be {record.crc:08x}",
+                    record.name,
+                    record.data_offset,
+                )
+            )
+    for problem in (*structural, *mismatches):
+        findings.add(_with_tensors(problem, outline))
+    if id_problem is not None:
+        findings.add(id_problem)
+    if outline is not None and not any(problem.record == PICKLE for problem in mismatches):
+        _check_storages(directory, outline, findings)
+    if note is not None:
+        findings.note(note)
+    if result.unchecked:
+        findings.note(f"{result.unchecked} records were saved without checksums: structure only")
+    if not torch_made:
+        findings.note("not laid out by torch: its structure was checked less closely")
+    return result
+
+
+def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
+    if outline is None or problem.record is None or not problem.record.startswith("data/"):
+        return problem
+    users = outline.users.get(problem.record.removeprefix("data/"), [])
+    return Problem(problem.kind, problem.message, problem.record, problem.offset, tuple(users))
+
+
+def _check_id(fd: int, check: _Pass) -> Problem | None:
+    """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs."""
+    record = next((record for record in check.records if record.name == ID_RECORD), None)
+    if record is None or record.size != 40:
+        return Problem("id", "there is no serialization id") if record is not None else None
+    text = read_exactly(fd, record.data_offset, record.size)
+    if text[20:] == expected_id(check.records, check.heads).encode():
+        return None
+    return Problem(
+        "id",
+        "the serialization id does not match the checksums: records were changed after torch "
+        "wrote the file",
+        ID_RECORD,
+        record.data_offset,
+    )
+
+
+def _outline(fd: int, directory: Directory) -> tuple[Outline | None, str | None]:
+    """Return what the pickle tells, or why it tells nothing."""
+    try:
+        outline = zip_outline(fd, directory)
+    except (CorruptCheckpointError, PickleLimitError) as error:
+        return None, f"the tensors' keys are not known: {error}"
+    if outline is None:
+        return None, None
+    return outline, outline.problems[0] if outline.problems else None
+
+
+def _check_storages(directory: Directory, outline: Outline, findings: Findings) -> None:
+    """Compare the records' sizes with those of the storages that the pickle speaks of."""
+    sizes = {record.name: record.size for record in directory.records}
+    for key, entry in outline.storages.items():
+        name = f"data/{key}"
+        size = sizes.get(name)
+        if size is not None and size >= entry.nbytes:
+            if size - entry.nbytes >= ITEM_BYTES[entry.dtype]:  # it grew while it was pickled
+                findings.note(f"{name} has {size} bytes, the pickle says {entry.nbytes}")
+            continue
+        message = "the pickle speaks of it, but it is not there"
+        if size is not None:
+            message = f"has only {size} bytes, the pickle says {entry.nbytes}"
+        findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
+
+
+def _inflated_crc(fd: int, record: RecordEntry) -> int | None:
+    """Return the CRC-32 of a deflated record, None if it is not well-formed."""
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    crc, size, at = 0, 0, record.data_offset
+    pending = b""
+    while size <= record.size and not inflater.eof:
+        if not pending:
+            pending = os.pread(fd, min(_INFLATE_CHUNK, record.data_end - at), at)
+            at += len(pending)
+        try:
+            data = inflater.decompress(pending, _INFLATE_CHUNK)
+        except zlib.error:
+            return None
+        if not data and not pending:
+            return None
+        pending = inflater.unconsumed_tail
+        crc = crc32(data, crc)
+        size += len(data)
+    return crc if size == record.size and inflater.eof else None

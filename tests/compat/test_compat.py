@@ -1,0 +1,53 @@
+"""Write with A, read with B: a stock torch and this tree, in processes of their own.
+
+``FASTSERIAL_STOCK_PYTHON`` is the interpreter of the stock torch (it needs numpy, too); it may
+have another release of torch or Python than this one, which is the default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+STOCK = os.environ.get("FASTSERIAL_STOCK_PYTHON", sys.executable)
+# The stock side gets no path to this tree's packages: it must not even be able to install them.
+SIDES = {"stock": (STOCK, ""), "fast": (sys.executable, os.pathsep.join(filter(None, sys.path)))}
+
+
+def run(script: str, side: str, folder: Path) -> dict[str, Any]:
+    """Run one of the scripts beside this file."""
+    python, path = SIDES[side]
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "FASTSERIAL"))
+    }
+    if path:
+        environment["PYTHONPATH"] = path
+    else:
+        environment["FASTSERIAL_IDENTITY_STOCK_ONLY"] = "1"
+    command = [python, "-W", "ignore", str(HERE / script), str(folder), side]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=280, cwd=folder)
+    assert done.returncode == 0, done.stderr.decode()
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("fast", "stock"), ("stock", "fast")])
+def test_write_and_read(writer: str, reader: str, tmp_path: Path) -> None:
+    """All values arrive, in both formats, also through a mapping."""
+    written = run("write.py", writer, tmp_path)
+    found = run("read.py", reader, tmp_path)
+    assert len(written["values"]) > 100
+    wrong = {
+        name: value
+        for name, value in found["values"].items()
+        if value != written["values"][name.removesuffix(" mapped")]
+    }
+    assert not wrong, f"written by torch {written['torch']}, read by {found['torch']}"
+    assert {name for name in found["values"] if "mapped" not in name} == set(written["values"])

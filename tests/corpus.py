@@ -1,0 +1,1121 @@
+"""Named objects that people save with ``torch.save``, to compare files byte for byte.
+
+Builders are seeded: two calls give equal objects. Legacy files hold memory addresses as keys,
+so a comparison saves one live object on both sides (see ``identity.py``).
+Classes that get pickled live at module level: reading needs this file importable as ``corpus``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import importlib.util
+import io
+import math
+import os
+import pathlib
+import pickle
+import random
+import re
+import sys
+import tempfile
+import threading
+import types
+import uuid
+import warnings
+import weakref
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+FORMATS = ("zip", "legacy")
+KIB, MIB = 1 << 10, 1 << 20
+PICKLE_MODULES = {
+    "dill": lambda: importlib.import_module("dill"),
+    # The pure-Python pickler calls back in another rhythm than the C one.
+    "python": lambda: types.SimpleNamespace(
+        __name__="python",
+        Pickler=pickle._Pickler,
+        dump=pickle._dump,  # type: ignore[attr-defined]
+    ),
+}
+Raises = type[BaseException] | tuple[type[BaseException], ...]
+# What pickle raises for a local or lambda moved between Python releases.
+UNPICKLABLE: Raises = (AttributeError, pickle.PicklingError, TypeError)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One object and how to save it."""
+
+    name: str
+    builder: Callable[[], Any]
+    save: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of ``torch.save``; ``pickle_module`` is a key of ``PICKLE_MODULES``."""
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    """Entered around the save."""
+    formats: tuple[str, ...] = FORMATS
+    raises: Mapping[str, Raises] = field(default_factory=dict)
+    """Per format, what stock raises."""
+    loads: tuple[str, ...] = FORMATS
+    """Formats in which stock reads back an equal value."""
+    since: tuple[int, int] = (2, 6)
+    needs: tuple[str, ...] = ()
+    """Modules without which the case is skipped."""
+    fresh_storages: bool = False
+    """Pickling makes new storages, so two legacy files differ in their keys."""
+    rebuild: bool = False
+    """Saving changes the object, so each side gets its own."""
+    large: bool = False
+    portable: bool = True
+    """Loads in other torch and Python releases, too."""
+
+    def build(self) -> Any:
+        """A new object, equal to every other one of this case."""
+        seed = zlib.crc32(self.name.encode())
+        state, np_state = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            try:
+                return self.builder()
+            finally:
+                random.setstate(state)
+                np.random.set_state(np_state)
+
+    def options(self, fmt: str) -> dict[str, Any]:
+        """Keyword arguments for ``torch.save`` in this format."""
+        options = dict(self.save)
+        if "pickle_module" in options:
+            options["pickle_module"] = PICKLE_MODULES[options["pickle_module"]]()
+        return {**options, "_use_new_zipfile_serialization": fmt == "zip"}
+
+    def missing(self) -> str | None:
+        """Why this case cannot run here, if it cannot."""
+        if self.since > TORCH:
+            return f"needs torch {self.since[0]}.{self.since[1]}"
+        lacking = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return f"needs {', '.join(lacking)}" if lacking else None
+
+
+CASES: dict[str, Case] = {}
+Builder = Callable[[], Any]
+
+
+def add(name: str, builder: Builder, *, raises: Any = None, **fields: Any) -> None:
+    """Register a case; ``raises`` may be one type for all its formats."""
+    assert name not in CASES, name
+    formats: tuple[str, ...] = fields.get("formats", FORMATS)
+    per_format = raises if isinstance(raises, Mapping) else {f: raises for f in formats if raises}
+    CASES[name] = Case(name, builder, raises=per_format, **fields)
+
+
+def case(name: str, **fields: Any) -> Callable[[Builder], Builder]:
+    """Decorate a builder."""
+
+    def register(builder: Builder) -> Builder:
+        add(name, builder, **fields)
+        return builder
+
+    return register
+
+
+def noise(nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Random bytes, seen as ``dtype``; also for dtypes that have no kernels."""
+    high = 2 if dtype is torch.bool else 256
+    source = torch.randint(0, high, (nbytes,), dtype=torch.uint8)
+    out = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+    out.untyped_storage().copy_(source.untyped_storage())
+    return out
+
+
+# --- dtypes -----------------------------------------------------------------------------------
+
+QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
+# Legacy readers find a storage class by name; newer dtypes have none.
+LEGACY_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64}
+LEGACY_DTYPES |= {torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+LEGACY_DTYPES |= {torch.complex64, torch.complex128}
+
+
+def _add_dtypes() -> None:
+    found = {n: d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
+    for name, dtype in sorted(found.items()):
+        if str(dtype) != f"torch.{name}" or name.startswith(("qint", "quint")):
+            continue  # an alias, or quantized: below
+        sub_byte = re.fullmatch(r"u?int[1-7]", name) is not None
+        add(
+            f"dtype_{name}",
+            functools.partial(noise, 96, dtype),
+            raises=KeyError if sub_byte else None,
+            loads=FORMATS if dtype in LEGACY_DTYPES else ("zip",),
+            portable=dtype in LEGACY_DTYPES,
+        )
+
+
+_add_dtypes()
+
+for _dtype in QUANTIZED:
+    add(
+        f"quantized_{str(_dtype)[6:]}",
+        lambda d=_dtype: torch.quantize_per_tensor(torch.randn(9, 5), 0.1, 3, d),
+        portable=False,
+    )
+
+
+@case("quantized_per_channel", portable=False)
+def _() -> Any:
+    scales, zeros = torch.rand(4) + 0.1, torch.zeros(4, dtype=torch.int64)
+    return torch.quantize_per_channel(torch.randn(4, 6), scales, zeros, 0, torch.qint8)
+
+
+@case("quantized_quint4x2", portable=False)
+def _() -> Any:
+    return torch.quantize_per_channel(
+        torch.randn(4, 4), torch.ones(4), torch.zeros(4), 0, torch.quint4x2
+    )
+
+
+@case("quantized_storage", portable=False)
+def _() -> Any:
+    return torch.quantize_per_tensor(torch.randn(33), 0.1, 0, torch.qint8).storage()
+
+
+@case("quantized_dynamic_module", fresh_storages=True, portable=False, loads=())
+def _() -> Any:
+    model = nn.Sequential(nn.Linear(7, 4), nn.ReLU())
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+
+
+# --- shapes and sizes -------------------------------------------------------------------------
+
+
+@case("scalars")
+def _() -> Any:
+    return [torch.tensor(1.5), torch.tensor(7), torch.tensor(True), torch.tensor(1 + 2j)]
+
+
+@case("zero_dim")
+def _() -> Any:
+    return torch.tensor(math.pi)
+
+
+@case("special_floats")
+def _() -> Any:
+    return torch.tensor([math.nan, math.inf, -math.inf, -0.0, 5e-324], dtype=torch.float64)
+
+
+@case("empty")
+def _() -> Any:
+    return torch.empty(0)
+
+
+@case("empty_several")
+def _() -> Any:
+    return [torch.empty(0), torch.empty(0, 3), torch.empty(2, 0, dtype=torch.int64), torch.ones(1)]
+
+
+@case("empty_shared_across_dtypes", portable=False)  # torch 2.13 confuses them under mmap
+def _() -> Any:
+    x = torch.empty(0)
+    return [x, x.view(torch.int32), x[:0]]
+
+
+@case("empty_between_data")
+def _() -> Any:
+    return [noise(100), torch.empty(0), noise(5000), torch.empty(0), torch.empty(0)]
+
+
+for _n in (1, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1):
+    add(f"bytes_{_n}", functools.partial(noise, _n), portable=False)
+add("bytes_3MiB_and_17", lambda: noise(3 * MIB + 17))
+add("bytes_5MB", lambda: noise(5_000_000))
+add("bytes_40MB", lambda: torch.randn(10_000_000), large=True, portable=False)
+
+for _n in (512, 4096):
+    add(f"sizes_around_{_n}", lambda n=_n: [noise(n + d) for d in range(-9, 10)], portable=False)
+
+
+def _straddle(boundary: int, delta: int) -> Any:
+    """Two tensors; the first one's data ends ``delta`` bytes past the boundary in the file.
+
+    Its 16-byte data descriptor then lies before, across or behind the boundary.
+    """
+    probe = io.BytesIO()
+    torch.save([noise(64), noise(99)], probe)
+    with zipfile.ZipFile(probe) as archive:
+        header = archive.getinfo("archive/data/0").header_offset
+    names = probe.getvalue()[header + 26 : header + 30]
+    start = header + 30 + int.from_bytes(names[:2], "little") + int.from_bytes(names[2:], "little")
+    return [noise(boundary + delta - start), noise(3000)]
+
+
+# Meant for archive names of seven letters ("archive"), in the zip format.
+for _boundary, _deltas in {
+    4096: (-64, -24, -16, -15, -12, -8, -4, -1, 0, 1, 8),
+    MIB: (-16, -9, -1, 0, 1),
+    4 * MIB: (-8, 0),
+    8 * MIB: (-8, 1),
+}.items():
+    for _delta in _deltas:
+        add(
+            f"straddle_{_boundary}_{_delta:+d}",
+            functools.partial(_straddle, _boundary, _delta),
+            portable=False,
+            large=_boundary > MIB,
+        )
+
+
+@case("running_offsets")
+def _() -> Any:
+    # Headers land on every residue of 4096 that a multiple of 64 can have.
+    return [noise(n) for n in range(1, 9000, 131)]
+
+
+@case("mixed_sizes_20MB", large=True, portable=False)
+def _() -> Any:
+    sizes = (9 * MIB, 3, 4 * MIB - 777, 1, 4096, 6 * MIB + 5, 70_000, 512)
+    return {f"layer.{i}": noise(n) for i, n in enumerate(sizes)}
+
+
+@case("small_tensors_3000", portable=False)
+def _() -> Any:
+    return {f"block.{i}.weight": torch.randn(1 + i % 7) for i in range(3000)}
+
+
+@case("more_than_ten_storages")
+def _() -> Any:
+    # torch 2.6 writes key 10 before key 2.
+    return [torch.full((3,), i) for i in range(23)]
+
+
+@case("all_zero_1MiB")
+def _() -> Any:
+    return torch.zeros(MIB // 4)
+
+
+@case("channels_last")
+def _() -> Any:
+    return torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+
+
+# Content that looks like a data descriptor: torch folds it into the archive's id (a quirk).
+for _n in (4, 8, 9, 12, 4096, MIB):
+
+    def _signature(n: int = _n) -> Any:
+        x = noise(n)
+        x[:4] = torch.tensor(list(b"PK\x07\x08"), dtype=torch.uint8)
+        return x
+
+    add(f"descriptor_signature_{_n}", _signature, portable=False)
+
+
+@case("descriptor_signatures_mixed")
+def _() -> Any:
+    mark = torch.tensor(list(b"PK\x07\x08"), dtype=torch.uint8)
+    # The second one carries the mark where a block could begin, not the storage.
+    inner = noise(3 * 4096)
+    inner[4096:4100] = mark
+    inner[64 * KIB % 4096 : 64 * KIB % 4096 + 4] = mark
+    return [torch.cat([mark, noise(n)]) for n in (0, 4, 5, 600)] + [inner, torch.cat([mark, mark])]
+
+
+# --- shared storages --------------------------------------------------------------------------
+
+
+@case("views")
+def _() -> Any:
+    x = torch.arange(60.0).reshape(6, 10)
+    return {"base": x, "row": x[2], "slice": x[1:4, 2:7], "t": x.t(), "step": x[::2, ::3]}
+
+
+@case("views_overlapping")
+def _() -> Any:
+    x = torch.arange(50.0)
+    return [x[0:20], x[10:30], x[5:6], torch.as_strided(x, (5, 5), (3, 2), 1)]
+
+
+@case("expanded")
+def _() -> Any:
+    return torch.randn(1, 4).expand(1000, 4)
+
+
+@case("small_view_of_big_storage")
+def _() -> Any:
+    return torch.randn(700_000)[17:20]
+
+
+@case("same_tensor_10000_times", portable=False)
+def _() -> Any:
+    x = torch.randn(5)
+    return [x] * 10_000
+
+
+@case("same_storage_two_wrappers")
+def _() -> Any:
+    x = torch.randn(8)
+    return [x.detach(), x.detach(), x.view(2, 4), x.storage()]
+
+
+@case("same_memory_two_storages")
+def _() -> Any:
+    a = np.arange(12, dtype=np.float32)
+    return [torch.from_numpy(a), torch.from_numpy(a)]
+
+
+@case("same_data_two_dtypes", raises=RuntimeError)
+def _() -> Any:
+    x = torch.ones(8)
+    return [x, x.view(torch.int32)]
+
+
+@case("same_memory_two_dtypes", raises=RuntimeError)
+def _() -> Any:
+    a = np.arange(12, dtype=np.float32)
+    return {"first": noise(5000), "a": torch.from_numpy(a), "b": torch.from_numpy(a.view(np.int32))}
+
+
+@case("tensor_and_untyped_storage", raises=RuntimeError)
+def _() -> Any:
+    x = torch.ones(4)
+    return [x, x.untyped_storage()]
+
+
+@case("storage_untyped", loads=("zip",))
+def _() -> Any:
+    return torch.randn(10).untyped_storage()
+
+
+@case("storage_untyped_odd", loads=("zip",))
+def _() -> Any:
+    storage = torch.UntypedStorage(7)
+    return storage.fill_(3)
+
+
+@case("storage_typed")
+def _() -> Any:
+    return [torch.randn(10).storage(), torch.arange(5).storage()]
+
+
+@case("storage_typed_after_its_tensor")
+def _() -> Any:
+    x = torch.randn(10)
+    return [x[3:], x.storage()]
+
+
+@case("storage_untyped_with_uint8_tensor", loads=("zip",))
+def _() -> Any:
+    x = noise(40)
+    return [x, x.untyped_storage()]
+
+
+def _resized(nbytes: int) -> Any:
+    x = torch.arange(3.0)
+    x.untyped_storage().resize_(nbytes)
+    if nbytes > 12:
+        x.untyped_storage()[12:].fill_(9)
+    return x
+
+
+add("storage_resized_to_zero", lambda: _resized(0), loads=())
+add("storage_resized_smaller", lambda: _resized(4), loads=())
+add("storage_resized_odd", lambda: _resized(13), loads=())
+add("storage_resized_larger", lambda: _resized(5000), portable=False)
+
+
+@case("storage_resized_among_others", loads=())
+def _() -> Any:
+    return [noise(300), _resized(0), noise(4000), _resized(13), _resized(0)]
+
+
+# --- memory that torch did not allocate -------------------------------------------------------
+
+
+@case("from_numpy")
+def _() -> Any:
+    return [torch.from_numpy(np.arange(9.0)), torch.from_numpy(np.ones((3, 4), order="F"))]
+
+
+@case("from_numpy_huge_offset_view")
+def _() -> Any:
+    return torch.from_numpy(np.random.rand(400, 500)[300:, 3:])
+
+
+@case("frombuffer_odd_address")
+def _() -> Any:
+    buffer = bytearray(random.randbytes(40_001))
+    return [torch.frombuffer(buffer, dtype=torch.uint8, offset=1)]
+
+
+@case("frombuffer_odd_address_float32")
+def _() -> Any:
+    # Every fourth byte stays small: no NaN, which an unaligned copy may not keep.
+    buffer = bytearray(random.randbytes(2 * MIB + 1))
+    return torch.frombuffer(buffer, dtype=torch.float32, offset=1, count=MIB // 2 - 3)
+
+
+@case("frombuffer_read_only")
+def _() -> Any:
+    return torch.frombuffer(random.randbytes(5000), dtype=torch.uint8)
+
+
+def _mapped(read_only: bool) -> Any:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(random.randbytes(80_000))
+        file.flush()
+        if read_only:
+            return torch.from_numpy(np.memmap(file.name, mode="r", offset=3, shape=(70_001,)))
+        return torch.from_file(file.name, shared=True, size=20_000)
+
+
+add("mapped_from_file", lambda: _mapped(False), portable=False)
+add("mapped_read_only", lambda: _mapped(True), portable=False)
+
+
+@case("shared_memory")
+def _() -> Any:
+    return [torch.randn(3000).share_memory_(), nn.Linear(3, 3).share_memory().state_dict()]
+
+
+# --- kinds of tensors -------------------------------------------------------------------------
+
+
+@case("meta_tensors")
+def _() -> Any:
+    return [torch.empty(3, 4, device="meta"), torch.ones(2), torch.empty(0, device="meta")]
+
+
+@case("meta_storage", raises=NotImplementedError)
+def _() -> Any:
+    return [noise(4000), torch.empty(3, device="meta").untyped_storage()]
+
+
+@case("conj_and_neg_bits")
+def _() -> Any:
+    x = torch.randn(5, dtype=torch.complex64)
+    return [x.conj(), x, torch.randn(5, dtype=torch.complex64).conj().imag]
+
+
+@case("requires_grad")
+def _() -> Any:
+    x = torch.randn(4, requires_grad=True)
+    (x * 2).sum().backward()
+    return [x, x * 3, x.grad]
+
+
+@case("backward_hooks")
+def _() -> Any:
+    x = torch.randn(4, requires_grad=True)
+    x.register_hook(print)
+    return x
+
+
+@case("named_tensor", raises=(RuntimeError, TypeError))
+def _() -> Any:
+    try:
+        return torch.zeros(3, 2, names=("a", "b"))
+    except TypeError:  # gone since 2.13: save something else that says no
+        return (i for i in range(3))
+
+
+@case("mkldnn", raises=(NotImplementedError, RuntimeError))
+def _() -> Any:
+    return torch.ones(4).to_mkldnn() if torch.backends.mkldnn.is_available() else threading.Lock()
+
+
+@case("sparse_coo")
+def _() -> Any:
+    x = torch.zeros(20, 30)
+    x[3, 4] = x[5, 6] = x[19, 29] = 2.5
+    return x.to_sparse()
+
+
+@case("sparse_coo_uncoalesced")
+def _() -> Any:
+    return torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
+
+
+for _layout in ("csr", "csc"):
+    add(f"sparse_{_layout}", lambda n=_layout: getattr(torch.eye(9), f"to_sparse_{n}")())
+for _layout in ("bsr", "bsc"):
+    add(f"sparse_{_layout}", lambda n=_layout: getattr(torch.eye(8), f"to_sparse_{n}")((2, 4)))
+
+
+@case("nested_strided", loads=("zip",), portable=False)
+def _() -> Any:
+    return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+
+
+@case("nested_jagged", portable=False, fresh_storages=True)
+def _() -> Any:
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+@case("masked_tensor", portable=False)
+def _() -> Any:
+    return torch.masked.masked_tensor(torch.randn(3), torch.tensor([True, False, True]))
+
+
+class Plain(torch.Tensor):
+    """A subclass that adds nothing."""
+
+
+class Functioned(torch.Tensor):
+    """A subclass with its own ``__torch_function__``."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Wrapper(torch.Tensor):
+    """A wrapper subclass: no data of its own, two tensors inside."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, a: torch.Tensor, b: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.a, self.b = a, b
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "Wrapper"
+
+
+@case("subclass_plain")
+def _() -> Any:
+    return [torch.randn(3).as_subclass(Plain), nn.Parameter(torch.randn(2).as_subclass(Plain))]
+
+
+@case("subclass_with_attributes")
+def _() -> Any:
+    x = torch.randn(3).as_subclass(Plain)
+    x.note, x.friend = "größe", torch.ones(2)  # type: ignore[attr-defined]
+    y = torch.randn(2)
+    y.tag = {"on": "a plain tensor"}  # type: ignore[attr-defined]
+    return [x, y]
+
+
+@case("subclass_torch_function")
+def _() -> Any:
+    return torch.randn(3, 4).as_subclass(Functioned)
+
+
+@case("subclass_wrapper", portable=False)
+def _() -> Any:
+    return {"w": Wrapper(torch.randn(3), torch.arange(4))}
+
+
+@case("parameter_and_buffer")
+def _() -> Any:
+    parameter = nn.Parameter(torch.randn(3))
+    parameter.extra = 5  # type: ignore[attr-defined]
+    return [parameter, nn.Parameter(torch.ones(2), requires_grad=False), nn.Buffer(torch.ones(2))]
+
+
+@case("uninitialized_parameter")
+def _() -> Any:
+    return nn.LazyLinear(3).state_dict()
+
+
+def _fake_model() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 2)).state_dict()
+
+
+add("fake_tensors", _fake_model, raises=UNPICKLABLE)
+
+
+# --- contexts and options ---------------------------------------------------------------------
+
+
+def skipping(materialize_fake: bool = False) -> AbstractContextManager[Any]:
+    return torch.serialization.skip_data(materialize_fake_tensors=materialize_fake)
+
+
+@contextlib.contextmanager
+def without_crc() -> Iterator[None]:
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+@contextlib.contextmanager
+def aligned(nbytes: int) -> Iterator[None]:
+    from torch.utils.serialization import config
+
+    before = config.save.storage_alignment
+    config.save.storage_alignment = nbytes
+    try:
+        yield
+    finally:
+        config.save.storage_alignment = before
+
+
+NO_SKIP = {"legacy": RuntimeError}  # stock refuses skip_data in the legacy format
+
+
+def _mixed() -> Any:
+    base = torch.randn(100)
+    return {
+        "w": torch.randn(70, 30),
+        "e": torch.empty(0),
+        "v": base[3:9],
+        "b": base,
+        "n": noise(9000),
+    }
+
+
+add("skip_data", _mixed, context=skipping, raises=NO_SKIP, loads=())
+add("skip_data_empty", lambda: torch.empty(0), context=skipping, raises=NO_SKIP, loads=())
+add("skip_data_no_storage", lambda: {"a": 1}, context=skipping, raises=NO_SKIP, loads=())
+add("skip_data_5MB", lambda: noise(5_000_000), context=skipping, raises=NO_SKIP, loads=())
+add(
+    "skip_data_meta",
+    lambda: [torch.empty(9, device="meta"), torch.ones(3)],
+    context=skipping,
+    raises=NO_SKIP,
+    loads=(),
+)
+add(
+    "skip_data_fake_materialized",
+    _fake_model,
+    context=functools.partial(skipping, True),
+    raises=NO_SKIP,
+    loads=(),
+)
+add(
+    "skip_data_fake",
+    _fake_model,
+    context=skipping,
+    raises={"zip": UNPICKLABLE, "legacy": RuntimeError},
+)
+add("no_crc", _mixed, context=without_crc, portable=False)
+add("no_crc_1MiB", lambda: noise(MIB), context=without_crc, portable=False)
+add("no_crc_signature", lambda: CASES["descriptor_signatures_mixed"].builder(), context=without_crc)
+for _n in (1, 8, 100, 512, 4096, 32768, 65536):
+    add(
+        f"alignment_{_n}",
+        _mixed,
+        context=functools.partial(aligned, _n),
+        since=(2, 7),
+        formats=("zip",),
+        portable=False,
+    )
+add(
+    "alignment_131072",  # does not fit the header's u16: stock's own file is broken
+    lambda: torch.ones(3),
+    context=functools.partial(aligned, 131072),
+    since=(2, 7),
+    formats=("zip",),
+    loads=(),
+)
+add(
+    "alignment_4096_no_crc_skip",
+    _mixed,
+    context=lambda: _all_of(aligned(4096), without_crc(), skipping()),
+    since=(2, 7),
+    formats=("zip",),
+    loads=(),
+)
+
+
+@contextlib.contextmanager
+def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _plain() -> Any:
+    return {"x": torch.arange(7.0), "s": "text", "n": [1, 2.5, None], "deep": {"y": noise(600)}}
+
+
+for _protocol in (-1, 0, 1, 2, 3, 4, 5):
+    add(
+        f"protocol_{_protocol}",
+        _plain,
+        save={"pickle_protocol": _protocol},
+        loads=() if _protocol == 0 else FORMATS,  # protocol 0 turns the storage ids into text
+        portable=_protocol != -1,
+    )
+add("protocol_99", _plain, save={"pickle_protocol": 99}, raises=ValueError)
+add("no_byteorder", _mixed, save={"_disable_byteorder_record": True})
+add("no_byteorder_empty", list, save={"_disable_byteorder_record": True})
+add("pickle_python", _plain, save={"pickle_module": "python"}, portable=False)
+add("pickle_dill", _plain, save={"pickle_module": "dill"}, needs=("dill",), portable=False)
+add(
+    "pickle_dill_lambda",
+    lambda: {"f": lambda x: x + 1, "t": torch.ones(3)},
+    save={"pickle_module": "dill"},
+    needs=("dill",),
+    loads=(),
+    portable=False,
+)
+add(
+    "protocol_5_large_bytes",
+    lambda: [random.randbytes(3 * MIB), torch.ones(5), bytearray(200_000), np.arange(90_000)],
+    save={"pickle_protocol": 5},
+    portable=False,
+)
+
+
+# --- modules, optimizers, training state ------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Input and output embeddings share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("position", torch.arange(50), persistent=False)
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)
+    )
+
+
+def _trained() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for _step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 20)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+add("module", _net, portable=False)
+add("module_tied", Tied, portable=False)
+add("module_state_dict", lambda: Tied().state_dict())
+add("module_lstm", lambda: nn.LSTM(5, 6, 2), portable=False)
+add("module_transformer", lambda: nn.Transformer(16, 2, 1, 1, 32), portable=False)
+add("module_lazy", lambda: nn.LazyLinear(3), portable=False)
+add("module_half", lambda: _net().half().eval(), portable=False)
+add("module_data_parallel", lambda: nn.DataParallel(_net()), portable=False)
+add(
+    "module_old_weight_norm",
+    lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
+    portable=False,
+    loads=(),
+)
+add(
+    "module_parametrized",
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    raises=RuntimeError,
+)
+add("module_graph", lambda: torch.fx.symbolic_trace(_net()), portable=False, loads=())
+add("module_script", lambda: torch.jit.script(nn.Linear(3, 4)), raises=(RuntimeError, TypeError))
+
+
+@case("module_with_lambda", raises=UNPICKLABLE)
+def _() -> Any:
+    model = _net()
+    model.activation = lambda x: x  # type: ignore[assignment]
+    return model
+
+
+@case("state_dict_with_metadata")
+def _() -> Any:
+    state = _net().state_dict()
+    state._metadata["note"] = {"version": 3}
+    return state
+
+
+@case("checkpoint")
+def _() -> Any:
+    model, optimizer, scheduler = _trained()
+    return {
+        "epoch": 3,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "scaler": torch.amp.GradScaler("cpu", enabled=True).state_dict(),
+        "rng": {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+        },
+        "args": argparse.Namespace(lr=1e-3, name="größe"),
+        "loss": [0.5, math.inf],
+    }
+
+
+add("optimizer_and_scheduler_whole", _trained, portable=False, loads=())
+add("generator", lambda: torch.Generator().manual_seed(5), fresh_storages=True, loads=("zip",))
+
+
+@case("optimizer_sgd_state")
+def _() -> Any:
+    weight = nn.Parameter(torch.randn(6))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.square().sum().backward()
+    optimizer.step()
+    return [optimizer.state_dict(), weight]
+
+
+@case("torch_small_objects")
+def _() -> Any:
+    kinds = [torch.float32, torch.device("cpu"), torch.device("meta"), torch.Size([2, 3])]
+    return [*kinds, torch.strided, torch.max(torch.eye(3), 0), torch.__version__]
+
+
+add("memory_format", lambda: torch.channels_last, raises=UNPICKLABLE)
+
+
+@case("distribution", portable=False, loads=())
+def _() -> Any:
+    return torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+
+
+# --- plain Python -----------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """A dataclass with tensors in it."""
+
+    name: str
+    weight: torch.Tensor
+    children: list[Record] = dataclasses.field(default_factory=list)
+
+
+class Color(enum.Enum):
+    RED = 1
+    GREEN = "g"
+
+
+class Point(NamedTuple):
+    x: int
+    y: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("left", "right")
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self.right = left, right
+
+
+def _recursive() -> Any:
+    loop: list[Any] = [torch.ones(2)]
+    loop.append(loop)
+    return {"loop": loop}
+
+
+def _deep(depth: int) -> Any:
+    value: Any = torch.ones(1)
+    for level in range(depth):
+        value = [value] if level % 2 else {"v": value}
+    return value
+
+
+add("none", lambda: None)
+add("int", lambda: 7)
+add("empty_dict", dict)
+add("numbers", lambda: [0, -1, 2**70, -(2**2100), 1.5, math.nan, 1 + 2j, True, 255, 256, 65536])
+add("strings", lambda: ["", "a" * 300, "größe 模型 🚀", "nul\0", "\udc80 lone", b"", b"\x80" * 300])
+add(
+    "keys_non_ascii",
+    lambda: {"größe": torch.ones(3), "模型.权重": noise(700), "🚀": 1, (1, "x"): 2},
+)
+add("huge_string", lambda: ["ü" * MIB, torch.ones(3)], portable=False)
+add("huge_bytes", lambda: {"blob": random.randbytes(3 * MIB + 1), "t": noise(5000)}, portable=False)
+add("long_list_of_ints", lambda: list(range(50_000)), portable=False)
+add("deep_nesting", lambda: _deep(100))
+add("recursive", _recursive)
+add("dataclass", lambda: Record("root", torch.ones(3), [Record("leaf", noise(90))]))
+add("namedtuple", lambda: Point(1, torch.randn(3)))
+add("slots", lambda: Slotted(torch.ones(2), {"a": Slotted(None, noise(10))}))
+add("enums", lambda: [Color.RED, Color.GREEN, re.IGNORECASE])
+add("numpy_arrays", lambda: [np.arange(7), np.random.rand(3, 4).T, np.zeros((0, 2)), np.float32(3)])
+add("numpy_odd", lambda: [np.array([1, "a", None], dtype=object), np.array(["x", "yy"])])
+add("numpy_structured", lambda: np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", ">f8")]))
+add("numpy_generator", lambda: np.random.default_rng(3), portable=False)
+add(
+    "standard_library",
+    lambda: [
+        collections.OrderedDict(b=1, a=torch.ones(2)),
+        collections.defaultdict(list, k=[torch.ones(1)]),
+        collections.Counter("hello"),
+        collections.deque([1, 2], maxlen=3),
+        datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+        decimal.Decimal("1.10"),
+        fractions.Fraction(1, 3),
+        pathlib.PurePosixPath("a/b"),
+        uuid.UUID(int=7),
+        functools.partial(int, base=2),
+        re.compile("a+"),
+        range(3),
+        slice(1, 2),
+        ...,
+        {1, 2, 3},
+        frozenset({"x"}),
+        argparse.Namespace(a=1),
+        ValueError("kept"),
+        bytearray(b"abc"),
+        io.BytesIO(b"abc"),
+        math.sqrt,
+        Record,
+    ],
+    portable=False,
+)
+
+
+# --- trouble while pickling -------------------------------------------------------------------
+
+
+class Counting:
+    """Counts how often it was pickled; its pickle does not depend on that."""
+
+    calls = 0
+
+    def __init__(self, payload: Any) -> None:
+        self.payload = payload
+
+    def __reduce__(self) -> Any:
+        type(self).calls += 1
+        return (Counting, (self.payload,))
+
+
+class Numbered:
+    """Its pickle changes from one save to the next."""
+
+    def __init__(self) -> None:
+        self.saves = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.saves += 1
+        return dict(self.__dict__)
+
+
+class FillsOnPickle:
+    """Changes a tensor that was pickled before it: the bytes at writing time count."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        self.tensor.fill_(42)
+        return (str, ("filled",))
+
+
+class GrowsOnPickle(FillsOnPickle):
+    """Resizes a storage after its size went into the pickle."""
+
+    def __reduce__(self) -> Any:
+        self.tensor.untyped_storage().resize_(9000).fill_(1)
+        return (str, ("grown",))
+
+
+class SavesOnPickle:
+    """Calls ``torch.save`` while being pickled by ``torch.save``."""
+
+    def __init__(self, payload: Any) -> None:
+        self.payload = payload
+
+    def __reduce__(self) -> Any:
+        buffer = io.BytesIO()
+        torch.save(self.payload, buffer)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "inner.pt")
+            torch.save(self.payload, path)
+            on_disk = pathlib.Path(path).read_bytes()
+        return (Slotted, (buffer.getvalue(), on_disk))
+
+
+class Raising:
+    """Raises while being pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+def _then_raise(error: BaseException) -> Any:
+    return {"before": noise(100_000), "bad": Raising(error), "after": torch.ones(3)}
+
+
+def _local_class() -> Any:
+    class Local:
+        pass
+
+    return [torch.ones(2), Local()]
+
+
+add("reduce_counts", lambda: [Counting(torch.ones(3)), Counting(5)], portable=False, loads=())
+add(
+    "reduce_changes_pickle",
+    lambda: [Numbered(), noise(99)],
+    rebuild=True,
+    loads=(),
+    formats=("zip",),
+)
+add(
+    "reduce_fills_tensor",
+    lambda: (lambda t: [t, FillsOnPickle(t), noise(70)])(torch.zeros(3000)),
+    loads=(),
+)
+add(
+    "reduce_grows_storage",
+    lambda: (lambda t: [t, GrowsOnPickle(t), noise(70)])(torch.zeros(30)),
+    rebuild=True,
+    formats=("zip",),
+    loads=(),
+)
+add("reduce_saves", lambda: [SavesOnPickle([noise(6000)]), noise(70)], loads=())
+add("raise_value_error", lambda: _then_raise(ValueError("in the middle")), raises=ValueError)
+add("raise_runtime_error", lambda: _then_raise(RuntimeError("mid")), raises=RuntimeError)
+add("raise_os_error", lambda: _then_raise(OSError(5, "mid")), raises=OSError)
+add("raise_memory_error", lambda: _then_raise(MemoryError()), raises=MemoryError)
+add("raise_keyboard_interrupt", lambda: _then_raise(KeyboardInterrupt()), raises=KeyboardInterrupt)
+add("raise_system_exit", lambda: _then_raise(SystemExit(3)), raises=SystemExit)
+add("raise_stop_iteration", lambda: _then_raise(StopIteration()), raises=StopIteration)
+add("unpicklable_lambda", lambda: [torch.ones(2), lambda: 0], raises=UNPICKLABLE)
+add("unpicklable_local_class", _local_class, raises=UNPICKLABLE)
+add("unpicklable_weakref", lambda: {"w": weakref.WeakValueDictionary()}, raises=UNPICKLABLE)
+add("unpicklable_lock", lambda: [noise(9), threading.Lock()], raises=UNPICKLABLE)
+add("unpicklable_generator", lambda: (i for i in range(3)), raises=UNPICKLABLE)
+add("unpicklable_module", lambda: {"sys": sys}, raises=UNPICKLABLE)
+add("unpicklable_open_file", lambda: open(os.devnull, "rb"), raises=UNPICKLABLE)  # noqa: SIM115
+add("unpicklable_too_deep", lambda: _deep(100_000), raises=RecursionError)

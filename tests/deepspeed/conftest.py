@@ -1,0 +1,140 @@
+"""Needs DeepSpeed and its compiled `async_io` op; says what is missing otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserial.engines.aio_op import AioSettings, load_op, missing
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+collect_ignore = ["train.py", "measure.py"]
+_LACKS = missing()
+if _LACKS:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = os.path.dirname(__file__)
+    for item in items:
+        if str(item.path).startswith(here):
+            # DeepSpeed warns of itself
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def op() -> Any:
+    """DeepSpeed's compiled op."""
+    return load_op()
+
+
+@pytest.fixture
+def make_handle(op: Any) -> Callable[..., Any]:
+    """Makes an `aio_handle` of small blocks."""
+
+    def make(parallelism: int = 2) -> Any:
+        return op.aio_handle(64 * 1024, 8, False, True, parallelism)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def settings() -> AioSettings:
+    return AioSettings(block_size=64 * 1024, queue_depth=8, intra_op_parallelism=2)
+
+
+def mounted(*commands: list[str]) -> None:
+    """Run commands that make a file system, or skip."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of 32 MiB."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(32 << 20)
+    make = ["mkfs.ext4", "-q", "-F", str(image)]
+    mounted(make, ["mount", "-o", "loop", str(image), str(folder)])
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def large_sectors(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 on a device with 4096-byte sectors."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(128 << 20)
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    command = ["losetup", "--find", "--show", "--direct-io=on", "--sector-size", "4096", str(image)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"losetup: {done.stderr.strip()}")
+    device = done.stdout.strip()
+    try:
+        mounted(["mkfs.ext4", "-q", "-F", device], ["mount", device, str(folder)])
+        yield folder
+        subprocess.run(["umount", str(folder)], check=True)
+    finally:
+        subprocess.run(["losetup", "--detach", device], check=True)
+
+
+@pytest.fixture(scope="session")
+def launch(op: Any) -> Callable[..., list[dict[str, Any]]]:
+    """Runs `train.py` on one or two ranks and returns what they said."""
+
+    def run(world: int, *arguments: object, env: Mapping[str, str] = {}) -> list[dict[str, Any]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world),
+            "OMP_NUM_THREADS": "1",
+            **env,
+        }
+        command = [sys.executable, os.path.join(os.path.dirname(__file__), "train.py")]
+        command += [str(argument) for argument in arguments]
+        running = [
+            subprocess.Popen(
+                command,
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        said: list[dict[str, Any]] = []
+        try:
+            for rank, process in enumerate(running):
+                out, err = process.communicate(timeout=240)
+                said += [json.loads(line[1:]) for line in out.splitlines() if line[:1] == "@"]
+                said.append({"rank": rank, "exit": process.returncode, "stderr": err[-4000:]})
+        finally:
+            for process in running:
+                if process.returncode is None:
+                    process.kill()
+                    process.communicate()
+        return said
+
+    return run

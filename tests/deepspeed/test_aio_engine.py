@@ -1,0 +1,288 @@
+"""The engine `deepspeed` moves blocks by DeepSpeed's threads, and loses none when they do."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+from fastserial.engines import aio_op, deepspeed
+from fastserial.engines.aio_op import AioSettings
+from fastserial.engines.deepspeed import DeepSpeedEngine
+from fastserial.errors import WriteError
+from fastserial.testing import BLOCK, drive, read, write
+
+MIB = 1 << 20
+
+
+class Spy:
+    """A handle that counts, and may lose what it is given: it then says that all is well."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.writes = self.reads = self.waits = 0
+        self.lose = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handle, name)
+
+    def async_pwrite(self, *arguments: Any) -> int:
+        self.writes += 1
+        return 0 if self.lose else self.handle.async_pwrite(*arguments)
+
+    def async_pread(self, *arguments: Any) -> int:
+        self.reads += 1
+        return 0 if self.lose else self.handle.async_pread(*arguments)
+
+    def wait(self) -> int:
+        self.waits += 1
+        return 0 if self.lose else self.handle.wait()
+
+
+@pytest.fixture
+def spies(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
+    """The handles of the engines that a test makes."""
+    found: list[Spy] = []
+    borrow = aio_op.borrow_handle
+
+    def spying(settings: AioSettings) -> Spy:
+        found.append(Spy(borrow(settings)))
+        return found[-1]
+
+    def back(settings: AioSettings, spy: Spy) -> None:
+        aio_op.give_back(settings, spy.handle)
+
+    monkeypatch.setattr(deepspeed, "borrow_handle", spying)
+    monkeypatch.setattr(deepspeed, "give_back", back)
+    return found
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Any:
+    """An engine, its pool, and a file opened for direct I/O."""
+    path = tmp_path / "file"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    engine = DeepSpeedEngine(2)
+    pool = engine.allocate(4, BLOCK)
+    engine.open(pool.buffers, len(pool.buffers))
+    yield engine, pool, fd, path
+    engine.close()
+    pool.close()
+    os.close(fd)
+
+
+def parts(fd: int, data: bytes) -> list[Any]:
+    return [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+
+
+def all_of(fd: int, nbytes: int) -> list[Any]:
+    return [read(fd, at, BLOCK) for at in range(0, nbytes, BLOCK)]
+
+
+def test_deepspeed_moves_them(spies: list[Spy], opened: Any) -> None:
+    """All blocks, with both handles in turn, and none a second time."""
+    engine, pool, fd, path = opened
+    data = os.urandom(12 * BLOCK)
+    for completion in drive(engine, pool, parts(fd, data)):
+        assert completion.error is None
+    assert [spy.writes for spy in spies] == [6, 6]
+    assert engine.repaired == 0
+    assert path.read_bytes() == data
+    for completion in drive(
+        engine, pool, [read(fd, at, BLOCK) for at in range(0, len(data), BLOCK)]
+    ):
+        at = completion.request.offset
+        assert completion.request.tag == data[at : at + BLOCK]
+    assert [spy.reads for spy in spies] == [6, 6]
+    assert engine.repaired == 0
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_lost_writes_are_done_again(
+    spies: list[Spy], opened: Any, reserve: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, pool, fd, path = opened
+    data = os.urandom(8 * BLOCK)
+    if reserve:
+        os.posix_fallocate(fd, 0, len(data))
+    spies[1].lose = True
+    with caplog.at_level(logging.WARNING, "fastserial"):
+        for completion in drive(engine, pool, parts(fd, data)):
+            assert (completion.error, completion.transferred) == (None, BLOCK)
+    assert engine.repaired == spies[1].writes == 4
+    assert caplog.text.count("DeepSpeed lost a write") == 4
+    assert path.read_bytes() == data
+
+
+def test_lost_reads_are_done_again(spies: list[Spy], opened: Any) -> None:
+    engine, pool, fd, _ = opened
+    data = os.urandom(8 * BLOCK)
+    drive(engine, pool, parts(fd, data))
+    spies[0].lose = spies[1].lose = True
+    for completion in drive(
+        engine, pool, [read(fd, at, BLOCK) for at in range(0, len(data), BLOCK)]
+    ):
+        at = completion.request.offset
+        assert completion.request.tag == data[at : at + BLOCK]
+    assert engine.repaired == 8
+
+
+def test_what_cannot_be_proven_goes_by_plain_calls(spies: list[Spy], opened: Any) -> None:
+    """Onto existing data; to a descriptor of the page cache; a length DeepSpeed cannot divide."""
+    engine, pool, fd, path = opened
+    data = os.urandom(2 * BLOCK)
+    path.write_bytes(data)
+    os.sync()
+    drive(engine, pool, parts(fd, data[::-1]))
+    assert path.read_bytes() == data[::-1]
+    cached = os.open(path, os.O_RDWR)
+    drive(engine, pool, [write(cached, 2 * BLOCK, data[:BLOCK])])
+    os.close(cached)
+    drive(engine, pool, [write(fd, 3 * BLOCK, data[:4096])])
+    assert [spy.writes for spy in spies] == [0, 0]
+    assert path.read_bytes() == data[::-1] + data[:BLOCK] + data[:4096]
+
+
+def test_a_rest_follows(spies: list[Spy], opened: Any) -> None:
+    """What the threads cannot share evenly is written after their part."""
+    engine, pool, fd, path = opened
+    data = os.urandom(7 * 4096)
+    (completion,) = drive(engine, pool, [write(fd, 0, data)])
+    assert (completion.error, completion.transferred) == (None, len(data))
+    assert sum(spy.writes for spy in spies) == 1
+    assert path.read_bytes() == data
+
+
+def test_handles_are_kept_for_the_next_file(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing one takes long."""
+    settings = AioSettings(block_size=128 * 1024, intra_op_parallelism=1)
+    first = aio_op.borrow_handle(settings)
+    aio_op.give_back(settings, first)
+    monkeypatch.setattr(aio_op, "load_op", lambda: pytest.fail("a second handle was made"))
+    assert aio_op.borrow_handle(settings) is first
+
+
+def save(path: Path, nbytes: int, **options: Any) -> Any:
+    """Save with the engine, and return what the save says of itself."""
+    tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    fastserial.install()
+    try:
+        with fastserial.options(engine="deepspeed", block_size=65536, small_file=0, **options):
+            torch.save(tensor, path)
+    finally:
+        fastserial.uninstall()
+    assert torch.equal(torch.load(path), tensor)
+    return fastserial.last_report()
+
+
+@pytest.mark.parametrize("preallocate", [True, False])
+def test_full_disk(small_disk: Path, preallocate: bool) -> None:
+    """ENOSPC, the old file, and no rest of the new one."""
+    path = small_disk / "a.pt"
+    report = save(path, 4 * MIB, preallocate=preallocate)
+    assert (report.engine, report.direct) == ("deepspeed", True)
+    before = path.read_bytes()
+    with pytest.raises(WriteError) as caught:
+        save(path, 60 * MIB, preallocate=preallocate)
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_bytes() == before
+    assert set(os.listdir(small_disk)) == {"a.pt", "lost+found"}
+
+
+def test_large_sectors(large_sectors: Path, spies: list[Spy]) -> None:
+    """Only requests that the device takes, so that none is lost."""
+    report = save(large_sectors / "a.pt", 5 * MIB + 77)
+    assert (report.engine, report.direct) == ("deepspeed", True)
+    assert sum(spy.writes for spy in spies) > 70
+
+
+LITTLE_MEMORY = """
+import os, resource, sys
+sys.path[:0] = sys.argv[2:]
+import torch
+from fastserial.engines.aio_op import AioSettings, borrow_handle, give_back
+from fastserial.engines.deepspeed import DeepSpeedEngine
+from fastserial.errors import EngineUnavailableError
+for handle in [borrow_handle(AioSettings()) for _ in range(2)]:  # reads files that are root's
+    give_back(AioSettings(), handle)
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+if os.getuid() == 0:
+    os.setuid(65534)
+try:
+    pool = DeepSpeedEngine(4, settings=AioSettings()).allocate(8, 256 * 1024)
+    print(len(pool.buffers))
+except EngineUnavailableError as error:
+    print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("kib", "expected"), [(4096, "8"), (900, "3"), (0, "ulimit -l 256")])
+def test_little_memory_may_be_locked(op: Any, kib: int, expected: str) -> None:
+    """Fewer buffers, or an error that says what to do; DeepSpeed's allocator would abort."""
+    done = subprocess.run(
+        [sys.executable, "-c", LITTLE_MEMORY, str(kib * 1024), *sys.path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+FORK = """
+import os, sys, torch, fastserial
+from pathlib import Path
+torch.set_num_threads(1)  # OpenMP does not survive a fork
+fastserial.install(engine="deepspeed", small_file=0, block_size=65536)
+path = Path(sys.argv[1])
+torch.save(torch.ones(100_000), path / "parent.pt")
+child = os.fork()
+if child == 0:
+    torch.save(torch.zeros(100_000), path / "child.pt")
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+torch.save(torch.ones(100_000), path / "again.pt")
+assert fastserial.last_report().engine == "deepspeed"
+for name, value in ("parent", 1), ("child", 0), ("again", 1):
+    assert torch.load(path / f"{name}.pt").eq(value).all()
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fork(op: Any, tmp_path: Path) -> None:
+    """A child saves and ends; the handles' threads are its parent's."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_interrupted(spies: list[Spy], opened: Any, make_handle: Callable[..., Any]) -> None:
+    """An interrupt while a block is prepared leaves nothing in flight after `close`."""
+    engine, pool, fd, path = opened
+    requests = parts(fd, b"a" * (3 * BLOCK))
+
+    def interrupt(request: Any) -> None:
+        raise KeyboardInterrupt
+
+    requests[2].prepare = interrupt
+    for request in requests:
+        request.buffer = pool.take()
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit(requests)
+    engine.close()
+    assert sum(spy.writes for spy in spies) == 2
+    assert sum(spy.waits for spy in spies) == 1
+    assert path.read_bytes() == b"a" * (2 * BLOCK)

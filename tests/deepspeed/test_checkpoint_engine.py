@@ -1,0 +1,133 @@
+"""Checkpoints of a DeepSpeed engine: stock's files, and a `latest` that can be relied on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from said import Said, check_exit, having
+
+Launch = Callable[..., Said]
+SHORT = ["--bf16", "--steps", 2, "--save-at", 1]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_stock_files(launch: Launch, tmp_path: Path, stage: int) -> None:
+    """The same names and bytes as stock DeepSpeed's, which stock torch loads."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    said = launch(
+        2, "--stage", stage, *SHORT, "--folder", ours, "--compare", theirs, "--via", "enable"
+    )
+    check_exit(said)
+    assert files(ours) == files(theirs)
+    checkpoints = [name for name in files(ours) if name.endswith(".pt")]
+    assert len(checkpoints) == (1 if stage == 0 else 4)
+    for name in checkpoints:
+        assert torch.load(ours / name, weights_only=False)
+    assert (ours / "latest").read_text() == "global_step1"
+
+
+@pytest.mark.parametrize("section", [True, {"engine": "deepspeed", "small_file": 0}])
+def test_config_route(launch: Launch, tmp_path: Path, section: object) -> None:
+    """A section of DeepSpeed's config; its own writer section has no effect then."""
+    config = json.dumps({"fastserial": section, "checkpoint": {"writer": {"type": "fast"}}})
+    at = ["--stage", 1, "--folder", tmp_path, "--via", "config", "--config", config]
+    said = launch(1, *SHORT, *at)
+    check_exit(said)
+    (saved,) = having(said, "saved")
+    assert (saved["by"], saved["container"]) == ("FastserialCheckpointEngine", "zip")
+    assert len(files(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("section", [False, {"enabled": False, "engine": "null"}])
+def test_config_route_switched_off(launch: Launch, tmp_path: Path, section: object) -> None:
+    at = ["--stage", 0, "--folder", tmp_path, "--via", "config"]
+    said = launch(1, *SHORT, *at, "--config", json.dumps({"fastserial": section}))
+    check_exit(said)
+    assert [line["by"] for line in having(said, "saved")] == ["TorchCheckpointEngine"]
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [({"speed": 9}, "unknown option speed"), (7, "must be true, false or options")],
+)
+def test_config_route_refuses(launch: Launch, tmp_path: Path, section: object, text: str) -> None:
+    at = ["--stage", 0, "--folder", tmp_path, "--via", "config"]
+    said = launch(1, *SHORT, *at, "--config", json.dumps({"fastserial": section}))
+    assert "ConfigError" in having(said, "stderr")[0]["stderr"]
+    assert text in having(said, "stderr")[0]["stderr"]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_one_rank_cannot_save(launch: Launch, tmp_path: Path, full: int) -> None:
+    """All ranks raise and train on; `latest` names the checkpoint before, then the one after."""
+    at = ["--stage", 1, "--folder", tmp_path, "--via", "enable", "--full-disk-on", full]
+    said = launch(2, "--bf16", "--steps", 3, "--save-at", 1, "--save-at", 2, *at)
+    check_exit(said)
+    failed = having(said, "failed")
+    assert [line["rank"] for line in failed] == [0, 1]
+    assert failed[full]["failed"] == "WriteError"
+    assert failed[1 - full]["failed"] == "CheckpointFailedError"
+    assert f"rank {full}: WriteError" in failed[1 - full]["text"]
+    assert (tmp_path / "latest").read_text() == "global_step1"
+    left = [path.name for path in (tmp_path / "global_step2").iterdir()]
+    assert f"bf16_zero_pp_rank_{full}_mp_rank_00_optim_states.pt" not in left
+    assert not [name for name in left if name.endswith(".tmp")]
+
+
+def test_latest_waits_for_the_slowest(launch: Launch, tmp_path: Path) -> None:
+    """It is younger than every file of the checkpoint."""
+    at = ["--stage", 1, "--folder", tmp_path, "--via", "enable", "--slow-rank", 1]
+    check_exit(launch(2, *SHORT, *at))
+    times = {path.name: path.stat().st_ctime_ns for path in (tmp_path / "global_step1").iterdir()}
+    latest = (tmp_path / "latest").stat().st_ctime_ns
+    assert latest > max(times.values())
+    assert max(times.values()) - min(times.values()) > 2e9
+
+
+# --- DeepSpeed's own "writer": {"type": "fast"} (0.19.8 on CPU) -------------------------------
+
+ENVIRONMENT = {"CROSS_SIZE": "1", "CROSS_RANK": "0"}
+PINNED = {**ENVIRONMENT, "DS_PIN_MEMORY_BACKEND": "native"}
+FAST = json.dumps({"checkpoint": {"writer": {"type": "fast"}}})
+REPLICA = json.dumps({"checkpoint": {"writer": {"type": "fast", "data_parallel": "replica"}}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the last two are faults on CPU")
+@pytest.mark.parametrize(
+    ("config", "environment", "error"),
+    [
+        (FAST, {}, "KeyError: 'CROSS_SIZE'"),
+        (FAST, ENVIRONMENT, "no attribute 'dp_rank'"),
+        (REPLICA, ENVIRONMENT, "Cannot access accelerator device"),
+        (REPLICA, PINNED, "not been implemented on CPU"),
+    ],
+)
+def test_upstream_fast_writer(
+    launch: Launch, tmp_path: Path, config: str, environment: dict[str, str], error: str
+) -> None:
+    """One after the other, once the one before is worked round."""
+    at = ["--stage", 0, "--folder", tmp_path, "--config", config]
+    said = launch(1, *SHORT, *at, env=environment)
+    told = [line["text"] for line in having(said, "failed")]
+    assert error in "".join(told) + having(said, "stderr")[0]["stderr"]
+
+
+def test_upstream_fast_writer_does_not_find_its_files(launch: Launch, tmp_path: Path) -> None:
+    """With all of that worked round, files are named `….pt-0.1`, and loading looks for `….pt`."""
+    at = ["--stage", 0, "--folder", tmp_path, "--config", REPLICA, "--repair", "--bf16"]
+    said = launch(1, *at, "--steps", 2, "--save-at", 1, env=PINNED)
+    check_exit(said)
+    assert [path.name for path in (tmp_path / "global_step1").iterdir()] == [
+        "mp_rank_00_model_states.pt-0.1"
+    ]
+    said = launch(1, *at, "--steps", 2, "--resume", env=PINNED)
+    assert not [line for line in having(said, "loaded") if line["loaded"]]

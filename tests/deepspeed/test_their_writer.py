@@ -1,0 +1,230 @@
+"""DeepSpeed's own FastFileWriter as `f` of `torch.save`, as it is and repaired.
+
+Tests named `test_upstream_*` show a fault of DeepSpeed's. One that fails means it was mended: then
+`docs/deepspeed.md` and the compatibility layer are due for a change.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed.io.fast_file_writer as upstream
+import pytest
+import torch
+from deepspeed.io import FastFileWriter, FastFileWriterConfig
+
+import fastserial
+from fastserial.errors import WriteError
+from fastserial.integrations import deepspeed_compat
+from fastserial.integrations.deepspeed_compat import repaired
+
+MIB = 1 << 20
+FORMATS = {"zip": True, "legacy": False}
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> Iterator[None]:
+    fastserial.install(strict=True)
+    yield
+    fastserial.uninstall()
+
+
+@pytest.fixture
+def config(make_handle: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Makes DeepSpeed's config, with locked memory."""
+    handle = make_handle()
+    memory = handle.new_cpu_locked_tensor(MIB, torch.empty(0, dtype=torch.uint8))
+    yield lambda **more: FastFileWriterConfig(dnvme_handle=handle, pinned_tensor=memory, **more)
+    handle.free_cpu_locked_tensor(memory)
+
+
+@pytest.fixture
+def buildable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their class, unchanged but for the op that CPU lacks."""
+    monkeypatch.setattr(upstream, "UtilsBuilder", deepspeed_compat._ByteViews)
+
+
+def state(seed: int = 0, nbytes: int = 3 * MIB) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "large": torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator),
+        "bf16": torch.randn(1001, generator=generator).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0),
+        **{f"w{i}": torch.randn(i + 1, generator=generator) for i in range(50)},
+    }
+
+
+def their_save(obj: Any, path: Path, config: Any, fmt: str) -> FastFileWriter:
+    writer = FastFileWriter(file_path=str(path), config=config)
+    torch.save(obj, writer, _use_new_zipfile_serialization=FORMATS[fmt])
+    writer.close()
+    return writer
+
+
+def stock_bytes(obj: Any, fmt: str) -> bytes:
+    """What stock torch puts into a file object."""
+    fastserial.uninstall()
+    buffer = io.BytesIO()
+    torch.save(obj, buffer, _use_new_zipfile_serialization=FORMATS[fmt])
+    fastserial.install()
+    return buffer.getvalue()
+
+
+# --- repaired ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_stock_bytes(fmt: str, double: bool, config: Callable[..., Any], tmp_path: Path) -> None:
+    obj = state()
+    with repaired():
+        writer = their_save(obj, tmp_path / "a.pt", config(double_buffer=double), fmt)
+    assert (tmp_path / "a.pt").read_bytes() == stock_bytes(obj, fmt)
+    assert writer._stats["bytes"] == (tmp_path / "a.pt").stat().st_size
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_storages_come_in_one_call(
+    fmt: str, config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Legacy: all of them. Zip: the large ones, each uncopied."""
+    calls: list[int] = []
+    original = FastFileWriter.save_torch_storage_object_list
+
+    def spy(self: Any, storages: Any, save_size: bool) -> Any:
+        calls.append(len(storages))
+        return original(self, storages, save_size)
+
+    monkeypatch.setattr(FastFileWriter, "save_torch_storage_object_list", spy)
+    obj = state()
+    with repaired():
+        their_save(obj, tmp_path / "a.pt", config(), fmt)
+    assert calls == ([len(obj)] if fmt == "legacy" else [1])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_overwriting(fmt: str, config: Callable[..., Any], tmp_path: Path) -> None:
+    """A shorter file over a longer one."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(os.urandom(5 * MIB))
+    obj = state()
+    with repaired():
+        their_save(obj, path, config(), fmt)
+    assert path.read_bytes() == stock_bytes(obj, fmt)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_full_disk(fmt: str, config: Callable[..., Any], small_disk: Path) -> None:
+    """`close` or the hand-over raises."""
+    with repaired(), pytest.raises((WriteError, OSError)):
+        their_save(state(nbytes=40 * MIB), small_disk / "a.pt", config(), fmt)
+    gc.collect()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_large_sectors(fmt: str, config: Callable[..., Any], large_sectors: Path) -> None:
+    obj = state()
+    with repaired():
+        their_save(obj, large_sectors / "a.pt", config(), fmt)
+    assert (large_sectors / "a.pt").read_bytes() == stock_bytes(obj, fmt)
+
+
+def test_repair_is_undone() -> None:
+    before = dict(vars(FastFileWriter)), upstream.UtilsBuilder
+    with repaired():
+        deepspeed_compat.repair()
+        assert upstream.UtilsBuilder is not before[1]
+        assert vars(FastFileWriter)["close"] is not before[0]["close"]
+    deepspeed_compat.restore()
+    assert (dict(vars(FastFileWriter)), upstream.UtilsBuilder) == before
+
+
+# --- ours in its place ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_our_writer_takes_their_config(
+    fmt: str, config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """No repair, the old file replaced as a whole, the same names in the statistics."""
+    obj, path = state(), tmp_path / "a.pt"
+    path.write_bytes(os.urandom(5 * MIB))
+    writer = fastserial.FastFileWriter(file_path=str(path), config=config())
+    torch.save(obj, writer, _use_new_zipfile_serialization=FORMATS[fmt])
+    assert path.stat().st_size == 5 * MIB
+    writer.close()
+    assert path.read_bytes() == stock_bytes(obj, fmt)
+    report = fastserial.last_report()
+    assert report is not None
+    assert (report.engine, report.direct) == ("deepspeed", True)
+    with repaired():
+        theirs = their_save(obj, tmp_path / "theirs.pt", config(), fmt)
+        theirs._dump_state()  # completes the statistics
+    assert set(writer.get_stats()) == set(theirs._stats)
+    for name in ("bytes", "close", "fileno", "path"):
+        mine, other = writer.get_stats()[name], theirs._stats[name]
+        assert mine == (str(path) if name == "path" else other)
+
+
+# --- faults of theirs (DeepSpeed 0.19.8) ------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which has the op")
+def test_upstream_cannot_be_made_on_cpu(config: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not been implemented on CPU"):
+        FastFileWriter(file_path=str(tmp_path / "a.pt"), config=config())
+    gc.collect()
+
+
+@pytest.mark.usefixtures("buildable")
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_upstream_does_not_truncate(fmt: str, config: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(os.urandom(5 * MIB))
+    obj = state()
+    their_save(obj, path, config(), fmt)
+    assert path.stat().st_size > 5 * MIB
+    assert path.read_bytes() != stock_bytes(obj, fmt)
+
+
+@pytest.mark.usefixtures("buildable")
+def test_upstream_does_not_see_a_full_disk(config: Callable[..., Any], small_disk: Path) -> None:
+    """The rest of the last page finds no room and raises; a file of whole pages would not."""
+    path = small_disk / "a"
+    writer = FastFileWriter(file_path=str(path), config=config())
+    data = os.urandom(MIB)
+    for _ in range(40):
+        writer.write(data)
+    writer.close()
+    assert writer._stats["bytes"] == 40 * MIB
+    assert path.stat().st_blocks * 512 < 32 * MIB
+
+
+@pytest.mark.usefixtures("buildable")
+def test_upstream_loses_writes_on_large_sectors(
+    config: Callable[..., Any], large_sectors: Path
+) -> None:
+    obj = state(nbytes=3 * MIB + 1536)
+    their_save(obj, large_sectors / "a.pt", config(), "legacy")
+    assert (large_sectors / "a.pt").read_bytes() != stock_bytes(obj, "legacy")
+
+
+@pytest.mark.usefixtures("buildable")
+def test_upstream_shares_are_no_files(config: Callable[..., Any], tmp_path: Path) -> None:
+    """Each of n writers' files is the pickles and one n-th of the storages."""
+    obj = state()
+    del obj["empty"]  # an empty storage trips an assertion of theirs
+    paths = [tmp_path / f"a.pt-{rank}.2" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        their_save(obj, path, config(num_parallel_writers=2, writer_rank=rank), "legacy")
+    whole = stock_bytes(obj, "legacy")
+    for path in paths:
+        assert path.stat().st_size < len(whole)
+        with pytest.raises((RuntimeError, EOFError)):
+            torch.load(path)

@@ -1,0 +1,219 @@
+"""Trains a small transformer with DeepSpeed on CPU; run as a program, once per rank.
+
+Prints one JSON line per step. The data depends on the step and the rank alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+VOCABULARY, LENGTH, WIDTH, BATCH = 64, 16, 64, 4
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, or a mixture of experts."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.experts = experts
+        if experts:
+            from deepspeed.moe.layer import MoE
+
+            self.feed: nn.Module = MoE(WIDTH, feed, num_experts=experts, ep_size=1, k=1)
+        else:
+            self.feed = feed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        y = self.feed(self.norm2(x))
+        return x + (y[0] if self.experts else y)
+
+
+class Model(nn.Module):
+    """A language model that returns its loss."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(experts) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.embed(tokens[:, :-1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """Tokens of a step: rows that count up."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+    return (start + torch.arange(LENGTH + 1)) % VOCABULARY
+
+
+def configuration(options: argparse.Namespace) -> dict[str, Any]:
+    """DeepSpeed's config."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": options.stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 1.0,
+        "checkpoint": {"checkpoint_serialization": not options.legacy},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 15}},
+    }
+    if options.bf16:
+        config["bf16"] = {"enabled": True}
+    config.update(json.loads(options.config))
+    return config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--folder")
+    parser.add_argument("--save-at", type=int, action="append", default=[])
+    parser.add_argument("--kill-at", type=int)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--via", choices=["stock", "enable", "config"], default="stock")
+    parser.add_argument("--legacy", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--config", default="{}")
+    parser.add_argument("--full-disk-on", type=int, help="the rank whose disk is full")
+    parser.add_argument("--slow-rank", type=int, help="the rank whose saves take 3 s more")
+    parser.add_argument("--compare", help="a folder that stock DeepSpeed saves to, too")
+    parser.add_argument("--repair", action="store_true", help="repair DeepSpeed's own writer")
+    options = parser.parse_args()
+
+    torch.manual_seed(7)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    rank = int(os.environ["RANK"])
+    if options.via != "stock":
+        import fastserial
+        import fastserial.integrations.deepspeed as fast
+
+        fastserial.install(strict=True)
+    if options.via == "config":
+        fast.install()
+    if options.repair:
+        from fastserial.integrations.deepspeed_compat import repair
+
+        repair()
+    model = Model(options.experts)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.experts:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            {"params": parameters, "name": "parameters"}
+        )
+    else:
+        groups = [{"params": parameters}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=configuration(options)
+    )
+    if options.via == "enable":
+        fast.enable(engine)
+    first = 0
+    if options.resume:
+        path, state = engine.load_checkpoint(options.folder)
+        say(rank, loaded=path)
+        if path is None:
+            return
+        first = state["step"]
+        torch.set_rng_state(state["rng"][rank])
+    for step in range(first, options.steps):
+        loss = engine(batch(step, rank))
+        engine.backward(loss)
+        engine.step()
+        say(rank, step=step, loss=loss.item().hex())
+        if step + 1 in options.save_at:
+            rngs: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
+            torch.distributed.all_gather_object(rngs, torch.get_rng_state())
+            save(engine, options, {"step": step + 1, "rng": rngs}, rank)
+        if options.kill_at == step + 1:
+            torch.distributed.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def save(engine: Any, options: argparse.Namespace, state: dict[str, Any], rank: int) -> None:
+    """Save a checkpoint and say how."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if options.full_disk_on == rank and state["step"] > options.save_at[0]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # a large file fails
+    if options.slow_rank == rank:
+        slow_down(engine.checkpoint_engine)
+    try:
+        engine.save_checkpoint(options.folder, client_state=state)
+    except Exception as error:
+        say(rank, failed=type(error).__name__, text=str(error))
+        return
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    by = type(engine.checkpoint_engine).__name__
+    say(rank, saved=state["step"], by=by, container=container(options))
+    if options.compare:
+        import fastserial
+        from fastserial.integrations.deepspeed import disable, enable
+
+        disable(engine)
+        fastserial.uninstall()
+        engine.save_checkpoint(options.compare, client_state=state)
+        fastserial.install()
+        enable(engine)
+
+
+def container(options: argparse.Namespace) -> str | None:
+    """The container of this rank's last save, if it went through fastserial."""
+    if options.via == "stock":
+        return None
+    import fastserial
+
+    report = fastserial.last_report()
+    return report.container if report else None
+
+
+def slow_down(checkpoint_engine: Any) -> None:
+    """Let each file take 3 s more."""
+    original = checkpoint_engine.save
+
+    def slow(state_dict: object, path: str) -> Any:
+        time.sleep(3)
+        return original(state_dict, path)
+
+    checkpoint_engine.save = slow
+
+
+def say(rank: int, **values: Any) -> None:
+    sys.stdout.write("\n@" + json.dumps({"rank": rank, **values}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,886 @@
+"""Save one live object with stock torch and with fastserial, and compare all that can be seen.
+
+``FASTSERIAL_IDENTITY_STOCK_ONLY=1`` makes both sides stock: then every difference is a fault of
+this harness.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import copyreg
+import ctypes
+import gzip
+import hashlib
+import io
+import lzma
+import mmap
+import os
+import pickle
+import pickletools
+import socket
+import stat
+import struct
+import subprocess
+import tempfile
+import types
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from corpus import Case
+
+__all__ = ["STOCK_ONLY", "TARGETS", "both", "compare", "difference", "digest", "fast", "stock"]
+
+STOCK_ONLY = os.environ.get("FASTSERIAL_IDENTITY_STOCK_ONLY", "0") != "0"
+
+
+@contextlib.contextmanager
+def stock() -> Iterator[None]:
+    """torch as it came."""
+    if not STOCK_ONLY:
+        import fastserial
+
+        fastserial.uninstall()
+        assert not fastserial.installed()
+    yield
+
+
+@contextlib.contextmanager
+def fast(**options: Any) -> Iterator[None]:
+    """torch with fastserial installed."""
+    if STOCK_ONLY:
+        yield
+        return
+    import fastserial
+
+    fastserial.install()
+    try:
+        assert fastserial.installed()
+        with _options(options):
+            yield
+    finally:
+        fastserial.uninstall()
+
+
+def _options(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    if STOCK_ONLY:
+        return contextlib.nullcontext()
+    import fastserial
+
+    return fastserial.options(**options)
+
+
+# --- targets ----------------------------------------------------------------------------------
+
+Save = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What lies in a target after a save, and what its file object says."""
+
+    data: bytes
+    position: int | None = None
+    extra: Any = None
+
+
+Target = Callable[[Path, Save], Seen]
+TARGETS: dict[str, Target] = {}
+HEAD, TAIL, BEHIND = b"head of the file", b"tail", b"b" * 30_000
+
+
+def target(name: str) -> Callable[[Target], Target]:
+    """Register a way to hand a target to ``torch.save``; it gets an empty folder."""
+
+    def register(function: Target) -> Target:
+        TARGETS[name] = function
+        return function
+
+    return register
+
+
+def _mode(path: str | os.PathLike[str]) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+def _path_target(name: str, spell: Callable[[Path], Any], file: str = "archive.pt") -> None:
+    """``spell`` turns the file's path into what the caller passes."""
+
+    def run(folder: Path, save: Save) -> Seen:
+        path = folder / file
+        with _chdir(folder):
+            save(spell(path))
+        return Seen(path.read_bytes(), extra=_mode(path))
+
+    TARGETS[name] = run
+
+
+@contextlib.contextmanager
+def _chdir(folder: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+class _StrPath(str):
+    """A path of a type of its own."""
+
+
+class _Fspath:
+    """A path that is neither ``str`` nor ``Path``."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __str__(self) -> str:  # what torch 2.6 asks for
+        return self.path
+
+
+_path_target("path", str)
+_path_target("path_pathlib", Path)
+_path_target("path_str_subclass", _StrPath)
+_path_target("path_fspath", lambda p: _Fspath(str(p)))
+_path_target("path_relative", lambda p: p.name)
+_path_target("path_relative_dots", lambda p: f"./../{p.parent.name}/{p.name}")
+_path_target("path_double_slash", lambda p: f"{p.parent}//./{p.name}")
+for _name, _file in {
+    "dotted": "a.b.c.pt",
+    "no_extension": "no_ext",
+    "hidden": ".hidden.pt",
+    "spaces": " with two spaces .pt",
+    "percent": "%s {0} %d.pt",
+    "newline": "new\nline.pt",
+    "backslash": "back\\slash.pt",
+    "non_ascii": "größe-模型.pt",
+    "not_utf8": os.fsdecode(b"bytes-\xff\xfe.pt"),
+    "long_name": "n" * 251 + ".pt",  # a temporary name must not be longer than the final one
+    "trailing_dot": "ends.",
+    "like_a_temp_file": "archive.pt.tmp",
+}.items():
+    _path_target(f"path_{_name}", str, _file)
+
+
+def _overwriting(size: int) -> Target:
+    def run(folder: Path, save: Save) -> Seen:
+        path = folder / "archive.pt"
+        path.write_bytes(b"x" * size)
+        path.chmod(0o640)
+        save(str(path))
+        return Seen(path.read_bytes(), extra=_mode(path))
+
+    return run
+
+
+TARGETS["path_over_longer_file"] = _overwriting(30 << 20)
+TARGETS["path_over_shorter_file"] = _overwriting(3)
+
+
+@target("path_in_place_of_own_file")
+def _(folder: Path, save: Save) -> Seen:
+    path = folder / "archive.pt"
+    save(path)
+    save(path)
+    return Seen(path.read_bytes())
+
+
+@target("path_symlink")
+def _(folder: Path, save: Save) -> Seen:
+    # The archive takes the link's name, the bytes go where it points.
+    (folder / "steps").mkdir()
+    (folder / "latest.pt").symlink_to("steps/step-1.pt")
+    save(str(folder / "latest.pt"))
+    return Seen((folder / "steps/step-1.pt").read_bytes(), extra=os.readlink(folder / "latest.pt"))
+
+
+@target("path_fifo")
+def _(folder: Path, save: Save) -> Seen:
+    os.mkfifo(folder / "archive.pt")
+    with _reader(folder / "archive.pt", folder / "copy"):
+        save(str(folder / "archive.pt"))
+    is_fifo = stat.S_ISFIFO(os.stat(folder / "archive.pt").st_mode)
+    return Seen((folder / "copy").read_bytes(), extra=is_fifo)
+
+
+@contextlib.contextmanager
+def _reader(source: Any, copy: Path) -> Iterator[None]:
+    """Another process drains a pipe: stock holds the GIL while it writes to one."""
+    with open(copy, "wb") as out:
+        child = subprocess.Popen(
+            ["cat", *([source] if isinstance(source, Path) else [])],
+            stdin=None if isinstance(source, Path) else source,
+            stdout=out,
+        )
+    try:
+        yield
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+        child.wait()
+
+
+Opener = Callable[[Path], Any]
+
+
+def _file_target(name: str, opener: Opener, *, before: bytes = b"", tell: bool = True) -> None:
+    """A file object: its position after the save, and what a later write does to the file."""
+
+    def run(folder: Path, save: Save) -> Seen:
+        path = folder / "file.bin"
+        if before:
+            path.write_bytes(before)
+        with opener(path) as file:
+            save(file)
+            position = file.tell() if tell else None
+            file.write(TAIL)
+        return Seen(path.read_bytes(), position, _mode(path))
+
+    TARGETS[name] = run
+
+
+def _at(position: int) -> Callable[[Any], Any]:
+    def move(file: Any) -> Any:
+        file.seek(position)
+        return file
+
+    return move
+
+
+def _after_write(file: Any) -> Any:
+    file.write(HEAD)  # stays in Python's buffer
+    return file
+
+
+def _after_read(file: Any) -> Any:
+    assert file.read(7) == BEHIND[:7]  # the descriptor is further than the position now
+    return file
+
+
+def _by_fd(path: Path, flags: int) -> Any:
+    return os.fdopen(os.open(path, os.O_CREAT | flags, 0o600), "wb")
+
+
+def _open(mode: str, buffering: int = -1) -> Opener:
+    return lambda path: open(path, mode, buffering)
+
+
+def _opened(adjust: Callable[[Any], Any], mode: str, buffering: int = -1) -> Opener:
+    return lambda path: adjust(open(path, mode, buffering))
+
+
+_file_target("file", _open("wb"))
+_file_target("file_unbuffered", _open("wb", 0))
+_file_target("file_fileio", lambda p: io.FileIO(p, "w"))
+_file_target("file_big_buffer", _open("wb", 1 << 20))
+_file_target("file_exclusive", _open("xb"))
+_file_target("file_read_write", _open("w+b"))
+_file_target("file_append_new", _open("ab"))
+_file_target("file_append", _open("ab"), before=BEHIND)
+_file_target("file_append_read", _open("a+b"), before=BEHIND)
+_file_target("file_append_fd", lambda p: _by_fd(p, os.O_WRONLY | os.O_APPEND), before=BEHIND)
+_file_target("file_fd", lambda p: _by_fd(p, os.O_WRONLY | os.O_TRUNC))
+_file_target("file_pending_write", _opened(_after_write, "wb"))
+_file_target("file_pending_write_unbuffered", _opened(_after_write, "wb", 0))
+_file_target("file_middle", _opened(_at(13), "r+b"), before=BEHIND)
+_file_target("file_middle_aligned", _opened(_at(4096), "r+b"), before=BEHIND)
+_file_target("file_middle_unbuffered", _opened(_at(777), "r+b", 0), before=BEHIND)
+_file_target("file_middle_after_read", _opened(_after_read, "r+b"), before=BEHIND)
+_file_target("file_beyond_end", _opened(_at(10_001), "wb"))
+_file_target("fsspec", lambda p: _fsspec(p))
+_file_target("fsspec_compressed", lambda p: _fsspec(p, compression="bz2"))
+_file_target("bz2", lambda p: bz2.BZ2File(p, "wb"))
+_file_target("lzma", lambda p: lzma.LZMAFile(p, "wb"))  # noqa: SIM115
+
+
+def _fsspec(path: Path, **options: Any) -> Any:
+    import pytest  # the compat scripts run without it
+
+    local = pytest.importorskip("fsspec.implementations.local")
+    return local.LocalFileSystem().open(str(path), "wb", **options)
+
+
+class _HashingFile(io.FileIO):
+    """A real file that must see every byte: no way around its ``write``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w")
+        self.crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return super().write(data)
+
+
+class _Encrypting(io.BufferedWriter):
+    """Puts other bytes into the file than it was given."""
+
+    def write(self, data: Any) -> int:
+        return super().write(bytes(data).translate(bytes(range(255, -1, -1))))
+
+
+class _Wrapped:
+    """Passes all on to a file, ``fileno`` included, and watches the writes, as tqdm does."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.sizes: list[int] = []
+
+    def write(self, data: Any) -> int:
+        self.sizes.append(memoryview(data).nbytes)
+        return self.file.write(data)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+class _Minimal:
+    """The least that torch takes; keeps a log of its calls."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.log: list[Any] = []
+
+    def write(self, data: Any) -> int:
+        self.parts.append(bytes(data))
+        self.log.append((type(data).__name__, len(self.parts[-1])))
+        return len(self.parts[-1])
+
+    def flush(self) -> None:
+        self.log.append("flush")
+
+
+@target("file_subclass_hashing")
+def _(folder: Path, save: Save) -> Seen:
+    with _HashingFile(folder / "file.bin") as file:
+        save(file)
+        position = file.tell()
+    return Seen((folder / "file.bin").read_bytes(), position, file.crc)
+
+
+@target("file_subclass_encrypting")
+def _(folder: Path, save: Save) -> Seen:
+    with _Encrypting(io.FileIO(folder / "file.bin", "w")) as file:
+        save(file)
+        position = file.tell()
+    return Seen((folder / "file.bin").read_bytes(), position)
+
+
+@target("file_wrapped")
+def _(folder: Path, save: Save) -> Seen:
+    with open(folder / "file.bin", "wb") as inner:
+        file = _Wrapped(inner)
+        save(file)
+        position = inner.tell()
+    return Seen((folder / "file.bin").read_bytes(), position, file.sizes)
+
+
+@target("file_write_replaced")
+def _(folder: Path, save: Save) -> Seen:
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        sizes: list[int] = []
+        write = file.write
+
+        def watched(data: Any) -> int:
+            sizes.append(memoryview(data).nbytes)
+            return write(data)
+
+        file.write = watched  # type: ignore[method-assign]
+        save(file)
+        return Seen(Path(file.name).read_bytes(), file.tell(), sizes)
+
+
+@target("file_two_saves")
+def _(folder: Path, save: Save) -> Seen:
+    with open(folder / "file.bin", "wb") as file:
+        save(file)
+        middle = file.tell()
+        save(file)
+        return Seen((folder / "file.bin").read_bytes(), file.tell(), middle)
+
+
+@target("file_deleted")
+def _(folder: Path, save: Save) -> Seen:
+    with open(folder / "file.bin", "w+b") as file:
+        os.unlink(folder / "file.bin")
+        save(file)
+        position = file.tell()
+        file.seek(0)
+        return Seen(file.read(), position)
+
+
+@target("file_shared_descriptor")
+def _(folder: Path, save: Save) -> Seen:
+    # A duplicate shares the position: both must be at the end afterwards.
+    with open(folder / "file.bin", "wb") as file:
+        twin = os.dup(file.fileno())
+        save(file)
+        file.flush()
+        position = os.lseek(twin, 0, os.SEEK_CUR)
+        os.close(twin)
+    return Seen((folder / "file.bin").read_bytes(), position)
+
+
+@target("named_temporary_file")
+def _(folder: Path, save: Save) -> Seen:
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        save(file)
+        position = file.tell()
+        file.flush()
+        return Seen(Path(file.name).read_bytes(), position)
+
+
+@target("temporary_file")
+def _(folder: Path, save: Save) -> Seen:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        save(file)
+        position = file.tell()
+        file.seek(0)
+        return Seen(file.read(), position)
+
+
+@target("spooled_temporary_file")
+def _(folder: Path, save: Save) -> Seen:
+    with tempfile.SpooledTemporaryFile(max_size=1 << 21, dir=folder) as file:
+        save(file)
+        position = file.tell()
+        rolled = file._rolled  # type: ignore[attr-defined]
+        file.seek(0)
+        return Seen(file.read(), position, rolled)
+
+
+@target("bytesio")
+def _(folder: Path, save: Save) -> Seen:
+    buffer = io.BytesIO()
+    save(buffer)
+    return Seen(buffer.getvalue(), buffer.tell())
+
+
+@target("bytesio_middle")
+def _(folder: Path, save: Save) -> Seen:
+    buffer = io.BytesIO(BEHIND)
+    buffer.seek(11)
+    save(buffer)
+    return Seen(buffer.getvalue(), buffer.tell())
+
+
+@target("minimal")
+def _(folder: Path, save: Save) -> Seen:
+    file = _Minimal()
+    save(file)
+    return Seen(b"".join(file.parts), None, file.log)
+
+
+@target("gzip")
+def _(folder: Path, save: Save) -> Seen:
+    with gzip.open(folder / "file.gz", "wb") as file:
+        save(file)
+        position = file.tell()
+    # The compressed bytes carry the time.
+    return Seen(gzip.decompress((folder / "file.gz").read_bytes()), position)
+
+
+@target("zip_member")
+def _(folder: Path, save: Save) -> Seen:
+    with zipfile.ZipFile(folder / "file.zip", "w") as archive, archive.open("x", "w") as file:
+        save(file)
+    with zipfile.ZipFile(folder / "file.zip") as archive:
+        return Seen(archive.read("x"))
+
+
+@target("pipe")
+def _(folder: Path, save: Save) -> Seen:
+    out, into = os.pipe()
+    with os.fdopen(out), _reader(out, folder / "copy"), os.fdopen(into, "wb") as file:
+        save(file)
+    return Seen((folder / "copy").read_bytes())
+
+
+@target("socket")
+def _(folder: Path, save: Save) -> Seen:
+    left, right = socket.socketpair()
+    with right, _reader(right, folder / "copy"), left, left.makefile("wb") as file:
+        save(file)
+    return Seen((folder / "copy").read_bytes())
+
+
+@target("mmap")
+def _(folder: Path, save: Save) -> Seen:
+    with mmap.mmap(-1, 24 << 20) as memory:
+        memory.seek(100)
+        save(memory)
+        return Seen(memory[: memory.tell()], memory.tell())
+
+
+@target("memfd")
+def _(folder: Path, save: Save) -> Seen:
+    with os.fdopen(os.memfd_create("archive"), "w+b") as file:
+        save(file)
+        position = file.tell()
+        file.seek(0)
+        return Seen(file.read(), position)
+
+
+@target("path_of_descriptor")
+def _(folder: Path, save: Save) -> Seen:
+    # A path that names an open file: that file takes the bytes, not a new one in its place.
+    with open(folder / "file.bin", "w+b") as file:
+        save(f"/dev/fd/{file.fileno()}")
+        return Seen(file.read())
+
+
+# --- what a save leaves -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one save left behind."""
+
+    seen: Seen | None
+    error: BaseException | None
+    files: tuple[str, ...]
+    warnings: frozenset[tuple[str, str]]
+
+
+def attempt(target: Target, folder: Path, save: Callable[[Any], None], expected: Any) -> Outcome:
+    """Run a save into a target inside an empty folder; ``expected`` errors are caught, too."""
+    folder.mkdir(parents=True)
+    seen = error = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            seen = target(folder, save)
+        except BaseException as raised:
+            # A real Ctrl-C must still end the test run.
+            if not isinstance(raised, (Exception, *_types(expected))):
+                raise
+            error = raised
+            # Frames would keep half-pickled objects alive.
+            error.__traceback__ = None
+    files = tuple(sorted(str(p.relative_to(folder)) for p in folder.rglob("*")))
+    messages = frozenset((w.category.__name__, str(w.message)) for w in caught)
+    return Outcome(seen, error, files, messages)
+
+
+def _types(expected: Any) -> tuple[type[BaseException], ...]:
+    if expected is None:
+        return ()
+    return expected if isinstance(expected, tuple) else (expected,)
+
+
+def difference(left: bytes, right: bytes) -> str | None:
+    """Where two byte strings part, in words; ``None`` if they do not."""
+    if left == right:
+        return None
+    size = min(len(left), len(right))
+    a, b = np.frombuffer(left, np.uint8, size), np.frombuffer(right, np.uint8, size)
+    places = np.flatnonzero(a != b)
+    sizes = f"{len(left)} and {len(right)} bytes"
+    if not len(places):
+        return f"{sizes}; equal up to the end of the shorter"
+    at = int(places[0])
+    around = slice(max(0, at - 8), at + 24)
+    return (
+        f"{sizes}; {len(places)} differ, the first at {at} (0x{at:x}):\n"
+        f"  {left[around].hex(' ')}\n  {right[around].hex(' ')}"
+    )
+
+
+def compare(want: Outcome, got: Outcome, *, addresses: bool = True) -> None:
+    """Assert that ``got`` is what stock's ``want`` is.
+
+    Args:
+        addresses: whether a legacy file's keys must be the same; not so where pickling itself
+            makes new storages.
+    """
+    if want.error is not None:
+        assert got.error is not None, f"stock raised {want.error!r}, the other side nothing"
+        assert isinstance(got.error, type(want.error)), (want.error, got.error)
+        # Stock leaves a broken file; nothing beyond it may stay.
+        assert set(got.files) <= set(want.files), got.files
+        return
+    if got.error is not None:
+        raise AssertionError(f"stock raised nothing, the other side {got.error!r}") from got.error
+    assert want.seen is not None
+    assert got.seen is not None
+    if addresses:
+        parted = difference(want.seen.data, got.seen.data)
+        assert parted is None, f"stock and the other side: {parted}"
+        assert got.seen.position == want.seen.position
+        assert got.seen.extra == want.seen.extra
+    else:
+        assert legacy_normal_form(got.seen.data) == legacy_normal_form(want.seen.data)
+    assert got.files == want.files
+    # Stock may warn once per process only: so no new ones, rather than the same ones.
+    assert got.warnings <= want.warnings, got.warnings - want.warnings
+
+
+class _Stub:
+    """Stands for any pickled class: takes everything, does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Stub:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None: ...
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+    def append(self, value: Any) -> None: ...
+    def extend(self, values: Any) -> None: ...
+
+
+class _Keys(pickle.Unpickler):
+    """Reads only the storages out of a legacy pickle: key -> bytes per element, in order."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.widths: dict[str, int] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        return type(name, (_Stub,), {"__module__": module})
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] == "module":
+            return _Stub
+        kind = getattr(torch, pid[1].__name__, torch.UntypedStorage)
+        width = 1 if kind is torch.UntypedStorage else kind.dtype.itemsize
+        return self.widths.setdefault(pid[2], width)
+
+
+def legacy_normal_form(data: bytes) -> Any:
+    """A legacy file with its memory addresses replaced by their order of appearance."""
+    stream = io.BytesIO(data)
+    headers = []
+    for _ in range(5):  # magic, protocol, system, object, keys
+        start = stream.tell()
+        headers.append(list(pickletools.genops(stream)))
+        stop = stream.tell()
+        if len(headers) == 4:
+            reader = _Keys(io.BytesIO(data[start:stop]))
+            reader.load()
+    keys = pickle.loads(data[start:stop])
+    order = list(reader.widths)
+    assert keys == sorted(order)
+    contents = {}
+    for key in keys:
+        (count,) = struct.unpack("<q", stream.read(8))
+        contents[order.index(key)] = (count, stream.read(count * reader.widths[key]))
+    # A frame's length depends on how many digits the addresses have.
+    named = [
+        [
+            (op.name, f"key {order.index(arg)}" if arg in order else arg)
+            for op, arg, _ in ops
+            if op.name != "FRAME"
+        ]
+        for ops in headers[:4]
+    ]
+    return named, contents, stream.read()
+
+
+# --- values -----------------------------------------------------------------------------------
+
+_ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range, slice)
+# Sharing of other objects is chance: constants, caches.
+_SHARED = (list, dict, set, torch.Tensor, np.ndarray)
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> bytes:
+    """A copy of a CPU storage's bytes."""
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+
+
+class _Digester:
+    def __init__(self) -> None:
+        self.hash = hashlib.sha256()
+        self.seen: dict[int, int] = {}
+        self.storages: dict[int, int] = {}
+        self.alive: list[Any] = []  # so that no id is given twice
+
+    def say(self, *words: object) -> None:
+        self.hash.update(repr(words).encode("utf-8", "surrogatepass"))
+
+    def storage(self, storage: torch.UntypedStorage) -> None:
+        self.alive.append(storage)
+        if storage.device.type != "cpu":
+            self.say("storage", str(storage.device), storage.nbytes())
+        elif not storage.nbytes():  # releases differ in whether they share these on reading
+            self.say("empty storage")
+        elif storage._cdata in self.storages:
+            self.say("same storage", self.storages[storage._cdata])
+        else:
+            self.storages[storage._cdata] = len(self.storages)
+            self.say("storage", storage.nbytes())
+            self.hash.update(storage_bytes(storage))
+
+    def tensor(self, t: torch.Tensor) -> None:
+        self.say(type(t).__qualname__, str(t.dtype), str(t.layout), str(t.device), t.requires_grad)
+        if isinstance(t, torch.nn.parameter.UninitializedTensorMixin):
+            return
+        if not t.is_nested:
+            self.say(tuple(t.shape))
+        if (parts := _parts(t)) is not None:
+            self.any(parts)
+            return
+        self.say(t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
+        if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            self.storage(t.untyped_storage())  # a wrapper subclass has none
+        if t.__dict__:
+            self.any(dict(t.__dict__))
+
+    def any(self, value: Any) -> None:
+        if isinstance(value, torch.TypedStorage):
+            if value.dtype is not torch.uint8:  # stock reads an untyped one back as such
+                self.say("typed", str(value.dtype))
+            self.storage(value._untyped_storage)
+        elif isinstance(value, torch.UntypedStorage):
+            self.storage(value)
+        elif isinstance(value, _ATOMS) and type(value).__module__ == "builtins":
+            self.say(type(value).__name__, value)
+        elif isinstance(value, _NAMED):
+            self.say(value.__module__, value.__qualname__)
+        elif not isinstance(value, _SHARED):
+            self.alive.append(value)
+            self.compound(value)
+        elif id(value) in self.seen:
+            self.say("again", self.seen[id(value)])
+        else:
+            self.seen[id(value)] = len(self.seen)
+            self.alive.append(value)
+            self.compound(value)
+
+    def compound(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.tensor(value)
+            return
+        self.say(type(value).__qualname__)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            self.say(value.dtype.descr, value.shape, value.tobytes())
+        elif isinstance(value, torch.Generator):
+            self.any(value.get_state())
+        elif type(value) in (list, tuple):
+            self.all(value)
+        elif type(value) in (set, frozenset):
+            self.say(sorted(digest(item) for item in value))
+        elif type(value) is dict:
+            self.all(value.items())
+        else:
+            # What pickle would write: the constructor, its arguments, state, items.
+            reduce = copyreg.dispatch_table.get(type(value))
+            parts = reduce(value) if reduce else value.__reduce_ex__(2)
+            if isinstance(parts, str):
+                self.say(parts)
+            else:
+                self.all(parts[:3])
+                for items in parts[3:5]:
+                    self.all(items or ())
+
+    def all(self, values: Iterable[Any]) -> None:
+        for item in values:
+            self.say("next")
+            self.any(item)
+        self.say("end")
+
+
+def _parts(t: torch.Tensor) -> list[Any] | None:
+    """What a tensor that is not plain strided memory is made of."""
+    if t.is_nested:
+        strided = t.layout is torch.strided
+        return [t.values(), t._nested_tensor_size() if strided else t.offsets()]
+    if t.layout is torch.sparse_coo:
+        return [t.is_coalesced(), t._indices(), t._values()]
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [t.crow_indices(), t.col_indices(), t.values()]
+    if t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [t.ccol_indices(), t.row_indices(), t.values()]
+    if t.is_quantized:
+        scheme = [str(t.qscheme()), tuple(t.shape), t.stride(), t.storage_offset()]
+        if t.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return [*scheme, t.q_scale(), t.q_zero_point(), t.untyped_storage()]
+        scales = [t.q_per_channel_scales(), t.q_per_channel_zero_points(), t.q_per_channel_axis()]
+        return [*scheme, *scales, t.untyped_storage()]
+    return None
+
+
+def digest(value: Any) -> str:
+    """A hash of a value: types, numbers, strides, storage bytes, which storages are shared."""
+    digester = _Digester()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        digester.any(value)
+    return digester.hash.hexdigest()
+
+
+# --- one comparison ---------------------------------------------------------------------------
+
+
+def saver(case: Case, fmt: str, live: Any) -> Callable[[Any], None]:
+    """``torch.save`` of this object as the case says."""
+
+    def save(f: Any) -> None:
+        with case.context():
+            torch.save(live, f, **case.options(fmt))
+
+    return save
+
+
+def both(
+    case: Case,
+    fmt: str,
+    target: Target,
+    folder: Path,
+    *option_sets: Mapping[str, Any],
+    live: Any = None,
+    odd: type[BaseException] | None = None,
+) -> list[Outcome]:
+    """Save with stock, with fastserial under each set of options, with stock again: all agree.
+
+    The last one proves that the bytes are reproducible and that fastserial left the object alone.
+
+    Args:
+        odd: what stock raises for this target, though the case itself can be saved.
+
+    Returns:
+        what stock left behind, then what fastserial did.
+    """
+    expected = odd or case.raises.get(fmt)
+    live = case.build() if live is None else live
+    addresses = not (fmt == "legacy" and case.fresh_storages)
+
+    def one(side: str) -> Outcome:
+        mine = case.build() if case.rebuild else live
+        return attempt(target, folder / side, saver(case, fmt, mine), expected)
+
+    with stock():
+        want = one("stock")
+        if expected is not None:
+            assert isinstance(want.error, expected), f"{case.name}: {want.error!r}"
+        elif want.error is not None:
+            raise AssertionError(f"{case.name}: stock raised") from want.error
+    outcomes = [want]
+    with fast():
+        for number, options in enumerate(option_sets or ({},)):
+            with _options(options):
+                got = one(f"fast{number}")
+            try:
+                compare(want, got, addresses=addresses)
+                if want.error is not None:
+                    # These fail in pickling, which is torch's own on both sides.
+                    assert str(got.error) == str(want.error)
+            except AssertionError as error:
+                note = f"{case.name}, {fmt}, options {dict(options)}: {error}"
+                raise AssertionError(note) from error
+            outcomes.append(got)
+    with stock():
+        compare(want, one("again"), addresses=addresses)
+    return outcomes

@@ -1,0 +1,821 @@
+"""What cannot be saved, and where it cannot be saved: stock's exceptions, and no damage.
+
+Every expectation about an exception comes from running stock in the same test.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import CASES, FORMATS, noise
+from identity import STOCK_ONLY, difference, fast, stock
+
+SMALL = {"x": torch.arange(1000.0)}
+OLD = b"the previous checkpoint" * 5000
+SIDES: dict[str, Callable[..., AbstractContextManager[None]]] = {"stock": stock, "fast": fast}
+# In blocks, or small and buffered: both ways end in the same rename.
+WAYS: list[dict[str, Any]] = [{}, {"small_file": 0, "block_size": 4096}, {"durable": False}]
+
+needs_fast = pytest.mark.skipif(STOCK_ONLY, reason="stock does not promise this")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+both_formats = pytest.mark.parametrize("fmt", FORMATS)
+
+
+def save(f: Any, fmt: str, live: Any = SMALL) -> None:
+    torch.save(live, f, _use_new_zipfile_serialization=fmt == "zip")
+
+
+def raised(call: Callable[[], object]) -> BaseException | None:
+    """What a call raises, interrupts included."""
+    try:
+        call()
+    except BaseException as error:
+        error.__traceback__ = None
+        return error
+    return None
+
+
+def assert_like(got: BaseException | None, want: BaseException | None) -> None:
+    """Who catches ``want`` also catches ``got``."""
+    assert (got is None) == (want is None), (got, want)
+    assert want is None or isinstance(got, type(want)), (got, want)
+
+
+def names_path(error: BaseException | None, path: str) -> bool:
+    return path in str(error) or getattr(error, "filename", None) == path
+
+
+def by_stock(path: Path, fmt: str, live: Any = SMALL) -> bytes:
+    """Stock's bytes for a file of this name, by way of a folder beside it."""
+    folder = path.parent / "by stock"
+    folder.mkdir(exist_ok=True)
+    with stock():
+        save(folder / path.name, fmt, live)
+    data = (folder / path.name).read_bytes()
+    (folder / path.name).unlink()
+    folder.rmdir()
+    return data
+
+
+def still_saves(folder: Path, fmt: str) -> None:
+    """No writer, lock or buffer stayed behind."""
+    folder.mkdir(exist_ok=True)
+    want = by_stock(folder / "good.pt", fmt)
+    with fast():
+        save(folder / "good.pt", fmt)
+    assert difference(want, (folder / "good.pt").read_bytes()) is None
+
+
+def child(body: str, *args: object, **options: Any) -> Any:
+    """Run code in a process of its own; what it puts into ``result`` comes back."""
+    prelude = (
+        "import json, os, sys, threading, time, torch\n"
+        "from pathlib import Path\n"
+        "from corpus import noise\n"
+        "from identity import fast, stock\n"
+        "from test_bad_input import SMALL, raised, save\n"
+        "args, result = sys.argv[2:], None\n"
+    )
+    read, write = os.pipe()
+    code = f"{prelude}{body}\nos.write(int(sys.argv[1]), json.dumps(result).encode())\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        command = [sys.executable, "-c", code, str(write), *map(str, args)]
+        options = {"stderr": subprocess.PIPE, "timeout": 120, **options}
+        done = subprocess.run(command, env=environment, pass_fds=(write,), **options)
+    finally:
+        os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        answer = pipe.read()
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(answer)
+
+
+@pytest.fixture(autouse=True)
+def _after() -> Iterator[None]:
+    """Nothing but the tests below changes the umask, and stock is back afterwards."""
+    mask = os.umask(0o022)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    os.umask(mask)
+    with stock():
+        pass
+
+
+# --- paths that cannot be written -------------------------------------------------------------
+
+PLACES = {
+    "missing directory": "{}/missing/a.pt",
+    "missing directories": "{}/missing/too/a.pt",
+    "directory": "{}/directory",
+    "file as parent": "{}/plain/a.pt",
+    "empty": "",
+    "directory with slash": "{}/directory/",
+    "new name with slash": "{}/new/",
+    "dot": "{}/.",
+    "no stem": "{}/.hidden",
+    "name too long": "{}/" + "n" * 300 + ".pt",
+    "path too long": "{}/" + "d/" * 3000 + "a.pt",
+    "null byte": "{}/a\0b.pt",
+    "links in a circle": "{}/loop1",
+    "link into nowhere": "{}/astray",
+    "link to a directory": "{}/door",
+    "device without space": "/dev/full",
+}
+# Places whose refusal must say the path; torch's own words are kept for the others.
+MUST_NAME = ("missing", "directory", "file as", "name too long", "path too", "link")
+
+
+@both_formats
+@pytest.mark.parametrize("place", PLACES)
+def test_impossible_path(place: str, fmt: str, tmp_path: Path) -> None:
+    """Stock's type of exception, the path in its message, and nothing left behind."""
+    errors, left = {}, {}
+    for side, context in SIDES.items():
+        folder = tmp_path / side
+        (folder / "directory").mkdir(parents=True)
+        (folder / "plain").touch()
+        for link, points in {
+            "loop1": "loop2",
+            "loop2": "loop1",
+            "astray": "missing/a.pt",
+            "door": "directory",
+        }.items():
+            (folder / link).symlink_to(points)
+        path = PLACES[place].format(folder)
+        with context():
+            errors[side] = raised(lambda path=path: save(path, fmt))  # type: ignore[misc]
+        left[side] = sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+    assert_like(errors["fast"], errors["stock"])
+    assert left["fast"] == left["stock"]
+    if not STOCK_ONLY and place.startswith(MUST_NAME) and not path.endswith("/"):
+        assert names_path(errors["fast"], path), errors["fast"]
+    if isinstance(errors["stock"], OSError):
+        assert getattr(errors["fast"], "errno", None) == errors["stock"].errno
+    still_saves(tmp_path / "after", fmt)
+
+
+@needs_fast
+def test_missing_directory_says_what_to_do(tmp_path: Path) -> None:
+    """Stock says it too: the parent directory."""
+    with fast(), pytest.raises(RuntimeError, match=r"Parent directory .*missing does not exist"):
+        save(tmp_path / "missing" / "a.pt", "zip")
+
+
+@both_formats
+def test_relative_path_after_chdir(
+    fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that was removed under us is an error, as in stock."""
+    errors = {}
+    for side, context in SIDES.items():
+        gone = tmp_path / side
+        gone.mkdir()
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        with context():
+            errors[side] = raised(lambda: save("a.pt", fmt))
+    monkeypatch.chdir(tmp_path)
+    assert errors["stock"] is not None
+    assert_like(errors["fast"], errors["stock"])
+
+
+# --- not root ---------------------------------------------------------------------------------
+
+AS_NOBODY = """
+Path("warm").mkdir()
+for side in (stock, fast):  # imports what it will need while it still may
+    with side():
+        save("warm/up.pt", args[0])
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+result = {}
+for scene in args[1:]:
+    for side in ("stock", "fast"):
+        with (stock if side == "stock" else fast)():
+            error = raised(lambda: save(f"{scene}/{side}/a.pt", args[0]))
+        mro = [kind.__name__ for kind in type(error).__mro__]
+        result[f"{scene}/{side}"] = [mro, str(error), getattr(error, "errno", None)]
+"""
+# Modes of the directory and of the file in it (None: no file).
+SCENES: dict[str, tuple[int, int | None]] = {
+    "unwritable directory": (0o555, None),
+    "unsearchable directory": (0o666, 0o666),
+    "read-only file": (0o777, 0o444),
+    "someone else's file": (0o777, 0o644),
+    # Stock opens and overwrites. A temporary file beside it is not possible,
+    "writable file in unwritable directory": (0o555, 0o666),
+    # would change the owner,
+    "someone else's writable file": (0o777, 0o666),
+    # or may not be renamed over it.
+    "sticky directory": (0o1777, 0o666),
+}
+Permitted = dict[str, tuple[Any, Any]]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def permitted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Permitted:
+    """What another user could do: per scene and side, the outcome and the files afterwards."""
+    root = tmp_path_factory.mktemp("permissions")
+    for parent in [root, *root.parents][:3]:
+        parent.chmod(parent.stat().st_mode | 0o711)
+    for scene, (directory_mode, file_mode) in SCENES.items():
+        for side in SIDES:
+            folder = root / scene / side
+            folder.mkdir(parents=True)
+            if file_mode is not None:
+                (folder / "a.pt").write_bytes(OLD)
+                (folder / "a.pt").chmod(file_mode)
+            folder.chmod(directory_mode)
+    outcomes = child(AS_NOBODY, request.param, *SCENES, cwd=root)
+    found: Permitted = {}
+    for key, outcome in outcomes.items():
+        seen: dict[str, Any] = {}
+        for file in (root / key).iterdir():
+            status = file.stat()
+            owner = (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode))
+            seen[file.name] = (owner, file.read_bytes())
+        found[key] = (outcome, seen)
+    return found
+
+
+@needs_root
+@pytest.mark.parametrize("scene", SCENES)
+def test_permissions(scene: str, permitted: Permitted) -> None:
+    """As another user: refused where stock is refused, written where stock writes."""
+    (want, _, want_errno), want_files = permitted[f"{scene}/stock"]
+    (kinds, message, errno), got_files = permitted[f"{scene}/fast"]
+    assert want[0] in kinds, message
+    assert got_files == want_files
+    if want[0] != "NoneType":
+        assert want_errno in (None, errno)
+        assert STOCK_ONLY or f"{scene}/fast/a.pt" in message
+        assert all(data == OLD for _, data in got_files.values())
+
+
+# --- a save that fails leaves the previous file -----------------------------------------------
+
+FAILING = [
+    "raise_value_error",
+    "raise_runtime_error",
+    "raise_os_error",
+    "raise_memory_error",
+    "raise_keyboard_interrupt",
+    "raise_system_exit",
+    "unpicklable_lambda",
+    "unpicklable_too_deep",
+    "same_memory_two_dtypes",
+    "meta_storage",
+    "module_script",
+    "protocol_99",
+]
+
+
+@both_formats
+@pytest.mark.parametrize("before", [OLD, None], ids=["over a file", "new"])
+@pytest.mark.parametrize("name", FAILING)
+def test_failed_save(name: str, before: bytes | None, fmt: str, tmp_path: Path) -> None:
+    """The previous file stays byte for byte, nothing else lies beside it."""
+    case = CASES[name]
+    live, options = case.build(), case.options(fmt)
+    with stock():
+        want = raised(lambda: torch.save(live, tmp_path / "stock.pt", **options))
+    assert isinstance(want, case.raises[fmt])
+    for way in WAYS:
+        folder = tmp_path / "-".join(way or ["default"])
+        folder.mkdir()
+        path = folder / "a.pt"
+        if before is not None:
+            path.write_bytes(before)
+            path.chmod(0o640)
+            inode = path.stat().st_ino
+        with fast(**way):
+            got = raised(lambda path=path: torch.save(live, path, **options))  # type: ignore[misc]
+        assert_like(got, want)
+        assert str(got) == str(want)
+        if STOCK_ONLY:
+            continue
+        assert os.listdir(folder) == ([] if before is None else ["a.pt"])
+        if before is not None:
+            assert path.read_bytes() == before
+            assert (path.stat().st_ino, stat.S_IMODE(path.stat().st_mode)) == (inode, 0o640)
+    still_saves(tmp_path / "after", fmt)
+
+
+@both_formats
+@pytest.mark.parametrize("name", FAILING)
+def test_failed_save_into_file_object(name: str, fmt: str, tmp_path: Path) -> None:
+    """What lay before the position stays; the file is still usable."""
+    case = CASES[name]
+    live, options = case.build(), case.options(fmt)
+    errors = {}
+    for side, context in SIDES.items():
+        with open(tmp_path / side, "w+b") as file, context():
+            file.write(OLD)
+            errors[side] = raised(lambda file=file: torch.save(live, file, **options))  # type: ignore[misc]
+            file.seek(0)
+            assert file.read(len(OLD)) == OLD
+    assert_like(errors["fast"], errors["stock"])
+
+
+INTERRUPTED = """
+import signal
+def ring(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, ring)
+path = Path(args[0], "a.pt")
+live = noise(12_000_000)
+result = {"interrupted": 0, "finished": 0, "wrong": []}
+with fast(block_size=65536, threads=2, small_file=0, durable=False):
+    save(path, args[1], live)  # how long it takes, and what it gives
+    start = time.perf_counter()
+    save(path, args[1], live)
+    took = time.perf_counter() - start
+    new = path.read_bytes()
+    for step in range(80):
+        path.write_bytes(b"old")
+        error = None
+        try:
+            signal.setitimer(signal.ITIMER_REAL, took * (step + 1) / 70)
+            save(path, args[1], live)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            result["finished"] += 1
+        except KeyboardInterrupt:
+            result["interrupted"] += 1
+        except BaseException as other:
+            error = repr(other)
+        names = os.listdir(args[0])
+        if error or names != ["a.pt"] or path.read_bytes() not in (b"old", new):
+            result["wrong"].append([step, error, names])
+        for name in names:
+            if name != "a.pt":
+                os.unlink(path.with_name(name))
+    save(path, args[1], live)
+    assert path.read_bytes() == new
+"""
+
+
+@needs_fast
+@both_formats
+def test_interrupt_at_any_time(fmt: str, tmp_path: Path) -> None:
+    """Ctrl-C during the transfer: the old file or the new one, and no temporary file."""
+    result = child(INTERRUPTED, tmp_path, fmt)
+    assert result["wrong"] == []
+    assert result["interrupted"] >= 10, result
+
+
+TOO_LARGE = """
+import resource
+with fast():  # imports what it needs
+    save(args[0] + "/warm.pt", args[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+result, live = [], noise(3_000_000)
+for side in (stock, fast):
+    for durable in (True, False):
+        with side(**({"durable": durable, "small_file": 0} if side is fast else {})):
+            error = raised(lambda: save(f"{args[0]}/{side.__name__}/a.pt", args[1], live))
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        result.append([kinds, getattr(error, "errno", None), str(error)])
+"""
+
+
+@both_formats
+def test_file_grows_too_large(fmt: str, tmp_path: Path) -> None:
+    """The disk says no halfway (a limit on file size stands for a full disk)."""
+    for side in SIDES:
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "a.pt").write_bytes(OLD)
+    (want, _, _), _, *ours = child(TOO_LARGE, tmp_path, fmt)
+    assert "Exception" in want
+    for kinds, number, message in ours:
+        assert want[0] in kinds
+        if not STOCK_ONLY:
+            assert "OSError" in kinds
+            assert number is not None
+            assert f"{tmp_path}/fast/a.pt" in message
+    if not STOCK_ONLY:
+        assert os.listdir(tmp_path / "fast") == ["a.pt"]
+        assert (tmp_path / "fast" / "a.pt").read_bytes() == OLD
+
+
+# --- links, modes, owners, special files ------------------------------------------------------
+
+LINKS: dict[str, list[tuple[str, str]]] = {
+    "relative": [("a.pt", "real/step.pt")],
+    "dangling": [("a.pt", "real/new.pt")],
+    "chain": [("a.pt", "b.pt"), ("b.pt", "real/c.pt"), ("real/c.pt", "../real/step.pt")],
+    "dangling chain": [("a.pt", "b.pt"), ("b.pt", "real/new.pt")],
+    "absolute": [("a.pt", "{}/real/step.pt")],
+    "beside": [("a.pt", "./step-7.pt")],
+    "through a linked directory": [("door", "real"), ("a.pt", "door/step.pt")],
+}
+
+
+@both_formats
+@pytest.mark.parametrize("kind", LINKS)
+def test_symlinks_are_followed(kind: str, fmt: str, tmp_path: Path) -> None:
+    """The link stays, what it points to changes; the archive is named after the link."""
+    trees = {}
+    for side, context in SIDES.items():
+        folder = tmp_path / side
+        (folder / "real").mkdir(parents=True)
+        (folder / "real" / "step.pt").write_bytes(OLD)
+        for name, points in LINKS[kind]:
+            (folder / name).symlink_to(points.format(folder))
+        with context(**({"small_file": 0} if side == "fast" else {})):
+            save(folder / "a.pt", fmt)
+        trees[side] = {
+            str(p.relative_to(folder)): os.readlink(p).replace(str(folder), "")
+            if p.is_symlink()
+            else p.read_bytes()
+            for p in folder.rglob("*")
+            if p.is_symlink() or p.is_file()
+        }
+    assert trees["fast"] == trees["stock"]
+    for name, points in LINKS[kind]:
+        assert trees["fast"][name] == points.format("")
+
+
+@both_formats
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o027, 0o077])
+def test_umask(mask: int, fmt: str, tmp_path: Path) -> None:
+    """A new file gets the mode that stock gives it."""
+    modes = {}
+    for side, context in SIDES.items():
+        (tmp_path / side).mkdir()
+        with context():
+            before = os.umask(mask)
+            try:
+                save(tmp_path / side / "a.pt", fmt)
+            finally:
+                assert os.umask(before) == mask
+        modes[side] = stat.S_IMODE((tmp_path / side / "a.pt").stat().st_mode)
+    assert modes["fast"] == modes["stock"] == 0o666 & ~mask
+
+
+@both_formats
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o755, 0o660])
+def test_mode_of_existing_file(mode: int, fmt: str, tmp_path: Path) -> None:
+    """Also under a umask that would not give it."""
+    modes = {}
+    for side, context in SIDES.items():
+        path = tmp_path / side
+        path.write_bytes(OLD)
+        path.chmod(mode)
+        before = os.umask(0o077)
+        with context():
+            save(path, fmt)
+        os.umask(before)
+        modes[side] = stat.S_IMODE(path.stat().st_mode)
+    assert modes["fast"] == modes["stock"] == mode
+
+
+@needs_root
+@both_formats
+def test_owner_of_existing_file(fmt: str, tmp_path: Path) -> None:
+    """Root saving over a user's file leaves it the user's."""
+    owners = {}
+    for side, context in SIDES.items():
+        path = tmp_path / side
+        path.write_bytes(OLD)
+        path.chmod(0o640)
+        os.chown(path, 1234, 5678)
+        with context():
+            save(path, fmt)
+        status = path.stat()
+        owners[side] = (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode))
+    assert owners["fast"] == owners["stock"] == (1234, 5678, 0o640)
+
+
+@needs_root
+@both_formats
+def test_group_of_setgid_directory(fmt: str, tmp_path: Path) -> None:
+    """A shared project directory hands its group down."""
+    groups = {}
+    for side, context in SIDES.items():
+        folder = tmp_path / side
+        folder.mkdir()
+        os.chown(folder, -1, 4321)
+        folder.chmod(0o2775)
+        with context():
+            save(folder / "a.pt", fmt)
+        groups[side] = (folder / "a.pt").stat().st_gid
+    assert groups["fast"] == groups["stock"] == 4321
+
+
+@both_formats
+def test_dev_null(fmt: str) -> None:
+    """A device stays a device."""
+    with fast():
+        save("/dev/null", fmt)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+STDOUT = """
+result = {}
+kept = os.dup(1)
+for side in (stock, fast):
+    read, write = os.pipe()
+    os.dup2(write, 1)
+    os.close(write)
+    with side():
+        save("/dev/stdout", args[1])  # 5 KB: the pipe holds them
+    os.dup2(kept, 1)
+    with os.fdopen(read, "rb") as pipe:
+        piped = pipe.read()
+    with open(f"{args[0]}/{side.__name__}", "w+b") as out:
+        os.dup2(out.fileno(), 1)
+        with side():
+            save("/dev/stdout", args[1])
+        os.dup2(kept, 1)
+        redirected = out.read()
+    result[side.__name__] = [piped.hex(), redirected.hex()]
+"""
+
+
+@both_formats
+def test_dev_stdout(fmt: str, tmp_path: Path) -> None:
+    """``| reader`` and ``> file``: the descriptor that the shell opened gets the bytes."""
+    result = child(STDOUT, tmp_path, fmt)
+    assert result["fast"] == result["stock"]
+    for data in result["fast"]:
+        assert torch.equal(torch.load(io.BytesIO(bytes.fromhex(data)))["x"], SMALL["x"])
+    assert sorted(os.listdir(tmp_path)) == ["fast", "stock"]
+
+
+# --- things that are not files ----------------------------------------------------------------
+
+
+class _Sink:
+    """Takes everything; ``effect`` is what its ``write`` does besides."""
+
+    def __init__(self, effect: Callable[[], object] = lambda: None) -> None:
+        self.effect = effect
+        self.total = 0
+
+    def write(self, data: Any) -> int:
+        self.effect()
+        self.total += len(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+
+class _WriteOnly:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _NotCallable:
+    write = 3
+
+
+class _BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"bytes.pt"
+
+    def __str__(self) -> str:  # torch 2.6 uses this
+        return "bytes.pt"
+
+
+class _BrokenPath:
+    def __fspath__(self) -> str:
+        raise RuntimeError("no path today")
+
+    __str__ = __fspath__
+
+
+class _FlushFails(_Sink):
+    def flush(self) -> None:
+        raise OSError(5, "flush failed")
+
+
+class _ReturnsNone(_Sink):
+    def write(self, data: Any) -> int:
+        super().write(data)
+        return None  # type: ignore[return-value]
+
+
+def _raiser(error: BaseException) -> Callable[[], object]:
+    def effect() -> object:
+        raise error
+
+    return effect
+
+
+def _closed(folder: Path) -> Any:
+    with open(folder / "closed", "wb") as file:
+        pass
+    return file
+
+
+def _read_only(folder: Path) -> Any:
+    (folder / "read-only").write_bytes(OLD)
+    return open(folder / "read-only", "rb")
+
+
+THINGS: dict[str, Callable[[Path], Any]] = {
+    "None": lambda d: None,
+    "int": lambda d: 3,
+    "descriptor": lambda d: 1,
+    "bytes": lambda d: os.fsencode(d / "bytes.pt"),
+    "bytearray": lambda d: bytearray(b"a.pt"),
+    "memoryview": lambda d: memoryview(bytearray(9)),
+    "list": lambda d: ["a.pt"],
+    "object": lambda d: object(),
+    "a type": lambda d: io.BytesIO,
+    "path of bytes": lambda d: _BytesPath(),
+    "path that raises": lambda d: _BrokenPath(),
+    "write is no method": lambda d: _NotCallable(),
+    "no flush": lambda d: _WriteOnly(),
+    "write raises OSError": lambda d: _Sink(_raiser(OSError(28, "full"))),
+    "write raises ValueError": lambda d: _Sink(_raiser(ValueError("mine"))),
+    "write raises KeyboardInterrupt": lambda d: _Sink(_raiser(KeyboardInterrupt())),
+    "write returns None": lambda d: _ReturnsNone(),
+    "flush raises": lambda d: _FlushFails(),
+    "text stream": lambda d: io.StringIO(),
+    "closed file": _closed,
+    "closed buffer": lambda d: (lambda b: (b.close(), b)[1])(io.BytesIO()),
+    "read-only file": _read_only,
+    "text file": lambda d: open(d / "text", "w"),  # noqa: SIM115
+    "full device": lambda d: open("/dev/full", "wb", buffering=0),  # noqa: SIM115
+    "full device, buffered": lambda d: open("/dev/full", "wb"),  # noqa: SIM115
+    "read end of a pipe": lambda d: os.fdopen(os.pipe()[0], "rb"),
+}
+
+
+@both_formats
+@pytest.mark.parametrize("thing", THINGS)
+def test_not_a_file(thing: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly stock's answer: these go torch's way."""
+    answers = {}
+    for side, context in SIDES.items():
+        folder = tmp_path / side
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        f = THINGS[thing](folder)
+        with context():
+            answers[side] = raised(lambda f=f: save(f, fmt))  # type: ignore[misc]
+        if isinstance(f, io.IOBase):
+            raised(f.close)
+    assert_like(answers["fast"], answers["stock"])
+    here = [str(error).replace(str(tmp_path / side), "") for side, error in answers.items()]
+    assert here[0] == here[1]
+    assert sorted(os.listdir(tmp_path / "fast")) == sorted(os.listdir(tmp_path / "stock"))
+    still_saves(tmp_path / "after", fmt)
+
+
+# --- threads and processes --------------------------------------------------------------------
+
+
+@both_formats
+def test_threads_different_paths(fmt: str, tmp_path: Path) -> None:
+    """Saves that run at the same time do not mix."""
+    lives = [{"t": noise(400_000 + i), "n": i} for i in range(6)]
+    want = [by_stock(tmp_path / f"{i}.pt", fmt, live) for i, live in enumerate(lives)]
+    errors: list[BaseException | None] = []
+    start = threading.Barrier(len(lives))
+
+    def run(i: int) -> None:
+        start.wait()
+        for _ in range(4):
+            errors.append(raised(lambda: save(tmp_path / f"{i}.pt", fmt, lives[i])))
+
+    with fast(small_file=0):
+        _run_all([lambda i=i: run(i) for i in range(len(lives))])  # type: ignore[misc]
+    assert errors == [None] * 24
+    for i, data in enumerate(want):
+        assert difference(data, (tmp_path / f"{i}.pt").read_bytes()) is None
+    assert len(os.listdir(tmp_path)) == len(lives)
+
+
+@needs_fast
+@both_formats
+def test_threads_same_path(fmt: str, tmp_path: Path) -> None:
+    """One of them wins whole, and who reads meanwhile always finds a whole file."""
+    path = tmp_path / "a.pt"
+    lives = [{"t": noise(3_000_000 + i)} for i in range(3)]
+    whole = {by_stock(path, fmt, live) for live in lives}
+    with stock():
+        save(path, fmt, lives[0])
+    errors: list[BaseException | None] = []
+    torn: list[int] = []
+    done = threading.Event()
+
+    def write(live: Any) -> None:
+        for _ in range(6):
+            errors.append(raised(lambda: save(path, fmt, live)))
+
+    def read() -> None:
+        while not done.is_set():
+            data = path.read_bytes()
+            if data not in whole:
+                torn.append(len(data))
+
+    reader = threading.Thread(target=read)
+    with fast():
+        reader.start()
+        _run_all([lambda live=live: write(live) for live in lives])  # type: ignore[misc]
+        done.set()
+        reader.join()
+    assert errors == [None] * 18
+    assert torn == []
+    assert path.read_bytes() in whole
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def _run_all(calls: list[Callable[[], object]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+
+
+FORK = """
+stop, errors = threading.Event(), []
+big, folder = {"t": noise(6_000_000)}, Path(args[0])
+want = SMALL
+def run():
+    while not stop.is_set():
+        errors.append(raised(lambda: save(folder / "parent.pt", args[1], big)))
+with fast():
+    save(folder / "parent.pt", args[1], big)
+    thread = threading.Thread(target=run)
+    thread.start()
+    codes = []
+    for i in range(8):
+        time.sleep(0.013 * (i + 1))
+        pid = os.fork()
+        if not pid:
+            error = raised(lambda: save(folder / f"child{i}.pt", args[1], want))
+            os._exit(0 if error is None else 1)
+        deadline = time.monotonic() + 30
+        while (waited := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if waited == (0, 0):
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            codes.append("hangs")
+        else:
+            codes.append(os.waitstatus_to_exitcode(waited[1]))
+    stop.set()
+    thread.join()
+result = {"codes": codes, "errors": [str(e) for e in errors if e], "saves": len(errors)}
+"""
+
+
+@both_formats
+def test_fork_while_another_thread_saves(fmt: str, tmp_path: Path) -> None:
+    """The child can save, the parent's save is not disturbed."""
+    result = child(FORK, tmp_path, fmt)
+    assert result["codes"] == [0] * 8
+    assert result["errors"] == []
+    assert result["saves"] > 0
+    assert len(os.listdir(tmp_path)) == 9
+    for i in range(8):
+        assert torch.equal(torch.load(tmp_path / f"child{i}.pt")["x"], SMALL["x"])
+    assert torch.load(tmp_path / "parent.pt")["t"].numel() == 6_000_000
+
+
+@both_formats
+def test_save_inside_save(fmt: str, tmp_path: Path) -> None:
+    """Pickling may itself save, even to the same path: the outer one is last."""
+    want = {}
+    for side, context in SIDES.items():
+        path = tmp_path / side / "a.pt"
+        path.parent.mkdir()
+        with context():
+            save(path, fmt, [_SavesTo(path), SMALL["x"]])
+        want[side] = path.read_bytes()
+        assert os.listdir(path.parent) == ["a.pt"]
+    assert difference(want["stock"], want["fast"]) is None
+
+
+class _SavesTo:
+    """Saves to a path while it is being pickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        if not STOCK_ONLY:  # stock has opened, and so truncated, the file by now
+            torch.save({"inner": 1}, self.path.with_name("inner.pt"))
+            self.path.with_name("inner.pt").unlink()
+        return (str, ("saved",))

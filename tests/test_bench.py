@@ -1,0 +1,335 @@
+"""The parts of the benchmarks: what they compare, how they count, what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastserial
+from fastserial.bench import fio, ramdisk, rotation
+from fastserial.bench.errors import BenchError
+from fastserial.bench.fio import FioVariant
+from fastserial.bench.identical import different_tensors, digest, first_difference
+from fastserial.bench.measure import Sample, measure
+from fastserial.bench.payload import mixed_state, tensor_sizes
+from fastserial.bench.rotation import Measured, Plan, rotate
+from fastserial.bench.rows import DURABLE, LOOSE, Row, fast_row, stock_row
+from fastserial.bench.scratch import scratch
+from fastserial.bench.startup import measure_startup
+from fastserial.bench.summary import Spread, paired, summarize
+from fastserial.bench.units import parse_bytes
+from fastserial.bench.view import fio_line
+from fastserial.errors import ConfigError
+
+CALM = Plan(runs=2, warmups=1, pause=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotation, "settle", lambda pause: None)
+
+
+def sample(seconds: float, nbytes: int = 1000) -> Sample:
+    return Sample(nbytes, seconds, seconds / 2, 100)
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+def test_tensor_sizes() -> None:
+    sizes = tensor_sizes(1 << 30, 300)
+    assert len(sizes) == 300
+    assert sum(sizes) == pytest.approx(1 << 30, rel=1e-3)
+    assert max(sizes) > 1000 * min(sizes)
+    assert sizes == tensor_sizes(1 << 30, 300)
+    assert min(tensor_sizes(100, 300)) > 0
+
+
+def test_state_is_the_same_every_time() -> None:
+    one, two = mixed_state(1 << 20, 20), mixed_state(1 << 20, 20)
+    assert different_tensors(one, two) == []
+    assert len({tensor.dtype for tensor in one.values()}) > 2
+    assert different_tensors(one, mixed_state(1 << 20, 20, seed=1))
+
+
+def test_state_that_does_not_fit() -> None:
+    with pytest.raises(BenchError, match="memory"):
+        mixed_state(1 << 60, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("3GiB", 3 << 30), ("3GB", 3 * 10**9), ("1.5kb", 1500), ("7", 7)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "xGB", "infGB", "1 parsec"])
+def test_sizes_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+# --- comparing --------------------------------------------------------------------------------
+
+
+def test_first_difference(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for left, right, at in ((b"abc", b"abc", None), (b"abc", b"abd", 2), (b"ab", b"abc", 2)):
+        one.write_bytes(left)
+        two.write_bytes(right)
+        assert first_difference(one, two) == at
+        assert (digest(one) == digest(two)) is (at is None)
+
+
+def test_different_tensors() -> None:
+    nan = torch.tensor([float("nan")])
+    assert different_tensors({"a": nan, "b": nan}, {"a": nan.clone(), "b": nan.clone()}) == []
+    assert different_tensors({"a": nan}, {"b": nan}) == ["a", "b"]
+    assert different_tensors({"a": nan}, {"a": nan.double()}) == ["a"]
+    assert different_tensors({"a": torch.zeros(())}, {"a": torch.zeros(1)}) == ["a"]
+
+
+# --- measuring --------------------------------------------------------------------------------
+
+
+def test_measure_sees_memory_and_time() -> None:
+    size = 64 << 20
+
+    def work() -> None:
+        torch.ones(size // 4)
+
+    used = measure(work)
+    assert used.seconds > 0
+    assert used.cpu_seconds > 0
+    if used.extra_bytes is not None:
+        assert 0.9 * size < used.extra_bytes < 1.5 * size
+        again = measure(lambda: None)
+        assert again.extra_bytes is not None
+        assert again.extra_bytes < size / 2
+
+
+def test_scratch_is_removed(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with scratch(tmp_path, 0) as folder:
+            (folder / "sub").mkdir()
+            (folder / "sub" / "file").write_bytes(b"x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_needs_room(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="free"), scratch(tmp_path, 1 << 60):
+        pass
+    with pytest.raises(BenchError, match="create it"), scratch(tmp_path / "missing", 0):
+        pass
+
+
+def writer(name: str, order: list[str], data: bytes, **more: str) -> Row:
+    def run(path: Path) -> Sample:
+        order.append(f"{name} {path.suffix}")
+        path.write_bytes(data)
+        return sample(len(order))
+
+    return Row(name, DURABLE, run, **more)  # type: ignore[arg-type]
+
+
+def test_rows_take_turns(tmp_path: Path) -> None:
+    order: list[str] = []
+    rows = [
+        writer("stock", order, b"abc"),
+        writer("good", order, b"abc", same_bytes_as="stock", stock="stock"),
+        writer("bad", order, b"abd", same_bytes_as="stock"),
+    ]
+    measured = rotate(rows, tmp_path, CALM)
+    assert [word.split()[0] for word in order] == ["stock", "good", "bad"] * 3
+    assert len(set(order)) == 9  # a new name each time
+    assert [len(one.samples) for one in measured] == [2, 2, 2]
+    assert [one.identical for one in measured] == [None, True, False]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("container", ["zip", "legacy"])
+def test_torch_rows(tmp_path: Path, container: str) -> None:
+    state = {"a": torch.arange(100_000), "b": torch.zeros(3)}
+    before = torch.serialization._save
+    rows = [
+        stock_row(state, container),  # type: ignore[arg-type]
+        stock_row(state, container, crc=False),  # type: ignore[arg-type]
+        stock_row(state, container, overwrites=True),  # type: ignore[arg-type]
+        fast_row(state, container),  # type: ignore[arg-type]
+        fast_row(state, container, overwrites=True),  # type: ignore[arg-type]
+        fast_row(state, container, durable=False),  # type: ignore[arg-type]
+        fast_row(state, container, durable=False, engine="null"),  # type: ignore[arg-type]
+    ]
+    measured = rotate(rows, tmp_path, CALM)
+    assert [one.identical for one in measured] == [None, None, None, True, True, True, None]
+    assert len({row.name for row in rows}) == len(rows)
+    assert all(one.samples[0].nbytes >= 800_000 for one in measured)
+    assert torch.serialization._save is before
+    assert torch.serialization.get_crc32_options()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_is_not_ours_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastserial, "last_report", lambda: None)
+    with pytest.raises(BenchError, match="its own way"):
+        fast_row({}, "zip").run(tmp_path / "a.pt")
+
+
+# --- counting ---------------------------------------------------------------------------------
+
+
+def test_ratios_are_of_one_round() -> None:
+    mine, theirs = [sample(1), sample(10), sample(2)], [sample(2), sample(20), sample(8)]
+    assert paired(mine, theirs) == Spread(2, 2, 4)
+
+
+def test_summary() -> None:
+    def row(name: str, group: str = DURABLE, stock: str | None = None) -> Row:
+        return Row(name, group, lambda path: sample(1), stock)
+
+    rows = [row("fio a"), row("fio b"), row("stock"), row("fast", DURABLE, "stock")]
+    times = [[4.0, 4.0], [1.0, 2.0], [8.0, 8.0], [2.0, 2.0]]
+    measured = [Measured(row, [sample(t) for t in ts]) for row, ts in zip(rows, times, strict=True)]
+    measured.append(Measured(row("loose", LOOSE, "absent"), [sample(1), sample(1)]))
+    lines = {line.name: line for line in summarize(measured, ["fio a", "fio b"])}
+    fast = lines["fast"]
+    assert fast.to_fio == Spread(0.75, 0.5, 1.0)  # over fio b, the faster one
+    assert fast.to_stock == Spread(4, 4, 4)
+    assert lines["stock"].to_stock == Spread(1, 1, 1)
+    assert lines["loose"].to_fio is None
+    assert lines["loose"].to_stock is None
+    assert fast.cpu_per_gb.median == pytest.approx(1e6)
+    assert fast.extra_bytes == 100
+    assert "fio=0.75x, stock=4.00x" in fio_line(fast)
+
+
+def test_startup() -> None:
+    found = measure_startup(1, lambda text: None)
+    assert 0 < found.added.median < found.torch.median * 5
+    assert found.ratio.median == pytest.approx(found.added.median / found.torch.median)
+
+
+# --- fio --------------------------------------------------------------------------------------
+
+WORDS = {
+    "error": 0,
+    "write": {
+        "io_bytes": 8 << 20,
+        "runtime": 40,
+        "clat_ns": {"N": 8, "mean": 1e6, "max": 3_000_000, "percentile": {"50.000000": 900_000}},
+    },
+    "usr_cpu": 10.0,
+    "sys_cpu": 15.0,
+    "job_runtime": 40,
+}
+
+
+def fake_fio(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    tool = folder / "bin" / "fio"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+
+
+def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"jobs": [WORDS]})
+    log = tmp_path / "log"
+    fake_fio(tmp_path, monkeypatch, f"echo \"$@\" > {log}\necho 'fio: note'\necho '{answer}'")
+    found = fio.run_fio(FioVariant("libaio", 1 << 20, True), tmp_path / "a:b", 8_000_000)
+    assert fio.installed()
+    assert found.seconds == pytest.approx(0.04)
+    assert found.nbytes == 8 << 20
+    assert found.cpu_seconds == pytest.approx(0.01)
+    assert found.latency is not None
+    assert found.latency.p50 == pytest.approx(0.0009)
+    asked = log.read_text()
+    for word in ("--end_fsync=1", "--direct=1", "--fallocate=native", "a\\:b", "--size=8388608"):
+        assert word in asked
+
+
+@pytest.mark.parametrize("script", ["echo no engine >&2; exit 1", "exit 0", "echo '{}'"])
+def test_fio_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    fake_fio(tmp_path, monkeypatch, script)
+    with pytest.raises(BenchError, match="libaio"):
+        fio.run_fio(FioVariant("libaio", 1 << 20, False), tmp_path / "file", 1)
+
+
+def test_best_of_fio() -> None:
+    def run(variant: FioVariant) -> Sample:
+        if variant.engine == "io_uring":
+            raise BenchError("no io_uring here")
+        return sample(variant.block if variant.preallocate else 1 / variant.block)
+
+    best = fio.best_variants(run)
+    assert {(v.engine, v.block, v.preallocate) for v in best} == {
+        ("libaio", 1 << 20, True),
+        ("libaio", 8 << 20, False),
+    }
+    assert all(variant.direct for variant in best)
+
+
+def test_fio_without_direct_io() -> None:
+    def run(variant: FioVariant) -> Sample:
+        if variant.direct:
+            raise BenchError("Invalid argument")
+        return sample(1)
+
+    assert not any(variant.direct for variant in fio.best_variants(run))
+
+    def fail(variant: FioVariant) -> Sample:
+        raise BenchError("nothing works")
+
+    with pytest.raises(BenchError, match="nothing works"):
+        fio.best_variants(fail)
+
+
+# --- the disk in memory -----------------------------------------------------------------------
+
+
+def test_ramdisk_needs_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for call in (lambda: ramdisk.create(tmp_path, 1 << 30), lambda: ramdisk.remove(tmp_path)):
+        with pytest.raises(BenchError, match="root"):
+            call()
+
+
+def test_ramdisk_removes_only_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(BenchError, match="nothing is mounted"):
+        ramdisk.remove(tmp_path)
+    with pytest.raises(BenchError, match="not made by"):
+        ramdisk.remove(Path("/proc"))
+
+
+def test_ramdisk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, calls = tmp_path / "memory", []
+    memory.mkdir()
+
+    def run(*words: str) -> str:
+        calls.append(words[0])
+        if words[0] == "mount":
+            raise BenchError("mount failed")
+        return "/dev/loop99\n"
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(ramdisk, "_MEMORY", memory)
+    monkeypatch.setattr(ramdisk, "_check_tools", lambda: None)
+    monkeypatch.setattr(ramdisk, "_run", run)
+    with pytest.raises(BenchError, match="mount failed"):
+        ramdisk.create(tmp_path / "new", 1 << 20)
+    assert calls == ["losetup", "mkfs.xfs", "mount", "losetup"]
+    assert list(memory.iterdir()) == []
+    assert not (tmp_path / "new").exists()

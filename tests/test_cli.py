@@ -1,0 +1,206 @@
+"""The command line: what it starts, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fastserial
+from fastserial import runner
+from fastserial.cli import app
+
+ROOT = Path(fastserial.__file__).resolve().parent.parent
+SAVE = ["bench", "save", "--size", "2MiB", "--tensors", "9", "--runs", "1", "--no-fio"]
+
+
+def environment() -> dict[str, str]:
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("FASTSERIAL")}
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastserial", *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_version() -> None:
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"fastserial {fastserial.__version__}\n")
+
+
+def test_help_names_the_commands() -> None:
+    done = command("--help")
+    assert done.returncode == 0
+    for name in ("doctor", "bench", "demo", "patches", "run"):
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("words", [["patches"], ["bench"], ["bench", "ramdisk"], ["bench", "save"]])
+def test_sub_commands_have_help(words: list[str]) -> None:
+    done = CliRunner().invoke(app, [*words, "--help"])
+    assert done.exit_code == 0, done.output
+
+
+def test_help_does_not_import_torch() -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from fastserial.cli import app\n"
+        "CliRunner().invoke(app, ['--help'])\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), check=False)
+    assert done.returncode == 0
+
+
+# --- run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["script.py"],
+        ["script.py", "--version", "-x", "--help", "--", "-y"],
+        ["-m", "module", "--json", "a b"],
+        ["-c", "import this", "--flag=1"],
+        ["-X", "importtime", "-mmodule"],
+    ],
+)
+def test_run_hands_all_words_on(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(runner, "run", seen.append)
+    done = CliRunner().invoke(app, ["run", *words])
+    assert done.exit_code == 0, done.output
+    assert seen == [words]
+
+
+def test_run_nothing() -> None:
+    done = command("run")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: nothing to run")
+    assert "Traceback" not in done.stderr
+
+
+# --- bench and demo ---------------------------------------------------------------------------
+
+
+def test_bench_save(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = command(*SAVE, "--no-small", "--folder", str(folder), "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    assert "fastserial zip: WRITE: bw=" in done.stdout
+    assert "fio was switched off" in done.stdout
+    found = json.loads(target.read_text())
+    jobs = {job["jobname"]: job for job in found["jobs"]}
+    fast = [job for job in jobs.values() if job["jobname"].startswith("fastserial")]
+    assert len(fast) == 8
+    assert all(job["identical"] for job in fast if "null" not in job["jobname"])
+    assert all(job["ratio_to_stock"]["median"] > 0 for job in fast)
+    written = jobs["fastserial zip"]["write"]
+    assert written["bw_bytes"] > 0
+    assert written["io_bytes"] == jobs["stock zip"]["write"]["io_bytes"]
+    assert found["machine"]["cores"] > 0
+
+
+def test_bench_save_one_format(tmp_path: Path) -> None:
+    words = [*SAVE, "--no-small", "--no-overwrite", "--format", "legacy", "--folder", str(tmp_path)]
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    assert "stock legacy" in done.stdout
+    assert "zip" not in done.stdout
+    assert "overwriting" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--size", "much"], "expected a size"),
+        (["--size", "0"], "above 0"),
+        (["--size", "9999999GiB"], "smaller --size"),
+        (["--folder", "missing"], "create it first"),
+    ],
+)
+def test_bench_save_refuses(tmp_path: Path, words: list[str], message: str) -> None:
+    done = command(*SAVE, "--folder", str(tmp_path), *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_bench_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    words = ["bench", "save", "--no-fio", "--size", "64MiB", "--runs", "99"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "fastserial", *words, "--folder", str(tmp_path)],
+        env=environment(),
+        # a shell may have told its background jobs to ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("*/checkpoint.*")) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert started.poll() is None
+    started.send_signal(number)
+    _, errors = started.communicate(timeout=60)
+    assert started.returncode not in (0, 2), errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = command("demo", "--folder", str(tmp_path), "--size", "20MB", "--runs", "1")
+    assert done.returncode == 0, done.stderr
+    assert "zip: identical: yes" in done.stdout
+    assert "legacy: identical: yes" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_tells_of_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from fastserial.bench import demo, identical
+
+    def other(one: Path, two: Path) -> int | None:
+        two.write_bytes(two.read_bytes()[:-1])
+        return identical.first_difference(one, two)
+
+    state = {"w": torch.arange(1000.0)}
+    monkeypatch.setattr(demo, "build_model", lambda nbytes: state)
+    monkeypatch.setattr(demo, "first_difference", other)
+    monkeypatch.setattr(demo, "_compare_loaded", lambda *_: [])
+    done = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path), "--runs", "1"])
+    assert done.exit_code == 1
+    assert "identical: no" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent: dict[str, Any] = {"transformers": None}
+    for name, module in absent.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    from fastserial.bench.demo import build_model
+    from fastserial.bench.errors import BenchError
+
+    with pytest.raises(BenchError, match="pip install"):
+        build_model(1000)

@@ -1,0 +1,324 @@
+"""`fastserial doctor`: the facts, what they mean, and that it changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fastserial
+from fastserial import doctor, filesystem, probes
+from fastserial.cli import app
+from fastserial.config import Config
+from fastserial.doctor import Boot, Diagnosis, Finding, Package, Torch, examine
+from fastserial.doctor_findings import judge
+from fastserial.engines import EngineStatus
+from fastserial.errors import FastserialError
+from fastserial.filesystem import DirectAlignment
+from fastserial.probes import Folder, probe_folder
+
+ROOT = Path(fastserial.__file__).resolve().parent.parent
+OLD = (1_000_000_000, 1_000_000_000)
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("FASTSERIAL")]:
+        monkeypatch.delenv(name)
+    yield
+    fastserial.uninstall()
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Diagnosis:
+    """A machine and a folder without a fault."""
+    device = probes.Device("sda", "Disk", 1 << 40, False, "")
+    folder = Folder(
+        "/data", None, "ext4", device, 1 << 40, DirectAlignment(4, 512, True), None, True, True
+    )
+    patched = Torch("2.13.0", "v2.13", True, ("torch.serialization._save",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "_torch", lambda: patched)
+        patch.setattr(doctor, "_boot", lambda: Boot(None, None, True))
+        patch.setattr(doctor, "_unknown_variables", lambda: ())
+        return dataclasses.replace(examine(), folder=folder, findings=())
+
+
+def texts(found: Diagnosis, **options: Any) -> list[Finding]:
+    return list(judge(found, Config(**options)))
+
+
+def only(found: Diagnosis, **options: Any) -> Finding:
+    (finding,) = texts(found, **options)
+    assert finding.remedy
+    return finding
+
+
+def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(
+        [sys.executable, "-m", "fastserial", "doctor", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_json(tmp_path: Path) -> None:
+    done = command(str(tmp_path), "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["fast"] else 1), done.stderr
+    assert found["torch"]["version"] == torch.__version__
+    assert found["torch"]["patch"]
+    assert found["torch"]["self_check"] is None
+    assert found["engine"] == "threads"
+    assert {"threads", "null"} <= {engine["name"] for engine in found["engines"]}
+    assert {option["source"] for option in found["options"]} == {"default"}
+    assert found["folder"]["path"] == str(tmp_path)
+    assert found["folder"]["free_bytes"] > 0
+    assert found["folder"]["file_system"] == filesystem.kind_of(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_readable(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert done.exit_code in (0, 1)
+    for word in (torch.__version__, "threads", "block_size", "direct I/O", "ulimit -l", "free"):
+        assert word in done.stdout
+    assert not fastserial.installed()
+
+
+def test_without_a_folder() -> None:
+    found = examine()
+    assert found.folder is None
+    assert found.fast
+
+
+def test_folder_missing(tmp_path: Path) -> None:
+    done = command(str(tmp_path / "missing"))
+    assert done.returncode == 2
+    assert "is not a directory" in done.stderr
+    assert "Traceback" not in done.stderr
+    with pytest.raises(FastserialError, match="not a directory"):
+        examine(Path(__file__))
+
+
+def test_options_from_the_environment() -> None:
+    done = command("--json", FASTSERIAL_BLOCK_SIZE="1MiB", FASTSERIAL_BLOKSIZE="1")
+    found = json.loads(done.stdout)
+    options = {option["name"]: option for option in found["options"]}
+    assert options["block_size"] == {
+        "name": "block_size",
+        "value": 1 << 20,
+        "source": "FASTSERIAL_BLOCK_SIZE",
+    }
+    assert found["unknown_variables"] == ["FASTSERIAL_BLOKSIZE"]
+    assert done.returncode == 0
+
+
+def test_impossible_option() -> None:
+    done = command(FASTSERIAL_THREADS="many")
+    assert done.returncode == 1
+    assert "FASTSERIAL_THREADS" in done.stdout
+
+
+def test_torch_that_does_not_fit(tmp_path: Path) -> None:
+    program = (
+        "import torch.serialization as s; s._save = lambda *a, **k: None\n"
+        "from fastserial.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "doctor"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "stays stock" in done.stdout
+    assert "fastserial patches" in done.stdout
+
+
+def test_torch_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch today')\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fastserial.cli as c; c.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "doctor"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "no torch today" in done.stdout
+    assert "pip install torch" in done.stdout
+
+
+# --- in this process --------------------------------------------------------------------------
+
+
+def test_leaves_torch_as_it_was() -> None:
+    save = torch.serialization._save
+    assert examine().torch.patch
+    assert torch.serialization._save is save
+    fastserial.install(threads=3)
+    patched = torch.serialization._save
+    found = examine()
+    assert torch.serialization._save is patched
+    assert next(o for o in found.options if o.name == "threads").source == "install()"
+    with fastserial.options(threads=2):
+        option = next(o for o in examine().options if o.name == "threads")
+    assert (option.value, option.source) == (2, "options()")
+
+
+def test_on_report_in_json() -> None:
+    with fastserial.options(on_report=print):
+        assert "print" in examine().to_json()
+
+
+# --- the folder -------------------------------------------------------------------------------
+
+
+def test_probe_leaves_nothing(tmp_path: Path) -> None:
+    found = probe_folder(tmp_path)
+    assert found.problem is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_probe_finds_a_folder_that_takes_no_file() -> None:
+    found = probe_folder(Path("/proc"))
+    assert found.problem
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    names = [f".model.pt.fastserial-{slot}.tmp" for slot in (0, 1, 12)]
+    others = [
+        "model.pt",
+        ".model.pt.fastserial-.tmp",
+        "x.fastserial-0.tmp",
+        ".young.fastserial-0.tmp",
+    ]
+    for name in [*names, *others]:
+        (tmp_path / name).write_bytes(b"")
+        if "young" not in name:
+            os.utime(tmp_path / name, OLD)
+    (tmp_path / ".folder.fastserial-0.tmp").mkdir()
+    (tmp_path / ".link.fastserial-0.tmp").symlink_to(tmp_path / names[0])
+    with (tmp_path / names[1]).open("rb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        assert probes.leftovers(tmp_path) == (names[0], names[2])
+    assert set(probes.leftovers(tmp_path)) == set(names)
+    assert all((tmp_path / name).exists() for name in names)
+
+
+def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(filesystem, "reopen", refuse)
+    assert probe_folder(tmp_path).direct_problem == "Invalid argument"
+
+
+def test_full_disk_still_tells_of_preallocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(filesystem, "preallocate", full)
+    assert probe_folder(tmp_path).preallocates
+
+
+# --- the findings -----------------------------------------------------------------------------
+
+
+def test_nothing_to_find(healthy: Diagnosis) -> None:
+    assert texts(healthy) == []
+    assert healthy.fast
+
+
+@pytest.mark.parametrize(
+    ("folder", "word", "slow"),
+    [
+        ({"problem": "Read-only file system"}, "Read-only", True),
+        ({"direct_problem": "Invalid argument"}, "page cache", True),
+        ({"alignment": None}, "page cache", True),
+        ({"alignment": DirectAlignment(4, 1 << 23, True)}, "block_size", True),
+        ({"file_system": "tmpfs", "alignment": None}, "memory", False),
+        ({"preallocates": False}, "fallocate", False),
+        ({"unnamed_files": False}, "O_TMPFILE", False),
+        ({"leftovers": (".a.fastserial-0.tmp",)}, ".a.fastserial-0.tmp", False),
+        ({"free_bytes": 1000}, "free", False),
+    ],
+)
+def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, slow: bool) -> None:
+    assert healthy.folder is not None
+    changed = dataclasses.replace(healthy.folder, **folder)
+    finding = only(dataclasses.replace(healthy, folder=changed))
+    assert word in finding.text
+    assert finding.slow is slow
+
+
+@pytest.mark.parametrize(
+    ("state", "word", "slow"),
+    [
+        ({"torch": Torch(None, reason="torch cannot be imported: x")}, "imported", True),
+        ({"torch": Torch("9.9", reason="no patch")}, "no patch", True),
+        ({"torch": Torch("2.13.1", "v2.13", False)}, "2.13.1", False),
+        ({"torch": Torch("2.13.0", "v2.13", True, ("a", "b"), ("b",))}, "replaced b", True),
+        ({"engine": "warp"}, "warp", True),
+        ({"engine": "null"}, "without their data", True),
+        ({"engine": "x", "engines": (EngineStatus("x", "no libx", None),)}, "no libx", True),
+        ({"options_problem": "FASTSERIAL_DIRECT: what?"}, "FASTSERIAL_DIRECT", True),
+        ({"unknown_variables": ("FASTSERIAL_X",)}, "FASTSERIAL_X", False),
+        ({"boot": Boot("0", False, True)}, "off", True),
+        ({"boot": Boot("1", True, False)}, "no effect", True),
+        ({"boot": Boot("maybe", None, True)}, "neither", True),
+        ({"boot": Boot("1", True, True)}, None, False),
+    ],
+)
+def test_findings(healthy: Diagnosis, state: dict[str, Any], word: str | None, slow: bool) -> None:
+    changed = dataclasses.replace(healthy, **state)
+    if word is None:
+        assert texts(changed) == []
+        return
+    finding = only(changed)
+    assert word in finding.text
+    assert finding.slow is slow
+    assert dataclasses.replace(changed, findings=(finding,)).fast is not slow
+
+
+@pytest.mark.parametrize(
+    ("options", "word", "slow"),
+    [({"direct": False}, "direct", True), ({"durable": False}, "synced", False)],
+)
+def test_option_findings(
+    healthy: Diagnosis, options: dict[str, Any], word: str, slow: bool
+) -> None:
+    finding = only(healthy, **options)
+    assert word in finding.text
+    assert finding.slow is slow
+
+
+def test_progress_without_tqdm(healthy: Diagnosis) -> None:
+    without = dataclasses.replace(healthy, packages=(Package("tqdm", None),))
+    assert "tqdm" in only(without, progress=True).text
+    with_it = dataclasses.replace(healthy, packages=(Package("tqdm", "4.0"),))
+    assert texts(with_it, progress=True) == []

@@ -1,0 +1,257 @@
+"""FastPersist's functions and config: stock's bytes, DeepSpeed's arguments and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import CASES, MIB, Case, noise
+from identity import difference, legacy_normal_form
+
+import fastserial
+from fastserial.config import current
+from fastserial.engines.deepspeed import DeepSpeedEngine
+from fastserial.errors import ConfigError, EngineUnavailableError, WriteError
+from fastserial.fastpersist import (
+    fastpersist_save,
+    fastpersist_save_legacy,
+    get_aio_handle,
+    get_pinned_buffer,
+)
+from fastserial.fastpersist_config import FastFileWriterConfig, options_of
+
+SAVES = {"zip": fastpersist_save, "legacy": fastpersist_save_legacy}
+# What DeepSpeed's FastFileWriter prints, and what DeepSpeedExamples' functions return.
+DEEPSPEED = {
+    "close", "fileno", "flush", "write", "bytes", "write_secs", "write_GB/s", "aio_write_secs",
+    "aio_bytes", "aio_GB/s", "slow_bytes", "slow_write_secs", "fill_buffer_count",
+    "fill_buffer_secs", "fill_buffer_GB/s", "save_storage", "save_storage_bytes", "path",
+}  # fmt: skip
+EXAMPLES = {"write_secs", "total_secs", "total_bytes", "write_GB/s", "total_GB/s"}
+
+
+def plain_cases() -> list[Any]:
+    """Cases that differ from a plain call by nothing but the object."""
+    found = []
+    for case in CASES.values():
+        if not case.save and not case.large and case.missing() is None and not case.rebuild:
+            found += [pytest.param(case, f, id=f"{case.name}-{f}") for f in case.formats]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # as for stock
+@pytest.mark.parametrize(("case", "fmt"), plain_cases())
+def test_stock_bytes_without_install(case: Case, fmt: str, tmp_path: Path) -> None:
+    """The corpus, or stock's own error."""
+    fastserial.uninstall()
+    live = case.build()
+    (tmp_path / "stock").mkdir()
+    stock, fast = tmp_path / "stock" / "a.pt", tmp_path / "a.pt"
+    with case.context():
+        if fmt in case.raises:
+            with pytest.raises(case.raises[fmt]):
+                SAVES[fmt](live, fast)
+            assert not fast.exists()
+            return
+        torch.save(live, stock, _use_new_zipfile_serialization=fmt == "zip")
+        with fastserial.options(small_file=0, block_size=65536):
+            SAVES[fmt](live, str(fast))
+    assert not fastserial.installed()
+    if fmt == "legacy" and case.fresh_storages:  # keys are addresses
+        assert legacy_normal_form(stock.read_bytes()) == legacy_normal_form(fast.read_bytes())
+    else:
+        assert difference(stock.read_bytes(), fast.read_bytes()) is None
+
+
+@pytest.mark.parametrize("fmt", SAVES)
+def test_statistics(fmt: str, tmp_path: Path) -> None:
+    """All names, and numbers that agree with the file."""
+    state = {"a": noise(5 * MIB), "b": noise(1000), "c": torch.empty(0)}
+    path = tmp_path / "a.pt"
+    found = SAVES[fmt](state, path)
+    size = path.stat().st_size
+    assert set(found) == DEEPSPEED | EXAMPLES
+    assert found["path"] == str(path)
+    assert found["total_bytes"] == found["bytes"] == size
+    assert found["aio_bytes"] + found["slow_bytes"] == size  # type: ignore[operator]
+    assert found["save_storage_bytes"] >= 5 * MIB + 1000  # type: ignore[operator]
+    assert found["close"] == 1
+    assert 0 < found["write_secs"] <= found["total_secs"]  # type: ignore[operator]
+    rate = size / found["total_secs"] / 2**30  # type: ignore[operator]
+    assert found["total_GB/s"] == pytest.approx(rate)
+
+
+def test_works_while_installed(tmp_path: Path) -> None:
+    fastserial.install()
+    try:
+        fastpersist_save(torch.ones(3), tmp_path / "a.pt")
+    finally:
+        fastserial.uninstall()
+    assert torch.equal(torch.load(tmp_path / "a.pt"), torch.ones(3))
+
+
+@pytest.mark.parametrize("fmt", SAVES)
+def test_special_files_go_torchs_way(fmt: str) -> None:
+    assert SAVES[fmt](torch.ones(3), "/dev/null")["total_bytes"] == 0
+
+
+@pytest.mark.parametrize("fmt", SAVES)
+def test_failure_keeps_the_old_file(fmt: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"old")
+    with pytest.raises(AttributeError, match="local object"):
+        SAVES[fmt]([torch.ones(9), lambda: None], path)
+    assert path.read_bytes() == b"old"
+    with pytest.raises(WriteError):
+        SAVES[fmt]([1], tmp_path / "missing" / "a.pt")
+
+
+def test_number_of_writers_does_not_cut_the_file(tmp_path: Path) -> None:
+    """DeepSpeedExamples passes 8 from one process."""
+    tensor = torch.arange(1000)
+    fastpersist_save_legacy(tensor, tmp_path / "a.pt", num_parallel_writers=8)
+    assert torch.equal(torch.load(tmp_path / "a.pt"), tensor)
+
+
+def test_gds_says_why_not(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(EngineUnavailableError):
+        fastpersist_save(noise(2 * MIB), tmp_path / "a.pt", use_gds=True)
+    with pytest.raises(EngineUnavailableError, match="CUDA"):
+        get_pinned_buffer(1, use_gds=True)
+
+
+@dataclass
+class TheirConfig:
+    """Shaped like DeepSpeed's."""
+
+    dnvme_handle: Any
+    pinned_tensor: Any
+    double_buffer: bool = True
+    num_parallel_writers: int = 1
+    writer_rank: int = 0
+    global_rank: int = 0
+
+
+class Handle:
+    """Shaped like DeepSpeed's `aio_handle`, and only asked about its settings."""
+
+    def get_block_size(self) -> int:
+        return MIB
+
+    def get_queue_depth(self) -> int:
+        return 8
+
+    def get_single_submit(self) -> bool:
+        return False
+
+    def get_overlap_events(self) -> bool:
+        return True
+
+    def get_intra_op_parallelism(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "double", "blocks", "block"),
+    [(256 * MIB, True, 16, 16 * MIB), (16 * MIB, True, 4, 4 * MIB), (MIB, True, 2, MIB // 2),
+     (MIB, False, 1, MIB), (100_000, True, 2, 49152), (9000, False, 1, 8192)],
+)  # fmt: skip
+def test_division_of_the_buffer(nbytes: int, double: bool, blocks: int, block: int) -> None:
+    memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
+    start = -memory.data_ptr() % 4096
+    config = options_of(TheirConfig(Handle(), memory[start : start + nbytes], double))
+    assert (config.queue_depth, config.block_size, config.threads) == (blocks, block, 4)
+
+
+def test_config_without_a_handle() -> None:
+    assert options_of(FastFileWriterConfig()) == current()
+
+
+def test_bad_configs() -> None:
+    with pytest.raises(ConfigError, match="aio_handle"):
+        options_of(TheirConfig(object(), torch.empty(0)))
+    with pytest.raises(ConfigError, match="too small"):
+        options_of(TheirConfig(Handle(), torch.empty(10, dtype=torch.uint8)))
+    gds = type("gds_handle", (Handle,), {})()
+    with pytest.raises(ConfigError, match="engine='gds'"):
+        options_of(TheirConfig(gds, None))
+
+
+def test_writer_in_place_of_theirs(tmp_path: Path) -> None:
+    """The calls of DeepSpeed's checkpoint engine, by keyword, with its statistics."""
+    path = tmp_path / "a.pt"
+    state = {"a": noise(3 * MIB), "b": torch.ones(10, dtype=torch.bfloat16)}
+    fastserial.install()
+    try:
+        writer = fastserial.FastFileWriter(
+            file_path=str(path), config=FastFileWriterConfig(num_parallel_writers=2, writer_rank=1)
+        )
+        torch.save(obj=state, f=writer, _use_new_zipfile_serialization=False)
+        writer.close()
+    finally:
+        fastserial.uninstall()
+    writer._dump_state()
+    assert set(writer.get_stats()) == DEEPSPEED
+    assert writer.get_stats()["bytes"] == path.stat().st_size
+    assert writer.get_stats()["save_storage"] == 2
+    assert writer.file_path() == str(path)
+    loaded = torch.load(path)
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+    with pytest.raises(TypeError, match="one target"):
+        fastserial.FastFileWriter()
+    with pytest.raises(TypeError, match="one target"):
+        fastserial.FastFileWriter("a", file_path="b")
+
+
+# --- with DeepSpeed's op ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def handle() -> Any:
+    missing = DeepSpeedEngine.unavailable()
+    if missing is not None:
+        pytest.skip(missing)
+    return get_aio_handle(block_size=MIB, queue_depth=8)
+
+
+@pytest.mark.parametrize("fmt", SAVES)
+def test_with_handle_and_buffer(fmt: str, handle: Any, tmp_path: Path) -> None:
+    state = {f"w{i}": noise(1000 * i + 1) for i in range(300)} | {"big": noise(20 * MIB)}
+    (tmp_path / "stock").mkdir()
+    stock, fast = tmp_path / "stock" / "a.pt", tmp_path / "a.pt"
+    torch.save(state, stock, _use_new_zipfile_serialization=fmt == "zip")
+    buffer = get_pinned_buffer(8)
+    for memory in (None, buffer, buffer[: 4 * MIB + 4096]):
+        found = SAVES[fmt](state, fast, handle, memory)
+        assert difference(stock.read_bytes(), fast.read_bytes()) is None
+        assert found["aio_bytes"] > 20 * MIB  # type: ignore[operator]
+        report = fastserial.last_report()
+        assert report is not None
+        assert (report.engine, report.direct, report.fallback) == ("deepspeed", True, None)
+
+
+def test_two_writers_on_one_handle_and_buffer(handle: Any, tmp_path: Path) -> None:
+    """DeepSpeed's writers assert, and its buffer would be overwritten."""
+    buffer = get_pinned_buffer(8)
+    config = FastFileWriterConfig(handle, buffer)
+    data = [noise(10 * MIB).numpy().tobytes() for _ in range(2)]
+    writers = [fastserial.FastFileWriter(tmp_path / str(i), config) for i in range(2)]
+    for at in range(0, 10 * MIB, MIB):
+        for writer, text in zip(writers, data, strict=True):
+            writer.write(text[at : at + MIB])
+    for writer in writers:
+        writer.close()
+    for i in range(2):
+        assert (tmp_path / str(i)).read_bytes() == data[i]
+
+
+def test_buffer_is_zeroed_and_locked(handle: Any) -> None:
+    buffer = get_pinned_buffer(1)
+    assert buffer.nbytes == MIB
+    assert not buffer.any()
+    assert torch.cuda.is_available() or handle.is_pinned(buffer[100:200])

@@ -1,0 +1,357 @@
+"""Files written with fastserial installed are stock's, byte for byte."""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import gc
+import io
+import itertools
+import os
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpus import CASES, FORMATS, MIB, Case, Counting, noise
+from identity import (
+    STOCK_ONLY,
+    TARGETS,
+    attempt,
+    both,
+    compare,
+    difference,
+    digest,
+    fast,
+    legacy_normal_form,
+    saver,
+    stock,
+)
+from torch import save as save_bound_before_install
+
+# Blocks so small, and no buffered way out, that even the smallest file takes the direct path.
+DIRECT = {"small_file": 0, "direct": True, "durable": False}
+OPTION_SETS: dict[str, dict[str, Any]] = {
+    "smallest_blocks": {**DIRECT, "block_size": 4096, "queue_depth": 1, "threads": 1},
+    "many_small_blocks": {**DIRECT, "block_size": 4096, "queue_depth": 8, "threads": 4},
+    "medium_blocks": {**DIRECT, "block_size": 65536, "queue_depth": 2, "threads": 4},
+    "page_cache": {**DIRECT, "direct": False, "block_size": 65536, "queue_depth": 8, "threads": 2},
+}
+PRODUCT = [
+    {**DIRECT, "block_size": block, "queue_depth": depth, "threads": threads, "direct": direct}
+    for block, depth, threads, direct in itertools.product(
+        (4096, 65536, MIB), (1, 2, 8), (1, 4), (False, True)
+    )
+]
+# Few objects that between them reach every branch of a writer.
+TELLING = [
+    "checkpoint",
+    "empty_between_data",
+    "none",
+    "descriptor_signatures_mixed",
+    "straddle_1048576_+1",
+    "raise_value_error",
+]
+
+
+def runnable(*names: str, formats: tuple[str, ...] = FORMATS, large: bool = True) -> list[Any]:
+    """Parameters (case, format), with marks for those that cannot run here."""
+    found = []
+    for one in [CASES[n] for n in names] if names else CASES.values():
+        if one.large and not large:
+            continue
+        reason = one.missing()
+        marks = [pytest.mark.skip(reason=reason)] if reason else []
+        for fmt in formats:
+            if fmt in one.formats:
+                found.append(pytest.param(one, fmt, id=f"{one.name}-{fmt}", marks=marks))
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is empty again at once: some cases write 40 MB."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Loading odd objects warns; what saving warns of is compared in ``identity``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize(("case", "fmt"), runnable())
+def test_path(case: Case, fmt: str, folder: Path) -> None:
+    """By path, with default options; stock reads back the value, and the object is as before."""
+    live = case.build()
+    readable = fmt not in case.raises and fmt in case.loads
+    before = digest(live) if readable else None
+    both(case, fmt, TARGETS["path"], folder, live=live)
+    if readable:
+        assert digest(live) == before
+        with stock():
+            loaded = torch.load(folder / "fast0" / "archive.pt", weights_only=False)
+        assert digest(loaded) == before
+
+
+@pytest.mark.parametrize(("case", "fmt"), runnable())
+def test_file_object(case: Case, fmt: str, folder: Path) -> None:
+    """Into an open file."""
+    both(case, fmt, TARGETS["file"], folder, {} if case.large else OPTION_SETS["medium_blocks"])
+
+
+@pytest.mark.parametrize(("case", "fmt"), runnable(large=False))
+def test_block_path(case: Case, fmt: str, folder: Path) -> None:
+    """Every case in blocks, whatever its size."""
+    both(case, fmt, TARGETS["path"], folder, *OPTION_SETS.values())
+
+
+@pytest.mark.parametrize(("case", "fmt"), runnable("bytes_40MB", "mixed_sizes_20MB"))
+def test_large_in_small_blocks(case: Case, fmt: str, folder: Path) -> None:
+    """Thousands of blocks in flight."""
+    options = {**DIRECT, "block_size": 16384, "queue_depth": 8, "threads": 4}
+    both(case, fmt, TARGETS["path"], folder, options)
+
+
+@pytest.mark.parametrize(("case", "fmt"), runnable(*TELLING))
+def test_options(case: Case, fmt: str, folder: Path) -> None:
+    """All combinations of the options that shape the writing."""
+    both(case, fmt, TARGETS["path"], folder, *PRODUCT)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize(("case", "fmt"), runnable(*TELLING))
+def test_durable(case: Case, fmt: str, durable: bool, folder: Path) -> None:
+    """Synced or not, by path and into a file."""
+    for name in ("path", "path_over_longer_file", "file"):
+        both(case, fmt, TARGETS[name], folder / name, {"durable": durable, "small_file": 0})
+
+
+# Stock seeks where nothing can be sought.
+ODD_TARGETS = {("path_fifo", "empty_between_data", "zip"): RuntimeError}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("case", "fmt"), runnable(*TELLING))
+def test_targets(case: Case, fmt: str, target: str, folder: Path) -> None:
+    """Everything that torch.save writes to."""
+    sets = {"durable": False}, OPTION_SETS["many_small_blocks"]
+    both(case, fmt, TARGETS[target], folder, *sets, odd=ODD_TARGETS.get((target, case.name, fmt)))
+
+
+TMPFS = Path("/dev/shm")
+
+
+@pytest.mark.skipif(not os.access(TMPFS, os.W_OK), reason="no tmpfs here")
+@pytest.mark.parametrize("name", ["path", "file", "file_middle"])
+@pytest.mark.parametrize(("case", "fmt"), runnable(*TELLING))
+def test_tmpfs(case: Case, fmt: str, name: str) -> None:
+    """A file system that tells no alignment for direct I/O."""
+    sets = [{**OPTION_SETS["medium_blocks"], "direct": direct} for direct in ("auto", True, False)]
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
+        both(case, fmt, TARGETS[name], Path(folder), *sets)
+
+
+# Sizes where the container needs its 64-bit fields: one byte before, at, and by offset only.
+HUGE = {
+    "largest 32-bit": [0xFFFFFFFE, 5, 70],
+    "smallest 64-bit": [0xFFFFFFFF, 5, 70],
+    "4 GiB": [1 << 32, 5],
+    "64-bit offset": [3 << 30, (1 << 30) + 9, 5000, 0, 6],
+}
+
+
+@pytest.mark.skipif(not os.environ.get("FASTSERIAL_TEST_HUGE"), reason="FASTSERIAL_TEST_HUGE=1")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["path", "file"])
+@pytest.mark.parametrize(("sizes", "fmt"), [(s, f) for s in HUGE for f in FORMATS])
+def test_beyond_4_gib(sizes: str, fmt: str, kind: str, folder: Path) -> None:
+    """Twice more than 4 GiB on disk; the memory is mostly untouched zeros."""
+    live = []
+    for size in HUGE[sizes]:
+        live.append(torch.from_numpy(np.zeros(size, np.uint8)))
+        live[-1][:: max(1, size // 99)] = 7
+        live[-1][-3:] = 1
+    paths = []
+    for side, context in (("stock", stock()), ("fast", fast())):
+        paths.append(folder / side / "archive.pt")
+        paths[-1].parent.mkdir()
+        with context, contextlib.ExitStack() as stack:
+            f = paths[-1] if kind == "path" else stack.enter_context(open(paths[-1], "wb"))
+            torch.save(live, f, _use_new_zipfile_serialization=fmt == "zip")
+    assert filecmp.cmp(*paths, shallow=False)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_name_bound_before_install(fmt: str, folder: Path) -> None:
+    """``from torch import save`` in the user's own module is covered."""
+    live = CASES["checkpoint"].build()
+    written = []
+    for side, context in (("stock", stock()), ("fast", fast(small_file=0))):
+        path = folder / side / "archive.pt"
+        path.parent.mkdir()
+        with context:
+            save_bound_before_install(live, path, _use_new_zipfile_serialization=fmt == "zip")
+        written.append(path.read_bytes())
+    assert difference(*written) is None
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_pickled_once(fmt: str, folder: Path) -> None:
+    """Objects with side effects are reduced as often as by stock."""
+    live = CASES["reduce_counts"].build()
+    counts = []
+    for context in (stock(), fast()):
+        with context:
+            before = Counting.calls
+            torch.save(live, folder / "a.pt", _use_new_zipfile_serialization=fmt == "zip")
+            counts.append(Counting.calls - before)
+    assert counts == [2, 2]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_memory_is_released(fmt: str, folder: Path) -> None:
+    """Nothing keeps the saved storages alive."""
+    gone: list[int] = []
+    with fast(small_file=0):
+        live = noise(MIB)
+        weakref.finalize(live.untyped_storage(), gone.append, 1)
+        torch.save({"x": live}, folder / "a.pt", _use_new_zipfile_serialization=fmt == "zip")
+        del live
+        gc.collect()
+    assert gone == [1]
+
+
+@pytest.mark.skipif(STOCK_ONLY, reason="both sides are stock")
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("kind", ["path", "file"])
+def test_fast_side_is_fast(kind: str, fmt: str, folder: Path) -> None:
+    """The comparisons above compare two different writers."""
+    import fastserial
+
+    for direct in (True, False):
+        with fast(small_file=0, direct=direct, block_size=65536):
+            TARGETS[kind](folder, saver(CASES["bytes_5MB"], fmt, noise(5_000_000)))
+        report = fastserial.last_report()
+        assert report is not None
+        assert (report.engine, report.fallback, report.direct) == ("threads", None, direct)
+        assert report.bytes > 5_000_000
+
+
+# --- the harness itself -----------------------------------------------------------------------
+
+
+# Their pickles hold a process-wide count of hooks, or depend on which strings are interned.
+NOT_TWICE = {"module_lstm", "module_lazy", "module_old_weight_norm"}
+
+
+@pytest.mark.parametrize(("case", "fmt"), runnable(formats=("zip",)))
+def test_builders_are_seeded(case: Case, fmt: str) -> None:
+    """Two builds are equal, by what stock writes of them."""
+    if fmt in case.raises or case.name in NOT_TWICE:
+        assert type(case.build()).__name__ == type(case.build()).__name__
+        return
+    written = []
+    with stock():
+        for _ in range(2):
+            buffer = io.BytesIO()
+            saver(case, fmt, case.build())(buffer)
+            written.append(buffer.getvalue())
+    assert difference(*written) is None
+
+
+def test_difference_says_where() -> None:
+    """The first differing byte is named."""
+    data = bytes(1000)
+    assert difference(data, data) is None
+    assert "the first at 700 (0x2bc)" in str(difference(data, data[:700] + b"x" + data[701:]))
+    assert "1000 and 999 bytes; equal up to the end" in str(difference(data, data[:-1]))
+
+
+def _flip(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-30, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-30, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def _raise(path: Path) -> None:
+    raise RuntimeError("planted")
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "a bit": _flip,
+    "a byte too many": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
+    "the mode": lambda p: p.chmod(0o600),
+    "a file left over": lambda p: p.with_suffix(".tmp").touch(),
+    "a warning": lambda p: warnings.warn("planted", stacklevel=1),
+    "an error": _raise,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_seen(fault: str, folder: Path) -> None:
+    """Each kind of difference fails the comparison."""
+    save = saver(CASES["checkpoint"], "zip", CASES["checkpoint"].build())
+
+    def faulty(f: str) -> None:
+        save(f)
+        FAULTS[fault](Path(f))
+
+    with stock():
+        want = attempt(TARGETS["path"], folder / "a", save, None)
+        compare(want, attempt(TARGETS["path"], folder / "b", save, None))
+        with pytest.raises(AssertionError):
+            compare(want, attempt(TARGETS["path"], folder / "c", faulty, None))
+
+
+def test_planted_wrong_error_is_seen(folder: Path) -> None:
+    """Stock's error type counts, and so does its absence."""
+    errors = (ValueError("one"), KeyError("other"), None)
+
+    def failing(error: BaseException | None) -> Callable[[Any], None]:
+        def save(f: str) -> None:
+            Path(f).touch()
+            if error is not None:
+                raise error
+
+        return save
+
+    want, other, none = (
+        attempt(TARGETS["path"], folder / str(i), failing(e), None) for i, e in enumerate(errors)
+    )
+    for got in (other, none):
+        with pytest.raises(AssertionError):
+            compare(want, got)
+
+
+def test_legacy_normal_form_sees_content() -> None:
+    """Only the addresses are ignored."""
+    live = {"weight": torch.arange(5.0), "bias": torch.ones(3), "empty": torch.empty(0)}
+    with stock():
+        buffer = io.BytesIO()
+        torch.save(live, buffer, _use_new_zipfile_serialization=False)
+    data = buffer.getvalue()
+    normal = legacy_normal_form(data)
+    assert {key: count for key, (count, _) in normal[1].items()} == {0: 5, 1: 3, 2: 0}
+    # Other addresses of as many digits, in the same order.
+    moved = data
+    for tensor in live.values():
+        key = str(tensor.untyped_storage()._cdata)
+        moved = moved.replace(key.encode(), str(int(key) + 1).encode())
+    assert moved != data
+    assert legacy_normal_form(moved) == normal
+    for place in (data.index(b"weight"), data.index(live["bias"].numpy().tobytes()) + 5):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        assert legacy_normal_form(bytes(changed)) != normal

@@ -1,0 +1,239 @@
+"""`inspect` tells what is in a checkpoint without loading or executing it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastserial.errors import CorruptCheckpointError
+from fastserial.inspection import Inspection, inspect
+from fastserial.outline import Outline, outline
+from fastserial.pickles import Call, Decoded, Global, Limits, Mapping, Persistent
+
+FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+
+
+def saved(value: Any, path: Path, zipped: bool = True) -> Inspection:
+    torch.save(value, path, _use_new_zipfile_serialization=zipped)
+    return inspect(path)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@FORMATS
+def test_each_tensor_is_found_where_its_bytes_are(tmp_path: Path, zipped: bool) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, 5)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "list": [torch.arange(5), (torch.ones(2, dtype=torch.bfloat16),)],
+        3: torch.eye(3, dtype=torch.complex64),
+    }
+    path = tmp_path / "x.pt"
+    found = saved(state, path, zipped)
+    expected = {
+        **{f"model.{key}": value for key, value in state["model"].items()},
+        **{
+            f"optimizer.state.{index}.{key}": value
+            for index, values in state["optimizer"]["state"].items()
+            for key, value in values.items()
+        },
+        "list.0": state["list"][0],
+        "list.1.0": state["list"][1][0],
+        "3": state[3],
+    }
+    assert {tensor.key for tensor in found.tensors} == set(expected)
+    raw = path.read_bytes()
+    for tensor in found.tensors:
+        value = expected[tensor.key]
+        assert tensor.dtype == str(value.dtype).removeprefix("torch.")
+        assert (tensor.shape, tensor.stride) == (tuple(value.shape), value.stride())
+        assert tensor.is_contiguous == value.is_contiguous()
+        at = found.offset_of(tensor)
+        assert at is not None
+        assert raw[at : at + tensor.nbytes] == bytes_of(value), tensor.key
+    assert found.format == ("zip" if zipped else "legacy")
+    assert found.bytes == len(raw)
+    assert found.wasted_bytes == 0
+
+
+@FORMATS
+def test_views_shared_storages_and_waste(tmp_path: Path, zipped: bool) -> None:
+    base = torch.zeros(1000, dtype=torch.float64)
+    state = {"a": base[:10], "b": base[5:20], "tied": base[:10], "row": torch.zeros(3).expand(4, 3)}
+    found = saved(state, tmp_path / "x.pt", zipped)
+    big = next(storage for storage in found.storages if storage.nbytes == 8000)
+    assert big.is_shared
+    assert set(big.tensors) == {"a", "b", "tied"}
+    assert big.needed_bytes == 160
+    assert found.wasted_bytes == big.wasted_bytes == 7840
+
+
+def test_a_module_and_subclasses(tmp_path: Path) -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    Tagged.__qualname__ = "Tagged"
+    globals()["Tagged"] = Tagged
+    tagged = torch.ones(3).as_subclass(Tagged)
+    tagged.extra = torch.zeros(2)
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.note = torch.zeros(1)
+    found = saved({"m": nn.Linear(2, 3), "t": tagged, "p": parameter}, tmp_path / "x.pt")
+    kinds = {tensor.key: tensor.kind for tensor in found.tensors}
+    assert kinds == {
+        "m._parameters.weight": "parameter",
+        "m._parameters.bias": "parameter",
+        "t": "Tagged",
+        "t.extra": "tensor",
+        "p": "parameter",
+        "p.note": "tensor",
+    }
+    assert "torch.nn.modules.linear.Linear" in found.imports
+
+
+def test_sparse_quantized_meta_and_float8(tmp_path: Path) -> None:
+    state = {
+        "coo": torch.eye(3).to_sparse(),
+        "meta": torch.ones(2, 3, device="meta"),
+        "f8": torch.ones(3).to(torch.float8_e4m3fn),
+        "storage": torch.ones(3).untyped_storage(),
+    }
+    found = saved(state, tmp_path / "x.pt")
+    tensors = {tensor.key: tensor for tensor in found.tensors}
+    assert set(tensors) == {"coo.indices", "coo.values", "meta", "f8"}
+    assert tensors["meta"].storage is None
+    assert tensors["f8"].dtype == "float8_e4m3fn"
+    assert [s.tensors for s in found.storages if s.nbytes == 12] == [("coo.values",), ("storage",)]
+
+
+def test_the_plain_tensor(tmp_path: Path) -> None:
+    found = saved(torch.ones(3), tmp_path / "x.pt")
+    assert [tensor.key for tensor in found.tensors] == [""]
+    assert found.to_dict()["tensors"][0]["offset"] == found.storages[0].offset
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    found = saved({"w": torch.ones(2), "evil": Evil()}, tmp_path / "x.pt")
+    assert os.listdir(tmp_path) == ["x.pt"]
+    assert any(name.endswith(".mkdir") for name in found.imports)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", pickle.dumps([1])])
+def test_no_checkpoint(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"x\.pt: neither") as caught:
+        inspect(path)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpointError, match="regular"):
+        inspect(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        inspect(tmp_path / "missing")
+
+
+# -- hostile pickles -----------------------------------------------------------------------------
+
+
+def of(value: Any, *persistents: Persistent, limits: Limits | None = None) -> Outline:
+    return outline(Decoded(value, frozenset(), list(persistents), 0), limits)
+
+
+def tensor_of(*arguments: Any) -> Call:
+    return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+
+
+STORAGE = Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", 10))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (STORAGE, 0, (11,), (1,)),
+        (STORAGE, 8, (3,), (1,)),
+        (STORAGE, 0, (2, 6), (5, 1)),
+        (STORAGE, -1, (2,), (1,)),
+        (STORAGE, 2**70, (2,), (1,)),
+        (STORAGE, 0, (-2,), (1,)),
+        (STORAGE, 0, (2, 2), (1,)),
+        (STORAGE, 0, "ab", "cd"),
+        (STORAGE, 0, (2**64,), (1,)),
+        (STORAGE, 0, ([],), ([],)),
+        (None, 0, (2,), (1,)),
+        (STORAGE,),
+        (),
+    ],
+)
+def test_impossible_tensors_are_reported(arguments: tuple[Any, ...]) -> None:
+    found = of(Mapping([("w", tensor_of(*arguments))]), STORAGE)
+    assert not found.tensors
+    assert len(found.problems) == 1
+    assert "tensor w" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    "pid",
+    [
+        (),
+        ("storage",),
+        ("storage", "FloatStorage", "0", "cpu", 1),
+        ("storage", Global("torch", "NoStorage"), "0", "cpu", 1),
+        ("storage", Global("torch", "FloatStorage"), 0, "cpu", 1),
+        ("storage", Global("torch", "FloatStorage"), "0", None, 1),
+        ("storage", Global("torch", "FloatStorage"), "0", "cpu", -1),
+        ("storage", Global("torch", "FloatStorage"), "0", "cpu", 2**64),
+        ("storage", Global("torch", "FloatStorage"), "0", "cpu", 1.5),
+    ],
+)
+def test_impossible_storages_are_errors(pid: Any) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        of(None, Persistent(pid))
+
+
+def test_storages_that_disagree_are_an_error() -> None:
+    other = Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", 11))
+    with pytest.raises(CorruptCheckpointError, match="40 and with 44"):
+        of(None, STORAGE, other)
+
+
+def test_values_that_hold_themselves() -> None:
+    loop: list[Any] = [tensor_of(STORAGE, 0, (2,), (1,))]
+    loop.append(loop)
+    found = of(loop, STORAGE)
+    assert [tensor.key for tensor in found.tensors] == ["0"]
+    assert found.complete
+
+
+def test_values_that_multiply_are_cut_off() -> None:
+    value: Any = [tensor_of(STORAGE, 0, (2,), (1,))]
+    for _ in range(60):
+        value = [value, value]
+    found = of(value, STORAGE, limits=Limits(visits=10_000))
+    assert not found.complete
+
+
+def test_values_too_deep_are_cut_off() -> None:
+    value: Any = tensor_of(STORAGE, 0, (2,), (1,))
+    for _ in range(5000):
+        value = [value]
+    found = of(value, STORAGE)
+    assert not found.complete
+    assert not found.tensors

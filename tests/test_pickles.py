@@ -1,0 +1,189 @@
+"""Pickles are read without being executed, within limits."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import decimal
+import io
+import os
+import pickle
+from time import monotonic
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.pickles import (
+    ByteStream,
+    Call,
+    Decoded,
+    Elided,
+    Global,
+    Limits,
+    Mapping,
+    Persistent,
+    decode,
+)
+
+PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+CALLABLES = {
+    "set": set,
+    "frozenset": frozenset,
+    "bytearray": bytearray,
+    "complex": complex,
+    "encode": lambda text, codec: text.encode(codec),
+    "OrderedDict": collections.OrderedDict,
+    "bytes": bytes,
+}
+
+
+def read(data: bytes, limits: Limits | None = None) -> Decoded:
+    def read_at(offset: int, length: int) -> bytes:
+        assert 0 <= offset <= offset + length <= len(data), "read outside of the pickle"
+        return data[offset : offset + length]
+
+    return decode(ByteStream(read_at, 0, len(data)), limits)
+
+
+def real(symbol: Any) -> Any:
+    """Turn symbols into the values they stand for."""
+    if type(symbol) is Mapping:
+        return {real(key): real(value) for key, value in symbol.items}
+    if type(symbol) in (list, tuple):
+        return type(symbol)(real(item) for item in symbol)
+    if type(symbol) is Call:
+        made = CALLABLES[symbol.function.name](*(real(item) for item in symbol.arguments))
+        if symbol.appended:
+            made.update(real(item) for item in symbol.appended)
+        made_items = {real(key): real(value) for key, value in symbol.items}
+        return {**made, **made_items} if made_items else made
+    return symbol
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=-(2**2000), max_value=2**2000)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False, allow_infinity=False)
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner)
+        | st.tuples(inner, inner)
+        | st.tuples(inner, inner, inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.dictionaries(st.text(), inner).map(collections.OrderedDict)
+        | st.sets(st.integers())
+        | st.frozensets(st.text())
+        | st.binary().map(bytearray)
+    ),
+    max_leaves=30,
+)
+
+
+@given(value=VALUES, protocol=st.sampled_from(PROTOCOLS))
+@settings(max_examples=400, deadline=None)
+def test_values_are_what_unpickling_gives(value: Any, protocol: int) -> None:
+    data = pickle.dumps(value, protocol)
+    found = read(data)
+    assert real(found.value) == value
+    assert found.end == len(data)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_what_would_run_is_a_symbol(protocol: int, tmp_path: Any) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    found = read(pickle.dumps([Evil(), decimal.Decimal("1.5")], protocol))
+    assert not os.listdir(tmp_path)
+    first = found.value[0]
+    assert type(first) is Call
+    assert first.function in (Global("posix", "mkdir"), Global("os", "mkdir"))
+    assert Global("decimal", "Decimal") in found.globals
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_shared_and_cyclic_values(protocol: int) -> None:
+    inner: list[Any] = []
+    inner.append(inner)
+    found = read(pickle.dumps([inner, inner], protocol)).value
+    assert found[0] is found[1]
+    assert found[0][0] is found[0]
+
+
+def test_objects_keep_class_arguments_and_state() -> None:
+    error = ValueError("text", 1)
+    error.note = "more"  # type: ignore[attr-defined]
+    found = read(pickle.dumps(error, 4)).value
+    assert found.function == Global("builtins", "ValueError")
+    assert found.arguments == ("text", 1)
+    assert [real(state) for state in found.state] == [{"note": "more"}]
+
+
+def test_persistent_ids_are_listed_in_order() -> None:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item: Any) -> Any:
+            return ("storage", item.real) if isinstance(item, complex) else None
+
+    out = io.BytesIO()
+    Pickler(out, 2).dump([1j + 1, 1j + 2, 1j + 1])
+    found = read(out.getvalue())
+    assert found.persistents == [Persistent(("storage", number)) for number in (1, 2, 1)]
+
+
+def test_every_truncation_is_an_error() -> None:
+    data = pickle.dumps({"a": [1, 2.0, "x" * 300], "b": (None, b"y" * 300)}, 2)
+    for length in range(len(data)):
+        with pytest.raises(CorruptCheckpointError):
+            read(data[:length])
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=500, deadline=None)
+def test_garbage_is_a_value_or_an_error(data: bytes) -> None:
+    with contextlib.suppress(CorruptCheckpointError):
+        read(data)
+
+
+def test_long_values_are_left_out() -> None:
+    found = read(pickle.dumps(["x" * 100_000, b"y" * 100_000, "z"], 4))
+    assert found.value == [Elided("str", 100_000), Elided("bytes", 100_000), "z"]
+
+
+def test_memory_has_a_limit() -> None:
+    data = b"\x80\x02" + b"]" * 1_000_000
+    with pytest.raises(PickleLimitError, match="bytes"):
+        read(data, Limits(memory=10_000_000))
+
+
+def test_time_has_a_limit() -> None:
+    data = b"\x80\x02" + b"N0" * 2_000_000 + b"N."
+    began = monotonic()
+    with pytest.raises(PickleLimitError, match="longer"):
+        read(data, Limits(seconds=0.05, memory=1 << 40))
+    assert monotonic() - began < 5
+
+
+def test_a_length_past_the_end_takes_no_memory() -> None:
+    for code in (b"\x8e", b"\x8d", b"\x96"):
+        with pytest.raises(CorruptCheckpointError, match="too early"):
+            read(b"\x80\x04" + code + (2**62).to_bytes(8, "little"))
+
+
+def test_values_nested_a_million_deep() -> None:
+    data = b"\x80\x02" + b"(" * 200_000 + b"t" * 200_000 + b"."
+    with pytest.raises(CorruptCheckpointError):  # the marks alone leave nothing on the stack
+        read(data[:-1])
+    found = read(b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".")
+    assert type(found.value) is list

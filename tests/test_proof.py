@@ -1,0 +1,104 @@
+"""What tells whether bytes were moved, when nobody reports it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastserial.engines.aio_op import lockable
+from fastserial.engines.proof import SECTOR, ReadMarks, is_blank, is_written
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+def has_holes(fd: int) -> bool:
+    return is_blank(fd, 0, PAGE)
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_written_is_told_from_reserved(fd: int, reserve: bool) -> None:
+    """Reserved space counts as unwritten, block by block."""
+    if not has_holes(fd):
+        pytest.skip("the file system has no holes")
+    length = 8 * PAGE
+    if reserve:
+        os.posix_fallocate(fd, 0, length)
+    assert is_blank(fd, 0, length)
+    assert not is_written(fd, 0, length)
+    os.pwrite(fd, b"x" * PAGE, 3 * PAGE)
+    os.fsync(fd)
+    assert not is_blank(fd, 0, length)
+    assert is_blank(fd, 4 * PAGE, PAGE)
+    assert is_written(fd, 3 * PAGE, PAGE)
+    assert not is_written(fd, 3 * PAGE, 2 * PAGE)
+    for at in (0, 1, 2, 4, 5, 6, 7):
+        assert not is_written(fd, 0, length)
+        os.pwrite(fd, b"x" * PAGE, at * PAGE)
+    os.fsync(fd)
+    assert is_written(fd, 0, length)
+
+
+def test_the_end_is_not_a_hole(fd: int) -> None:
+    """Beyond the end the file grows, so that a file system without holes shows itself."""
+    is_blank(fd, 0, 2 * PAGE)
+    assert os.fstat(fd).st_size == 2 * PAGE
+    assert not is_written(fd, 4 * PAGE, PAGE)
+
+
+def test_nothing_is_proven_where_nothing_can_be(tmp_path: Path, fd: int) -> None:
+    """Existing data, a closed file, a file open for reading."""
+    os.pwrite(fd, b"x" * PAGE, 0)
+    assert not is_blank(fd, 0, PAGE)
+    reader = os.open(tmp_path / "file", os.O_RDONLY)
+    assert not is_blank(reader, 0, PAGE)
+    os.close(reader)
+    assert not is_written(reader, 0, PAGE)
+
+
+def test_marks() -> None:
+    """One sector that was not read over is enough."""
+    tensor = torch.zeros(8 * SECTOR, dtype=torch.uint8)
+    marks = ReadMarks()
+    assert not marks.left(tensor)
+    marks.put(tensor)
+    assert marks.left(tensor)
+    for sector in range(8):
+        assert marks.left(tensor)
+        tensor[sector * SECTOR : (sector + 1) * SECTOR] = sector
+    assert not marks.left(tensor)
+    assert ReadMarks()._value != marks._value
+
+
+LOCK = """
+import os, resource, sys
+from fastserial.engines.aio_op import lockable
+hard = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
+if os.getuid() == 0:
+    os.setuid(65534)  # root may lock any amount
+print(lockable(1 << 20))
+"""
+
+
+@pytest.mark.parametrize("pages", [0, 3, 64])
+def test_lockable(pages: int) -> None:
+    """As much as the hard limit allows, found without locking too much."""
+    assert lockable(PAGE) == PAGE
+    out = subprocess.run(
+        [sys.executable, "-c", LOCK, str(pages * PAGE)], check=True, capture_output=True, text=True
+    )
+    assert int(out.stdout) == pages * PAGE

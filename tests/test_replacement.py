@@ -1,0 +1,279 @@
+"""Replacing a file: leftovers, locks, and what each failing step leaves and says."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastserial import commit, filesystem
+from fastserial.commit import Replacement, temporary_name
+from fastserial.errors import MissingDirectoryError, WriteError
+from fastserial.targets import PathTarget, StockWay, path_target
+from fastserial.writer import FastFileWriter
+
+
+def target_of(path: Path) -> PathTarget:
+    found = path_target(str(path))
+    assert isinstance(found, PathTarget)
+    return found
+
+
+def write(path: Path, data: bytes) -> None:
+    with FastFileWriter(path) as file:
+        file.write(data)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"old")
+    return path
+
+
+@pytest.fixture(params=[False, True], ids=["nameless", "named"])
+def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both ways to make the new file: without a name first, and with a temporary one."""
+    if request.param:
+        monkeypatch.setattr(commit, "_can_link", lambda: False)
+    return bool(request.param)
+
+
+# -- leftovers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [[0], [0, 1, 2], [3], [1, 5, 12], [7]])
+def test_what_killed_processes_left_is_removed(target: Path, named: bool, slots: list[int]) -> None:
+    for slot in slots:
+        (target.parent / temporary_name("x.pt", slot)).write_bytes(b"left")
+    write(target, b"new")
+    assert os.listdir(target.parent) == ["x.pt"]
+    assert target.read_bytes() == b"new"
+
+
+def test_a_failing_save_removes_them_too(target: Path) -> None:
+    (target.parent / temporary_name("x.pt", 0)).write_bytes(b"left")
+    with contextlib.suppress(ZeroDivisionError), FastFileWriter(target):
+        raise ZeroDivisionError
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+def test_a_live_temporary_file_is_left_alone(target: Path, named: bool) -> None:
+    live = target.parent / temporary_name("x.pt", 0)
+    with live.open("wb") as file:
+        file.write(b"somebody is writing this")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write(target, b"new")
+        assert live.read_bytes() == b"somebody is writing this"
+        assert target.read_bytes() == b"new"
+    write(target, b"newer")
+    assert not live.exists()
+
+
+def test_what_only_looks_like_one_is_left_alone(target: Path, named: bool) -> None:
+    folder = target.parent
+    (folder / temporary_name("x.pt", 0)).mkdir()
+    os.mkfifo(folder / temporary_name("x.pt", 1))
+    (folder / temporary_name("x.pt", 2)).symlink_to(target)
+    (folder / temporary_name("y.pt", 0)).write_bytes(b"another target's")
+    before = set(os.listdir(folder))
+    write(target, b"new")
+    assert set(os.listdir(folder)) == before
+    assert target.read_bytes() == b"new"
+
+
+def test_two_at_once_take_two_names(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_can_link", lambda: False)
+    first, second = Replacement(target_of(target), True), Replacement(target_of(target), True)
+    assert {first.named, second.named} == {temporary_name("x.pt", slot) for slot in (0, 1)}
+    for number, replacement in enumerate((first, second)):
+        os.write(replacement.fd, b"%d" % number)
+        replacement.sync()
+        replacement.commit()
+    assert target.read_bytes() == b"1"
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+def test_a_new_file_taken_for_a_leftover_is_made_again(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the creation of a temporary file and its lock another save may sweep it away."""
+    monkeypatch.setattr(commit, "_can_link", lambda: False)
+    real = fcntl.flock
+    others: list[int] = []
+
+    def contested(fd: int, operation: int) -> None:
+        if not others:
+            others.append(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
+            real(others[0], fcntl.LOCK_EX)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", contested)
+    replacement = Replacement(target_of(target), True)
+    assert replacement.named == temporary_name("x.pt", 1)
+    os.close(others[0])
+    replacement.discard()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks(
+    target: Path, named: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    write(target, b"new")
+    assert target.read_bytes() == b"new"
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+# -- steps that fail -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def failing(
+    monkeypatch: pytest.MonkeyPatch, name: str, number: int, when: Any = lambda *args: True
+) -> Iterator[None]:
+    """Make a function of `os` fail."""
+    real = getattr(os, name)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        if when(*args):
+            raise OSError(number, os.strerror(number))
+        return real(*args, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, call)
+        yield
+
+
+def is_directory(fd: int) -> bool:
+    return os.path.isdir(f"/proc/self/fd/{fd}")
+
+
+STEPS = [
+    ("fsync", errno.EIO, "kernel log"),
+    ("fsync", errno.ENOSPC, "Free space"),
+    ("fsync", errno.EDQUOT, "quota"),
+    ("pwrite", errno.ENOSPC, "Free space"),
+    ("rename", errno.ESTALE, "mount it anew"),
+    ("rename", errno.EROFS, "Remount"),
+    ("rename", errno.ENOTCONN, "FUSE"),
+    ("rename", errno.ENOENT, "directory was removed"),
+    ("fchmod", errno.EIO, "kernel log"),
+]
+
+
+@pytest.mark.parametrize(("call", "number", "remedy"), STEPS)
+def test_an_error_says_what_happened_and_keeps_the_old_file(
+    target: Path,
+    named: bool,
+    call: str,
+    number: int,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with failing(monkeypatch, call, number), pytest.raises(WriteError) as caught:
+        write(target, b"new")
+    error = caught.value
+    assert isinstance(error, OSError)
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error.__cause__, OSError)
+    assert error.errno == number
+    assert error.filename == str(target)
+    assert "the previous file is intact" in str(error)
+    assert remedy in str(error)
+    assert target.read_bytes() == b"old"
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+def test_a_full_disk_tells_sizes(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(filesystem, "preallocate", full)
+    monkeypatch.setattr(filesystem, "free_bytes", lambda place: 12345)
+    with pytest.raises(WriteError, match="12345 are free") as caught, FastFileWriter(target) as f:
+        f.save_torch_storage_object_list(
+            [(torch.zeros(1_000_000).untyped_storage(), torch.float32)], True
+        )
+    assert caught.value.bytes_needed == 4_000_008
+    assert caught.value.bytes_free == 12345
+    assert target.read_bytes() == b"old"
+
+
+def test_an_error_of_the_last_sync_says_that_the_new_file_is_there(
+    target: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        failing(monkeypatch, "fsync", errno.EIO, is_directory),
+        pytest.raises(WriteError, match="in place") as caught,
+    ):
+        write(target, b"new")
+    assert "intact" not in str(caught.value)
+    assert target.read_bytes() == b"new"
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+def test_a_directory_that_cannot_be_synced_is_named_in_the_report(
+    target: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with failing(monkeypatch, "fsync", number, is_directory), FastFileWriter(target) as file:
+        file.write(b"new")
+    assert file.report is not None
+    assert file.report.fallback == "the file system cannot sync a directory"
+    assert target.read_bytes() == b"new"
+
+
+def test_the_directory_is_removed(tmp_path: Path, named: bool) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = FastFileWriter(folder / "x.pt")
+    file.write(b"new")
+    for left in folder.iterdir():
+        left.unlink()
+    folder.rmdir()
+    with pytest.raises(MissingDirectoryError, match="directory was removed"):
+        file.close()
+
+
+# -- where a file cannot be replaced -------------------------------------------------------------
+
+
+def test_a_read_only_file_system(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "is_read_only", lambda path: True)
+    monkeypatch.setattr(os, "access", lambda path, mode, **keywords: not mode & os.W_OK)
+    for path in (target, target.with_name("new.pt")):
+        with pytest.raises(WriteError, match="read-only") as caught:
+            path_target(str(path))
+        assert caught.value.errno == errno.EROFS
+
+
+def test_a_mount_point_is_only_overwritten(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "is_mount_point", lambda path, device: True)
+    assert path_target(str(target)) == StockWay(
+        "the file is a mount point, so it can only be overwritten"
+    )
+
+
+def test_mount_points_are_known(target: Path) -> None:
+    device = os.stat(target.parent).st_dev
+    assert not filesystem.is_mount_point(str(target), device)
+    assert not filesystem.is_mount_point(str(target), device + 1), "the kernel tells better"
+    assert filesystem.is_mount_point("/proc", 0)
+
+
+def test_a_directory_that_cannot_be_listed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode, **keywords: mode != os.R_OK)
+    for path in (target, target.with_name("new.pt")):
+        assert isinstance(path_target(str(path)), StockWay)

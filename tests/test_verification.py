@@ -1,0 +1,386 @@
+"""`verify` finds what is wrong, names it, and finds nothing wrong with what torch wrote."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pickle
+import struct
+import warnings
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import CASES, TORCH, Case
+from identity import saver
+from typer import Typer
+from typer.testing import CliRunner
+
+from fastserial import cli_inspect, verification
+from fastserial.config import Config
+from fastserial.containers.directory import RecordEntry, read_directory
+from fastserial.errors import CorruptCheckpointError
+from fastserial.verification import VerifyReport, checkpoints_in, verify
+
+# Small blocks, so that every seam between blocks is crossed.
+SMALL = Config(block_size=4096, queue_depth=3, threads=2)
+STATE = {"a": torch.arange(50), "b": [torch.ones(7)], "c": torch.zeros(0)}
+
+# What stock torch writes and cannot read: broken, and rightly reported.
+BROKEN_BY_TORCH = {
+    "alignment_131072.zip",  # the padding's length overflows
+    "protocol_0.legacy",  # persistent ids are mere text
+    "storage_resized_odd.legacy",  # not a whole number of elements
+    "storage_resized_among_others.legacy",
+    "storage_resized_smaller.legacy",
+    "storage_resized_to_zero.legacy",
+}
+
+
+def stock_bytes(value: Any, **options: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out, **options)
+    return out.getvalue()
+
+
+ZIP = stock_bytes(STATE)
+LEGACY = stock_bytes(STATE, _use_new_zipfile_serialization=False)
+
+
+def check(path: Path, data: bytes) -> VerifyReport:
+    path.write_bytes(data)
+    return verify(path, SMALL)
+
+
+def entries(data: bytes, path: Path) -> dict[str, RecordEntry]:
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        return {record.name: record for record in read_directory(file.fileno()).records}
+
+
+def kinds(report: VerifyReport) -> set[str]:
+    return {problem.kind for problem in report.problems}
+
+
+def runnable() -> list[Case]:
+    return [case for case in CASES.values() if case.since <= TORCH and not case.needs]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in runnable()])
+def test_what_stock_torch_writes_is_whole(case: Case, tmp_path: Path) -> None:
+    for fmt in case.formats:
+        if fmt in case.raises:
+            continue
+        path = tmp_path / f"{fmt}.pt"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            live = case.builder()
+            with case.context():
+                saver(case, fmt, live)(str(path))
+        report = verify(path, SMALL)
+        expected = "damaged" if f"{case.name}.{fmt}" in BROKEN_BY_TORCH else "ok"
+        assert report.status == expected, report
+        assert report.format == fmt
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def test_every_changed_byte_of_a_zip_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    unseen: list[int] = []
+    for at in range(len(ZIP)):
+        data = bytearray(ZIP)
+        data[at] ^= 1 << at % 8
+        if check(path, data).ok:
+            unseen.append(at)
+    assert unseen == []
+
+
+@pytest.mark.parametrize("data", [ZIP, LEGACY], ids=["zip", "legacy"])
+def test_truncation_is_found(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "x.pt"
+    assert [n for n in range(0, len(data), 5) if check(path, data[:n]).ok] == []
+    assert [n for n in range(len(data) - 80, len(data)) if check(path, data[:n]).ok] == []
+    assert not check(path, data + b"\0").ok
+
+
+def test_the_damaged_record_and_its_tensors_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    big = torch.zeros(50_000)
+    data = stock_bytes({"model": {"w": big, "tied": big}, "other": torch.ones(3)})
+    record = entries(data, path)["data/0"]
+    damaged = bytearray(data)
+    damaged[record.data_offset + 123_456] ^= 4
+    report = check(path, damaged)
+    assert report.status == "damaged"
+    (problem,) = report.problems
+    assert problem.kind == "checksum"
+    assert problem.record == "data/0"
+    assert problem.tensors == ("model.w", "model.tied")
+    assert problem.offset == record.data_offset
+    assert report.checked_bytes == sum(r.size for r in entries(data, path).values()) - record.size
+
+
+def test_a_record_replaced_with_all_its_checksums(tmp_path: Path) -> None:
+    """CRC-32 cannot see it; the serialization id can."""
+    path = tmp_path / "x.pt"
+    record = entries(ZIP, path)["data/0"]
+    data = bytearray(ZIP)
+    data[record.data_offset : record.data_end] = bytes(record.size)
+    crc = struct.pack("<I", zlib.crc32(bytes(record.size)))
+    data[record.data_end + 4 : record.data_end + 8] = crc
+    at = data.index(record.full_name, record.data_end + 8) - 46
+    data[at + 16 : at + 20] = crc
+    assert kinds(check(path, data)) == {"id"}
+
+
+def test_missing_and_short_storages(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(ZIP)) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith("data/0"):
+                content = content[:-1]
+            if not name.endswith("data/1"):
+                new.writestr(name, content)
+    report = check(path, out.getvalue())
+    assert {(p.kind, p.record, p.tensors) for p in report.problems} == {
+        ("storage", "data/0", ("a",)),
+        ("storage", "data/1", ("b.0",)),
+    }
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_archives_of_other_writers(tmp_path: Path, compression: int) -> None:
+    path = tmp_path / "x.pt"
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(ZIP)) as old, zipfile.ZipFile(out, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    data = out.getvalue()
+    report = check(path, data)
+    assert report.ok, report
+    assert "not laid out by torch" in report.notes[0]
+    record = entries(data, path)["data/0"]
+    for at in range(record.data_offset, record.data_end):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x10
+        assert "checksum" in kinds(check(path, damaged)), at
+
+
+def test_bytes_that_belong_to_nothing(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr("a/data.pkl", pickle.dumps(1))
+        file.fp.write(b"hidden")  # type: ignore[union-attr]
+        file.start_dir = file.fp.tell()  # type: ignore[attr-defined,union-attr]
+        file.writestr("a/version", "3\n")
+    assert kinds(check(tmp_path / "x.pt", out.getvalue())) == {"unaccounted"}
+
+
+def test_records_saved_without_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(STATE, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    report = verify(path)
+    assert report.ok
+    assert report.unchecked == report.records - 1  # but for the empty one
+    with torch.serialization.skip_data():
+        torch.save(STATE, path)
+    report = verify(path)
+    assert report.ok
+    assert report.unchecked == 2
+
+
+# -- hostile directories -------------------------------------------------------------------------
+
+
+def central(data: bytes, name: bytes) -> int:
+    """Return where the central entry of a record starts."""
+    return data.rindex(name) - 46
+
+
+def patched(at: int, value: bytes) -> bytes:
+    return ZIP[:at] + value + ZIP[at + len(value) :]
+
+
+def hostile() -> dict[str, bytes]:
+    name = b"archive/data/0"
+    at = central(ZIP, name)
+    end = len(ZIP) - 22
+    end64 = end - 20 - 56
+    huge = struct.pack("<Q", 1 << 62)
+    most = b"\xff" * 4
+    return {
+        "size": patched(at + 20, b"\xfe\xff\xff\xff" * 2),
+        "zip64 size without a value": patched(at + 20, most * 2),
+        "offset past the end": patched(at + 42, b"\xf0\xff\xff\xff"),
+        "offset of another record": patched(at + 42, bytes(4)),
+        "same name twice": ZIP[: at + 46] + b"archive/data/1" + ZIP[at + 60 :],
+        "count": patched(end64 + 24, huge * 2),
+        "directory size": patched(end64 + 40, huge),
+        "directory offset": patched(end64 + 48, huge),
+        "directory at the start": patched(end64 + 48, bytes(8)),
+        "locator": patched(end - 20 + 8, huge),
+        "locator of itself": patched(end - 20 + 8, struct.pack("<Q", end - 20)),
+        "many disks": patched(end + 4, b"\1\0\2\0"),
+        "comment": patched(end + 20, b"\xff\xff"),
+        "encrypted": patched(at + 8, b"\x01"),
+        "bzip2": patched(at + 10, b"\x0c"),
+        "deflate bomb": patched(at + 10, b"\x08"),
+        "name length": patched(at + 28, b"\xff\xff"),
+        "extra length": patched(at + 30, b"\xff\xff"),
+    }
+
+
+@pytest.mark.parametrize("name", hostile())
+def test_hostile_directories(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    report = check(path, hostile()[name])
+    assert report.status == "damaged", report
+    with path.open("rb") as file:
+        for headers in (True, False):
+            try:
+                directory = read_directory(file.fileno(), headers=headers)
+            except CorruptCheckpointError:
+                continue
+            for record in directory.records:
+                assert 0 <= record.data_offset <= record.data_end <= len(ZIP)
+
+
+# -- what is no damage ---------------------------------------------------------------------------
+
+
+def test_what_cannot_be_checked(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    os.mkfifo(tmp_path / "fifo")
+    for name, reason in (("missing", "No such file"), ("fifo", "regular"), (".", "directory")):
+        report = verify(tmp_path / name)
+        assert report.status == "unreadable"
+        assert any(reason in note for note in report.notes)
+    for content in (b"", b"hello", pickle.dumps(1), b"\x93NUMPY" + bytes(500)):
+        report = check(path, content)
+        assert report.status == "unreadable", content
+
+
+def test_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(ZIP)
+    real = verification.verify_zip
+
+    def slow(*args: Any) -> Any:
+        result = real(*args)
+        os.utime(path, ns=(1, 1))
+        return result
+
+    monkeypatch.setattr(verification, "verify_zip", slow)
+    report = verify(path)
+    assert report.status == "unreadable"
+    assert "changed" in report.notes[-1]
+
+
+def test_a_disk_error_is_reported_with_the_records_it_hits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pt"
+    data = stock_bytes({"a": torch.zeros(5000), "b": torch.zeros(5000), "c": torch.zeros(5000)})
+    record = entries(data, path)["data/1"]
+    bad = record.data_offset // 4096 * 4096 + 4096
+    real = os.preadv
+
+    def failing(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        if offset <= bad < offset + sum(map(len, buffers)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    report = verify(path, SMALL)
+    assert [(p.kind, p.record, p.tensors) for p in report.problems] == [("read", "data/1", ("b",))]
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    for zipped in (True, False):
+        path = tmp_path / "x.pt"
+        torch.save({"w": torch.ones(2), "e": Evil()}, path, _use_new_zipfile_serialization=zipped)
+        assert verify(path).ok
+        assert os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_checkpoints_in_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "model.pt").write_bytes(ZIP)
+    (tmp_path / "no_suffix").write_bytes(LEGACY)
+    (tmp_path / "broken.pt").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("PK")
+    (tmp_path / "other.npz").write_bytes(ZIP)
+    (tmp_path / ".model.pt.fastserial-0.tmp").write_bytes(ZIP)
+    (tmp_path / "link.pt").symlink_to("broken.pt")
+    found = [os.path.relpath(path, tmp_path) for path in checkpoints_in(tmp_path)]
+    assert found == ["broken.pt", "no_suffix", "deep/model.pt"]
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+app = Typer()
+app.command("verify")(cli_inspect.verify)
+app.command("inspect")(cli_inspect.inspect)
+
+
+def command(*words: Any) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.stdout
+
+
+def test_exit_status(tmp_path: Path) -> None:
+    good, bad, none = tmp_path / "good.pt", tmp_path / "bad.pt", tmp_path / "none.pt"
+    good.write_bytes(ZIP)
+    bad.write_bytes(ZIP[:-1])
+    assert command("verify", good)[0] == 0
+    assert command("verify", bad)[0] == 1
+    assert command("verify", none)[0] == 2
+    assert command("verify", good, none)[0] == 2
+    assert command("verify", none, bad, good)[0] == 1
+    assert command("verify", tmp_path)[0] == 1
+    (tmp_path / "empty").mkdir()
+    assert command("verify", tmp_path / "empty")[0] == 2
+    assert command("inspect", good)[0] == 0
+    assert command("inspect", bad)[0] == 1
+
+
+def test_json(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(ZIP)
+    status, text = command("verify", "--json", path)
+    result = json.loads(text)
+    assert (status, result["status"]) == (0, 0)
+    assert result["files"][0]["checked_bytes"] > 0
+    found = json.loads(command("inspect", "--json", path)[1])
+    assert [tensor["key"] for tensor in found["tensors"]] == ["a", "b.0", "c"]
+    assert found["hints"][0] == "torch 2.7 or later" or TORCH < (2, 7)
+
+
+def test_tables(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(ZIP[:-30] + b"?" + ZIP[-29:])
+    _, text = command("verify", path, path)
+    assert "damaged" in text
+    assert "2 files: 2 damaged" in text
+    path.write_bytes(ZIP)
+    _, text = command("inspect", path, "--records")
+    assert "data/0" in text
+    assert "b.0" in text
+    assert command("verify", "--quiet", path)[1] == ""
