@@ -16,12 +16,14 @@ from fastserial.bench.errors import BenchError
 from fastserial.bench.fio import FioVariant
 from fastserial.bench.identical import different_tensors, digest, first_difference
 from fastserial.bench.measure import Sample, measure
+from fastserial.bench.pages import reserved_huge_bytes, small_pages
 from fastserial.bench.payload import mixed_state, tensor_sizes
 from fastserial.bench.rotation import Measured, Plan, rotate
 from fastserial.bench.rows import DURABLE, LOOSE, Row, fast_row, stock_row
+from fastserial.bench.save import SaveBench, save_rows
 from fastserial.bench.scratch import scratch
 from fastserial.bench.startup import measure_startup
-from fastserial.bench.summary import Spread, paired, summarize
+from fastserial.bench.summary import Spread, paired, summarize, unsteadiness
 from fastserial.bench.units import parse_bytes
 from fastserial.bench.view import fio_line
 from fastserial.errors import ConfigError
@@ -166,12 +168,13 @@ def test_torch_rows(tmp_path: Path, container: str) -> None:
         stock_row(state, container, crc=False),  # type: ignore[arg-type]
         stock_row(state, container, overwrites=True),  # type: ignore[arg-type]
         fast_row(state, container),  # type: ignore[arg-type]
+        fast_row(state, container, huge_pages=False),  # type: ignore[arg-type]
         fast_row(state, container, overwrites=True),  # type: ignore[arg-type]
         fast_row(state, container, durable=False),  # type: ignore[arg-type]
         fast_row(state, container, durable=False, engine="null"),  # type: ignore[arg-type]
     ]
     measured = rotate(rows, tmp_path, CALM)
-    assert [one.identical for one in measured] == [None, None, None, True, True, True, None]
+    assert [one.identical for one in measured] == [None, None, None, True, True, True, True, None]
     assert len({row.name for row in rows}) == len(rows)
     assert all(one.samples[0].nbytes >= 800_000 for one in measured)
     assert torch.serialization._save is before
@@ -213,6 +216,15 @@ def test_summary() -> None:
     assert fast.cpu_per_gb.median == pytest.approx(1e6)
     assert fast.extra_bytes == 100
     assert "fio=0.75x, stock=4.00x" in fio_line(fast)
+
+
+@pytest.mark.parametrize(("slowest", "found"), [(1.5, None), (3.0, 3.0)])
+def test_unsteady_runs_are_told(slowest: float, found: float | None) -> None:
+    row = Row("stock", DURABLE, lambda path: sample(1))
+    calm = Measured(row, [sample(1), sample(1)])
+    varied = [Measured(row, [sample(1), sample(slowest)]) for _ in range(3)]
+    lines = summarize([calm, *varied])
+    assert unsteadiness(lines) == (None if found is None else pytest.approx(found))
 
 
 def test_startup() -> None:
@@ -279,6 +291,41 @@ def test_best_of_fio() -> None:
         ("libaio", 8 << 20, False),
     }
     assert all(variant.direct for variant in best)
+
+
+def test_fio_on_huge_pages() -> None:
+    found = fio.best_variants(lambda variant: sample(1), huge=True)
+    assert all(variant.huge and variant.direct for variant in found)
+    assert "huge pages" in str(found[0])
+
+    def none_reserved(variant: FioVariant) -> Sample:
+        if variant.huge:
+            raise BenchError("Cannot allocate memory")
+        return sample(1)
+
+    found = fio.best_variants(none_reserved, huge=True)
+    assert not any(variant.huge for variant in found)
+    assert not any(v.huge for v in fio.best_variants(lambda variant: sample(1)))
+
+
+def test_small_pages_are_for_the_block_only() -> None:
+    def disabled() -> bool:
+        status = Path("/proc/self/status").read_text()
+        return "THP_enabled:\t0" in status
+
+    before = disabled()
+    with small_pages():
+        assert disabled()
+    assert disabled() is before
+    assert reserved_huge_bytes() >= 0
+
+
+def test_like_is_compared_with_like(tmp_path: Path) -> None:
+    bench = SaveBench(tmp_path, 1000)
+    plain = [row.name for row in save_rows({}, bench)]
+    beside = [row.name for row in save_rows({}, bench, small_pages=True)]
+    added = [name for name in beside if name not in plain]
+    assert added == ["fastserial zip, small pages", "fastserial legacy, small pages"]
 
 
 def test_fio_without_direct_io() -> None:

@@ -32,6 +32,7 @@ def save_as_json(result: SaveResult) -> dict[str, Any]:
         "folder": dataclasses.asdict(result.folder),
         "global options": {**dataclasses.asdict(result.bench), **result.options},
         "fio missing": result.fio_missing,
+        "fio on small pages": result.fio_small_pages,
         "jobs": _jobs(result.lines),
         "small": [{"case": case.name, "jobs": _jobs(case.lines)} for case in result.small],
         "startup": result.startup and dataclasses.asdict(result.startup),

@@ -16,26 +16,32 @@ from fastserial.bench.measure import Sample
 from fastserial.bench.rows import DURABLE, Row
 from fastserial.report import Latency
 
-__all__ = ["FioVariant", "best_variants", "fio_row", "installed", "run_fio"]
+__all__ = ["HUGE_BYTES", "FioVariant", "best_variants", "fio_row", "installed", "run_fio"]
 
 _ENGINES = ("io_uring", "libaio")
 _BLOCKS = (1 << 20, 4 << 20, 8 << 20)
 _DEPTH = 8
+HUGE_BYTES = (_DEPTH + 2) * _BLOCKS[-1]  # of reserved huge pages, for its buffers
 _ERROR_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class FioVariant:
-    """One way to run fio: engine, block size (bytes), preallocation, direct I/O, depth."""
+    """One way to run fio: engine, block size (bytes), preallocation, direct I/O, depth.
+
+    `huge`: its buffers are reserved huge pages.
+    """
 
     engine: str
     block: int
     preallocate: bool
     direct: bool = True
     depth: int = _DEPTH
+    huge: bool = False
 
     def __str__(self) -> str:
-        extras = (", prealloc" if self.preallocate else "") + ("" if self.direct else ", buffered")
+        extras = ", prealloc" if self.preallocate else ""
+        extras += ("" if self.direct else ", buffered") + (", huge pages" if self.huge else "")
         return f"fio {self.engine} {self.block >> 20}MiB×{self.depth}{extras}"
 
 
@@ -64,6 +70,7 @@ def run_fio(variant: FioVariant, path: Path, nbytes: int) -> Sample:
         f"--iodepth={variant.depth}",
         f"--direct={int(variant.direct)}",
         f"--fallocate={'native' if variant.preallocate else 'none'}",
+        f"--iomem={'mmaphuge' if variant.huge else 'malloc'}",
         "--end_fsync=1",
         "--thread",
         "--output-format=json",
@@ -96,20 +103,22 @@ def _latency(found: Mapping[str, Any]) -> Latency:
     )
 
 
-def best_variants(try_one: Callable[[FioVariant], Sample]) -> list[FioVariant]:
+def best_variants(try_one: Callable[[FioVariant], Sample], huge: bool = False) -> list[FioVariant]:
     """Return the fastest variant with preallocation and the fastest without.
 
     Args:
         try_one: runs a variant once, on a new file. `BenchError` rules the variant out.
+        huge: use huge pages (if none works with them: ordinary ones).
 
     Raises:
         BenchError: fio cannot write there at all.
     """
     problem = BenchError("fio has no engine to try")
-    for direct in (True, False):  # buffered only where nothing direct works
+    # small pages, and then the page cache, only where nothing better works
+    for direct, pages in [(True, True)] * huge + [(True, False), (False, False)]:
         best: dict[bool, tuple[float, FioVariant]] = {}
         for engine, block, preallocate in itertools.product(_ENGINES, _BLOCKS, (True, False)):
-            variant = FioVariant(engine, block, preallocate, direct)
+            variant = FioVariant(engine, block, preallocate, direct, huge=pages)
             try:
                 bandwidth = try_one(variant).bandwidth
             except BenchError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import fastserial
 from fastserial.bench.errors import BenchError
 from fastserial.bench.measure import Sample, measure
+from fastserial.bench.pages import small_pages
 from fastserial.bench.saving import Format, fast, stock, sync, write
 
 __all__ = ["DURABLE", "LOOSE", "OVERHEAD", "OVERWRITE", "Row", "fast_row", "stock_row"]
@@ -73,14 +75,19 @@ def fast_row(
     *,
     durable: bool = True,
     overwrites: bool = False,
+    huge_pages: bool = True,
     **options: Any,
 ) -> Row:
-    """Return a row of torch with fastserial installed, and options for it."""
+    """Return a row of torch with fastserial installed, and options for it.
+
+    Without `huge_pages` its buffers are on ordinary pages, as fio's are unless told otherwise.
+    """
 
     null = options.get("engine") == "null"
 
     def run(path: Path) -> Sample:
-        with fast(durable=durable, **options):
+        pages = nullcontext() if huge_pages else small_pages()
+        with fast(durable=durable, **options), pages:
             used = measure(lambda: write(state, path, container))
             report = fastserial.last_report()
         if report is None or report.path != str(path):
@@ -97,7 +104,7 @@ def fast_row(
     group = OVERHEAD if null else _group(durable, overwrites)
     compared = _group(durable, overwrites)
     return Row(
-        _name("fastserial", container, group),
+        _name("fastserial", container, group) + ("" if huge_pages else ", small pages"),
         group,
         run,
         _name("stock", container, compared),

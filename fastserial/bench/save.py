@@ -15,6 +15,7 @@ from fastserial.bench import fio
 from fastserial.bench.errors import BenchError
 from fastserial.bench.machine import Machine, this_machine
 from fastserial.bench.measure import Sample
+from fastserial.bench.pages import reserved_huge_bytes
 from fastserial.bench.payload import check_memory, mixed_state
 from fastserial.bench.rotation import Plan, rotate
 from fastserial.bench.rows import Row, fast_row, stock_row
@@ -68,6 +69,7 @@ class SaveResult:
     options: dict[str, Any]
     lines: tuple[Line, ...]
     fio_missing: str | None
+    fio_small_pages: bool
     small: tuple[SmallCase, ...]
     startup: Startup | None
 
@@ -93,9 +95,11 @@ def run_save(bench: SaveBench, say: Callable[[str], None] = lambda text: None) -
         say("making the data")
         state = mixed_state(bench.nbytes, bench.tensors)
         yardsticks, missing = _yardsticks(bench, folder, say)
-        rows = [*yardsticks, *save_rows(state, bench)]
+        small_pages = any(not variant.huge for variant in yardsticks)
+        fio_rows = [fio.fio_row(variant, bench.nbytes) for variant in yardsticks]
+        rows = [*fio_rows, *save_rows(state, bench, small_pages)]
         measured = rotate(rows, folder, Plan(bench.runs, pause=bench.pause), say)
-        lines = summarize(measured, [row.name for row in yardsticks])
+        lines = summarize(measured, [row.name for row in fio_rows])
         # closures over the state: its memory is free for what follows
         del state, rows, measured
         small = small_cases(folder, bench.formats, bench.runs, say) if bench.small else []
@@ -107,17 +111,26 @@ def run_save(bench: SaveBench, say: Callable[[str], None] = lambda text: None) -
         _plain(config.current()),
         tuple(lines),
         missing,
+        small_pages,
         tuple(small),
         startup,
     )
 
 
-def save_rows(state: dict[str, torch.Tensor], bench: SaveBench) -> list[Row]:
-    """Return the rows of torch, stock ones first: what others must equal comes first."""
+def save_rows(
+    state: dict[str, torch.Tensor], bench: SaveBench, small_pages: bool = False
+) -> list[Row]:
+    """Return the rows of torch, stock ones first: what others must equal comes first.
+
+    Args:
+        small_pages: add rows on ordinary pages, to compare with fio on ordinary pages.
+    """
     rows: list[Row] = [stock_row(state, container) for container in bench.formats]
     if "zip" in bench.formats:
         rows.append(stock_row(state, "zip", crc=False))
     rows += [fast_row(state, container) for container in bench.formats]
+    for container in bench.formats if small_pages else ():
+        rows.append(fast_row(state, container, huge_pages=False))
     for container in bench.formats if bench.overwriting else ():
         rows.append(stock_row(state, container, overwrites=True))
         rows.append(fast_row(state, container, overwrites=True))
@@ -130,8 +143,8 @@ def save_rows(state: dict[str, torch.Tensor], bench: SaveBench) -> list[Row]:
 
 def _yardsticks(
     bench: SaveBench, folder: Path, say: Callable[[str], None]
-) -> tuple[list[Row], str | None]:
-    """Return the rows of fio's best variants, or why there are none."""
+) -> tuple[list[fio.FioVariant], str | None]:
+    """Return fio's best variants, or why there are none."""
     if not bench.with_fio:
         return [], "fio was switched off (--no-fio)"
     if not fio.installed():
@@ -147,7 +160,7 @@ def _yardsticks(
             path.unlink(missing_ok=True)
 
     try:
-        return [fio.fio_row(best, bench.nbytes) for best in fio.best_variants(once)], None
+        return fio.best_variants(once, reserved_huge_bytes() >= fio.HUGE_BYTES), None
     except BenchError as error:
         return [], str(error)
 

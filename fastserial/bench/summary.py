@@ -12,7 +12,9 @@ from fastserial.bench.rows import DURABLE, OVERWRITE
 from fastserial.bench.units import GB
 from fastserial.report import Latency
 
-__all__ = ["Line", "Spread", "paired", "summarize"]
+__all__ = ["Line", "Spread", "paired", "summarize", "unsteadiness"]
+
+_STEADY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,17 @@ def summarize(measured: Sequence[Measured], fio: Sequence[str] = ()) -> list[Lin
         synced = one.row.group in (DURABLE, OVERWRITE)
         lines.append(_line(one, by_name.get(base or ""), yardstick if synced else None))
     return lines
+
+
+def unsteadiness(lines: Sequence[Line]) -> float | None:
+    """Return by what factor the durable rows varied, each from its slowest run to its fastest.
+
+    The median of the rows: a calm row or a wild one alone says little. None if they are steady
+    enough for their ratios to be quoted.
+    """
+    spreads = [line.bandwidth for line in lines if line.group == DURABLE]
+    factor = statistics.median([spread.high / spread.low for spread in spreads] or [1.0])
+    return factor if factor > _STEADY else None
 
 
 def _line(one: Measured, stock: list[Sample] | None, fio: list[Sample] | None) -> Line:

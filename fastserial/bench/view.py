@@ -12,13 +12,18 @@ from fastserial.bench.machine import describe_folder
 from fastserial.bench.save import SaveResult
 from fastserial.bench.small import SmallCase
 from fastserial.bench.startup import Startup
-from fastserial.bench.summary import Line, Spread
+from fastserial.bench.summary import Line, Spread, unsteadiness
 from fastserial.bench.units import MB
 from fastserial.report import format_bandwidth, format_bytes
 
 __all__ = ["fio_line", "show_save"]
 
 _UNKNOWN = "–"
+_PAGES = (
+    "[yellow]fio ran on ordinary pages, fastserial on huge ones: only the rows “small pages” "
+    "compare like with like, and a ratio above 1 does not mean faster than the device. For fio on "
+    "huge pages: sysctl vm.nr_hugepages=64, and back to what it was afterwards.[/yellow]"
+)
 
 
 def show_save(result: SaveResult, console: Console) -> None:
@@ -36,6 +41,14 @@ def show_save(result: SaveResult, console: Console) -> None:
     if result.fio_missing:
         console.print(f"without fio: {escape(result.fio_missing)}", soft_wrap=True)
     console.print(_table(result.lines))
+    if (factor := unsteadiness(result.lines)) is not None:
+        console.print(
+            f"[red]Do not quote this run: the durable rows varied {factor:.1f}-fold (median), so "
+            "the disk or the machine was busy with other things.[/red]",
+            soft_wrap=True,
+        )
+    if result.fio_small_pages:
+        console.print(_PAGES, soft_wrap=True)
     for line in result.lines:
         console.print(escape(fio_line(line)), soft_wrap=True)
     for case in result.small:
