@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ctypes.util
+import os
 import shutil
 from pathlib import Path
 
@@ -23,6 +25,13 @@ RELEASE_TESTS = [
     "tests/test_patchset.py",
     "tests/test_patching.py",
     "tests/test_identity.py",
+    "tests/test_load.py",
+    "tests/test_load_damaged.py",
+    "tests/test_load_files.py",
+    "tests/test_load_forms.py",
+    "tests/test_load_into.py",
+    "tests/test_open.py",
+    "tests/test_prefetch.py",
     "tests/compat",
 ]
 
@@ -41,6 +50,51 @@ def tests(session: nox.Session) -> None:
     """The whole suite against torch 2.13.0."""
     install(session, TORCH, "test")
     session.run("pytest", *(session.posargs or [*PARALLEL, "tests"]))
+
+
+def install_packages(session: nox.Session, *packages: str) -> None:
+    """Install Debian packages where we may; tests that miss one say so."""
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        session.run("apt-get", "update", "-qq", external=True, silent=True)
+        session.run("apt-get", "install", "-qq", "-y", *packages, external=True, silent=True)
+    else:
+        session.warn(f"not root: what needs {', '.join(packages)} may be skipped")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Kills, power cuts, failing calls, full disks, damaged files: the README's counts (root)."""
+    tools = {"strace": "strace", "mkfs.xfs": "xfsprogs", "mkfs.btrfs": "btrfs-progs"}
+    tools |= {"bindfs": "bindfs", "gcc": "gcc", "mkfs.ext4": "e2fsprogs", "fusermount": "fuse"}
+    missing = [package for tool, package in tools.items() if shutil.which(tool) is None]
+    if ctypes.util.find_library("fuse") is None:
+        missing.append("libfuse2")
+    if missing:
+        install_packages(session, *missing)
+    install(session, TORCH, "test")
+    session.install("fusepy", "atheris")
+    table = Path(session.create_tmp()) / "faults.md"
+    session.run(
+        "pytest",
+        *(session.posargs or [*PARALLEL, "tests/faults"]),
+        env={"FASTSERIAL_FAULTS": "full", "FASTSERIAL_FAULTS_TABLE": str(table)},
+    )
+    if not session.posargs:
+        session.run("python", "tests/faults/fuzz_directory.py", "-max_total_time=600")
+
+
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """DeepSpeed for real, on CPU: its aio op (compiled here), writer, checkpoints, resuming."""
+    if ctypes.util.find_library("aio") is None or shutil.which("g++") is None:
+        install_packages(session, "libaio-dev", "g++")
+    install(session, TORCH, "test,deepspeed")
+    session.install("ninja", "transformers")
+    cpu = {"DS_ACCELERATOR": "cpu"}
+    build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
+    session.run("python", "-c", build, env=cpu)
+    default = ["tests/deepspeed", "tests/test_engines.py", "tests/test_fastpersist.py"]
+    session.run("pytest", *(session.posargs or default), env=cpu)
 
 
 @nox.session

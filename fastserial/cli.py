@@ -9,6 +9,7 @@ import typer
 
 from fastserial import __version__
 from fastserial.bench.cli import bench_app
+from fastserial.cli_convert import convert
 from fastserial.cli_inspect import inspect, verify
 from fastserial.cli_patches import patches_app
 from fastserial.errors import FastserialError
@@ -27,6 +28,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(patches_app, name="patches")
 app.command()(verify)
 app.command()(inspect)
+app.command()(convert)
 
 
 def _show_version(wanted: bool) -> None:

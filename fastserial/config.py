@@ -18,6 +18,7 @@ from fastserial.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastserial.engines import EngineFactory
+    from fastserial.loadreport import LoadReport
     from fastserial.report import SaveReport
 
 __all__ = ["Config", "current", "options", "set_installed"]
@@ -51,6 +52,8 @@ class Config:
             speed; files larger than `small_file`).
         progress: show a progress bar (needs tqdm) for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
+        verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
+        on_load: called with the `LoadReport` after each load, in the loading thread.
     """
 
     engine: str | EngineFactory = "threads"
@@ -64,6 +67,8 @@ class Config:
     verify: bool = False
     progress: bool = False
     on_report: Callable[[SaveReport], None] | None = None
+    verify_on_load: bool = False
+    on_load: Callable[[LoadReport], None] | None = None
 
     def __post_init__(self) -> None:
         if not PAGE <= self.block_size <= MAX_BLOCK or self.block_size % PAGE:
@@ -136,6 +141,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "small_file": parse_size,
     "verify": parse_bool,
     "progress": parse_bool,
+    "verify_on_load": parse_bool,
 }
 
 

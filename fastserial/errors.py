@@ -11,14 +11,18 @@ import os
 
 __all__ = [
     "REMEDIES",
+    "CheckpointKeyError",
     "ConfigError",
+    "ConvertError",
     "CorruptCheckpointError",
     "EngineError",
     "EngineUnavailableError",
     "FastserialError",
     "LayoutError",
+    "LoadMismatchError",
     "PatchError",
     "PickleLimitError",
+    "UnreadableTensorError",
     "UnsupportedTorchWarning",
     "WriteError",
     "write_error",
@@ -81,6 +85,24 @@ class CorruptCheckpointError(FastserialError, RuntimeError):
 
 class PickleLimitError(FastserialError, RuntimeError):
     """A pickle takes more memory or time to look through than the limits allow."""
+
+
+class CheckpointKeyError(FastserialError, KeyError):
+    """A checkpoint holds no tensor of this key."""
+
+    __str__ = Exception.__str__  # a `KeyError` would show its text in quotes
+
+
+class UnreadableTensorError(FastserialError, RuntimeError):
+    """A tensor cannot be read by itself: only `torch.load` knows how to make it."""
+
+
+class LoadMismatchError(FastserialError, RuntimeError):
+    """What is to be filled and what the checkpoint holds differ; nothing was changed."""
+
+
+class ConvertError(FastserialError, ValueError):
+    """A checkpoint cannot be represented in the other format."""
 
 
 class WriteError(FastserialError, OSError, RuntimeError):

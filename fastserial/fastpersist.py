@@ -24,9 +24,16 @@ from fastserial.config import current
 from fastserial.engines.aio_op import AioSettings, load_op, lockable
 from fastserial.errors import EngineUnavailableError
 from fastserial.fastpersist_config import FastFileWriterConfig, options_of
+from fastserial.hugepages import gather_pages
 from fastserial.unpatched import save
 
-__all__ = ["fastpersist_save", "fastpersist_save_legacy", "get_aio_handle", "get_pinned_buffer"]
+__all__ = [
+    "FastFileWriterConfig",
+    "fastpersist_save",
+    "fastpersist_save_legacy",
+    "get_aio_handle",
+    "get_pinned_buffer",
+]
 
 _log = logging.getLogger("fastserial")
 MiB = 1024 * 1024
@@ -181,6 +188,7 @@ def get_pinned_buffer(
         )
     handle = get_aio_handle(intra_op_parallelism=1)
     locked = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8)).zero_()
+    gather_pages(locked.data_ptr(), nbytes)
     # The storage made from this array keeps it, and so do all tensors on the storage.
     array = (ctypes.c_uint8 * nbytes).from_address(locked.data_ptr())
     weakref.finalize(array, handle.free_cpu_locked_tensor, locked).atexit = False

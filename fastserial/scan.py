@@ -96,7 +96,8 @@ class _Scanner:
             # Direct I/O may stop where the page cache would not; a shrunken file ends here.
             moved += _read_rest(self._fd, request.view[moved:], request.offset + moved)
         skip = max(0, self._start - request.offset)
-        self._visit(request.offset + skip, request.view[skip:moved])
+        if moved > skip:
+            self._visit(request.offset + skip, request.view[skip:moved])
 
     def _check(self, completion: Completion) -> None:
         request, error = completion.request, completion.error

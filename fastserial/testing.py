@@ -293,6 +293,33 @@ class EngineTests:
         errors = {c.request.offset: c.error for c in finished}
         assert errors == {0: planted, BLOCK: None}
 
+    def test_finishes_reads(
+        self, engine: Engine, pool: BufferPool, opener: Opener, capabilities: Capabilities
+    ) -> None:
+        """Engines with threads call `finish` once per read; an error in it comes back."""
+        self.needs(capabilities.reads and capabilities.parallel_prepare, "parallel_prepare")
+        data = _noise(5 * BLOCK + 100)
+        opener.create("file", data)
+        fd = opener("file", os.O_RDONLY)
+        seen: dict[int, tuple[int, bytes]] = {}
+        planted = ValueError("planted")
+
+        def finish(request: Request, moved: int) -> None:
+            if request.offset == 2 * BLOCK:
+                raise planted
+            seen[request.offset] = moved, bytes(request.view[:moved])
+
+        requests = [read(fd, at, BLOCK) for at in range(0, len(data), BLOCK)]
+        for request in requests:
+            request.finish = finish
+        errors = {c.request.offset: c.error for c in drive(engine, pool, requests)}
+        assert {at: error for at, error in errors.items() if error} == {2 * BLOCK: planted}
+        assert seen == {
+            at: (len(data[at : at + BLOCK]), data[at : at + BLOCK])
+            for at in range(0, len(data), BLOCK)
+            if at != 2 * BLOCK
+        }
+
     # -- waiting -------------------------------------------------------------------------------
 
     def test_wait_for_nothing(self, engine: Engine, pool: BufferPool) -> None:

@@ -26,7 +26,6 @@ from fastserial.containers.extents import Extent, Hole, Literal, storages_in, to
 from fastserial.containers.legacy import storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
-from fastserial.fastpersist_config import WriterOptions, options_of
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import storage_memory, synchronize
@@ -36,6 +35,8 @@ from fastserial.transfer import BlockWriter
 
 if TYPE_CHECKING:
     import torch
+
+    from fastserial.fastpersist_config import WriterOptions
 
 __all__ = ["FastFileWriter"]
 
@@ -81,6 +82,8 @@ class FastFileWriter:
         if config is None:
             config = config_module.current()
         elif not isinstance(config, Config):
+            from fastserial.fastpersist_config import options_of  # rarely wanted
+
             config = options_of(config)
         self._config = config
         self._pid = os.getpid()

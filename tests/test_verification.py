@@ -57,10 +57,14 @@ def check(path: Path, data: bytes) -> VerifyReport:
     return verify(path, SMALL)
 
 
+def entries_of(fd: int) -> dict[str, RecordEntry]:
+    return {record.name: record for record in read_directory(fd).records}
+
+
 def entries(data: bytes, path: Path) -> dict[str, RecordEntry]:
     path.write_bytes(data)
     with path.open("rb") as file:
-        return {record.name: record for record in read_directory(file.fileno()).records}
+        return entries_of(file.fileno())
 
 
 def kinds(report: VerifyReport) -> set[str]:
@@ -202,6 +206,33 @@ def test_records_saved_without_checksums(tmp_path: Path) -> None:
     assert report.unchecked == 2
 
 
+def test_more_than_4_gib(tmp_path: Path) -> None:
+    """Sizes and offsets of 64 bits, in a file that is mostly a hole."""
+    path = tmp_path / "x.pt"
+    state = {"a": torch.ones(3), "big": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.ones(5)}
+    with torch.serialization.skip_data():
+        torch.save(state, path)
+    report = verify(path)
+    assert report.ok, report
+    assert report.unchecked == 3
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        header = entries_of(file.fileno())["data/1"].header_offset
+        for at in (
+            header + 1,
+            header + 50,
+            size - 30,
+            size - 150,
+            size - 400,
+            size - 700,
+            size - 900,
+        ):
+            before = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([before[0] ^ 2]), at)
+            assert verify(path).status == "damaged", at
+            os.pwrite(file.fileno(), before, at)
+
+
 # -- hostile directories -------------------------------------------------------------------------
 
 
@@ -268,6 +299,8 @@ def test_what_cannot_be_checked(tmp_path: Path) -> None:
         report = verify(tmp_path / name)
         assert report.status == "unreadable"
         assert any(reason in note for note in report.notes)
+    (tmp_path / "__0_0.distcp").write_bytes(ZIP + ZIP)
+    assert verify(tmp_path / "__0_0.distcp").status == "unreadable"
     for content in (b"", b"hello", pickle.dumps(1), b"\x93NUMPY" + bytes(500)):
         report = check(path, content)
         assert report.status == "unreadable", content

@@ -8,18 +8,22 @@ from typing import Annotated
 
 import typer
 
+from fastserial.bench.cli_load import load
+from fastserial.bench.deepspeed import deepspeed_command
 from fastserial.bench.units import parse_bytes
 
 __all__ = ["bench_app"]
 
 bench_app = typer.Typer(
-    help="Measure saves on this machine, with stock torch and fio in the same run.",
+    help="Measure saves and loads on this machine, with stock torch and fio in the same run.",
     no_args_is_help=True,
 )
 ramdisk_app = typer.Typer(
     help="A fast XFS in memory, a stand-in for a fast disk (needs root).", no_args_is_help=True
 )
 bench_app.add_typer(ramdisk_app, name="ramdisk")
+bench_app.command()(load)
+bench_app.command("deepspeed")(deepspeed_command)
 
 
 class Container(str, Enum):

@@ -203,9 +203,9 @@ def lockable(nbytes: int) -> int:
     DeepSpeed's allocator ends the process where `mlock` fails, so this tries beforehand. Raises
     the soft limit to the hard one where that is what is missing.
     """
-    if _can_lock(nbytes):
-        return nbytes
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or _can_lock(nbytes):
+        return nbytes
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))

@@ -12,58 +12,33 @@ writes, as FastPersist's double buffer does.
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import fcntl
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import starmap
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fastserial import filesystem
 from fastserial.engines.aio_op import AioSettings, borrow_handle, give_back, lockable, missing
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines.locked import LockedPool, given_pool, own_pool
 from fastserial.engines.proof import ReadMarks, is_blank, is_written
 from fastserial.engines.threads import transfer
-from fastserial.errors import EngineError, EngineUnavailableError
+from fastserial.errors import EngineError
 from fastserial.staging import Buffer, BufferPool
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeepSpeedEngine", "LockedPool"]
+__all__ = ["DeepSpeedEngine"]
 
 _log = logging.getLogger("fastserial")
+_Result = TypeVar("_Result")
 _PAGE = 4096
-_claimed: set[int] = set()
-_claims = threading.Lock()
-
-
-class LockedPool(BufferPool):
-    """Equal buffers in a byte tensor that DeepSpeed knows as locked in memory."""
-
-    def __init__(self, tensor: torch.Tensor, count: int, nbytes: int, owner: Any | None) -> None:
-        """Divide `tensor`; `owner`, a handle, frees it at the end, None leaves it to the caller."""
-        start = -tensor.data_ptr() % _PAGE
-        self.tensor = tensor
-        self._owner = owner
-        address = tensor.data_ptr() + start
-        anchor = (ctypes.c_char * (count * nbytes)).from_address(address)
-        self._divide(memoryview(anchor).cast("B"), address, count, nbytes)
-
-    def tensor_of(self, buffer: Buffer) -> torch.Tensor:
-        """Return the part of the tensor that is a buffer."""
-        start = buffer.address - self.tensor.data_ptr()
-        return self.tensor[start : start + buffer.nbytes]
-
-    def _unmap(self) -> None:
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            owner.free_cpu_locked_tensor(self.tensor)
 
 
 class _Lane:
@@ -126,12 +101,12 @@ class DeepSpeedEngine(Engine):
         self._turn = 0  # the lane that is being filled
         self._room = 1  # requests it takes
         self._pool: LockedPool | None = None
-        self._claim: int | None = None  # address of the memory given, while we use it
         self._tensors: dict[int, torch.Tensor] = {}
         self._units: dict[int, int] = {}
         self._marks = ReadMarks()
         self._done: list[Completion] = []
-        self._preparers: ThreadPoolExecutor | None = None
+        self._plain: list[Future[Completion]] = []
+        self._helpers: ThreadPoolExecutor | None = None
         self.repaired = 0  # transfers that DeepSpeed lost
 
     @classmethod
@@ -149,39 +124,11 @@ class DeepSpeedEngine(Engine):
         Raises:
             EngineUnavailableError: not even one buffer of `nbytes` bytes may be locked.
         """
-        handle = self._open_lanes()[0].handle
-        given = self._given_pool(handle, count, nbytes)
-        if given is not None:
-            self._pool = given
-            return given
-        import torch
-
-        allowed = lockable(count * nbytes) // nbytes
-        if not allowed:
-            raise EngineUnavailableError(
-                f"engine 'deepspeed' needs {nbytes} bytes of locked memory: ulimit -l "
-                f"{nbytes // 1024}, or a smaller block_size"
-            )
-        count = min(count, allowed)
-        tensor = handle.new_cpu_locked_tensor(count * nbytes, torch.empty(0, dtype=torch.uint8))
-        self._pool = LockedPool(tensor, count, nbytes, handle)
+        handle, pool = self._open_lanes()[0].handle, None
+        if self._memory is not None:
+            pool = given_pool(handle, self._memory, count, nbytes)
+        self._pool = pool or own_pool(handle, count, nbytes)
         return self._pool
-
-    def _given_pool(self, handle: Any, count: int, nbytes: int) -> LockedPool | None:
-        memory = self._memory
-        if memory is None:
-            return None
-        room = (memory.nbytes - -memory.data_ptr() % _PAGE) // nbytes
-        if room < 1 or memory.device.type != "cpu" or not handle.is_pinned(memory):
-            _log.info("the buffer given is too small or not pinned; locking other memory")
-            return None
-        with _claims:
-            if memory.data_ptr() in _claimed:
-                _log.info("the buffer given is in use by another save; locking other memory")
-                return None
-            _claimed.add(memory.data_ptr())
-        self._claim = memory.data_ptr()
-        return LockedPool(memory, min(count, room), nbytes, None)
 
     def _open_lanes(self) -> list[_Lane]:
         while len(self._lanes) < self._lane_count:
@@ -192,9 +139,7 @@ class DeepSpeedEngine(Engine):
 
     def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
         self._open_lanes()
-        self._preparers = ThreadPoolExecutor(
-            max(1, min(self.threads, queue_depth)), "fastserial-prepare"
-        )
+        self._helpers = ThreadPoolExecutor(max(1, min(self.threads, queue_depth)), "fastserial")
         self._room = max(1, -(-queue_depth // self._lane_count))
         pool = self._pool
         if pool is not None and buffers is pool.buffers:
@@ -208,21 +153,22 @@ class DeepSpeedEngine(Engine):
                 if prepared is not None:
                     prepared.result()
                 request.times[1] = perf_counter()
-                if self._start(request):
-                    continue
-                moved = transfer(request)
-                request.times[2] = perf_counter()
-                self._done.append(Completion(request, moved))
+                if not self._start(request):
+                    self._plain.append(self._run(self._finish, request, 0))
             except Exception as error:  # handed to whoever waits
                 self._done.append(Completion(request, 0, error))
 
     def _prepare(self, request: Request) -> Future[None] | None:
         request.times[0] = perf_counter()
-        if request.prepare is None or self._preparers is None:
-            return None
+        return None if request.prepare is None else self._run(request.prepare, request)
+
+    def _run(self, function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+        """Call a function on one of our threads."""
+        if self._helpers is None:
+            raise EngineError("the engine is not open")
         # each task sees the caller's context variables, such as scoped options
         context = contextvars.copy_context()
-        return self._preparers.submit(context.run, request.prepare, request)
+        return self._helpers.submit(context.run, function, *arguments)
 
     def _start(self, request: Request) -> bool:
         """Give what is aligned of a request to DeepSpeed, if it can be proven afterwards."""
@@ -275,6 +221,8 @@ class DeepSpeedEngine(Engine):
 
     def wait(self, minimum: int) -> list[Completion]:
         finished, self._done = self._done, []
+        while self._plain and (self._plain[0].done() or len(finished) < minimum):
+            finished.append(self._plain.pop(0).result())
         while len(finished) < minimum:
             # the lane after the one being filled is the oldest
             order = [*self._lanes[self._turn + 1 :], *self._lanes[: self._turn + 1]]
@@ -287,17 +235,25 @@ class DeepSpeedEngine(Engine):
     def _reap(self, lane: _Lane) -> list[Completion]:
         lane.settle()
         pending, lane.pending = lane.pending, []
-        return [self._finish(request, length) for request, length in pending]
+        ends = [self._run(self._check, request, length) for request, length in pending]
+        return [end.result() for end in ends]
+
+    def _check(self, request: Request, length: int) -> Completion:
+        """End a request of which DeepSpeed moved `length` bytes, or lost them."""
+        if not self._moved(request, length):
+            self.repaired += 1
+            what = request.op.value
+            _log.warning("DeepSpeed lost a %s of %d bytes; it is done again", what, length)
+            length = 0
+        return self._finish(request, length)
 
     def _finish(self, request: Request, length: int) -> Completion:
+        """Move what is left of a request after `length` bytes by plain calls."""
         try:
-            if not self._moved(request, length):
-                self.repaired += 1
-                what = request.op.value
-                _log.warning("DeepSpeed lost a %s of %d bytes; it is done again", what, length)
-                length = 0
             moved = transfer(request, length)
             request.times[2] = perf_counter()
+            if request.finish is not None:
+                request.finish(request, moved)
             return Completion(request, moved)
         except Exception as error:
             return Completion(request, 0, error)
@@ -309,15 +265,14 @@ class DeepSpeedEngine(Engine):
         return not self._marks.left(part)
 
     def close(self) -> None:
-        if self._preparers is not None:
-            self._preparers.shutdown(cancel_futures=True)
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            lane.settle()
-            give_back(self._settings, lane.handle)
-        self._tensors = {}
-        self._done.clear()
-        if self._claim is not None:
-            with _claims:
-                _claimed.discard(self._claim)
-            self._claim = None
+        try:
+            if self._helpers is not None:
+                self._helpers.shutdown(cancel_futures=True)
+        finally:
+            lanes, self._lanes = self._lanes, []
+            for lane in lanes:
+                lane.settle()
+                give_back(self._settings, lane.handle)
+            self._tensors = {}
+            self._done.clear()
+            self._plain.clear()

@@ -184,7 +184,8 @@ def enable(engine: Any, /, **options: Any) -> Any:
             '"writer" from the section "checkpoint" of its config, or call '
             "fastserial.integrations.deepspeed.install() before deepspeed.initialize"
         )
-    engine.checkpoint_engine = FastserialCheckpointEngine(options, current.zipfile_serialization)
+    zip_container = getattr(current, "zipfile_serialization", True)
+    engine.checkpoint_engine = FastserialCheckpointEngine(options, zip_container)
     for name, method in _METHODS.items():
         bound = functools.partial(method, engine)
         setattr(engine, name, functools.update_wrapper(bound, getattr(type(engine), name)))

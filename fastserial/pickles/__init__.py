@@ -59,7 +59,7 @@ def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
         value = machine.run(TABLE)
     except (CorruptCheckpointError, PickleLimitError, OSError):
         raise
-    except (IndexError, ValueError, KeyError, TypeError, OverflowError) as error:
+    except (IndexError, ValueError, KeyError, TypeError, OverflowError, Warning) as error:
         raise CorruptCheckpointError(
             f"damaged pickle ({type(error).__name__}: {error})", offset=stream.tell()
         ) from error

@@ -49,7 +49,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
         try:
             before = os.fstat(fd)
             size = before.st_size
-            kind, reason = _kind(fd, before)
+            kind, reason = _kind(fd, before, name)
             if kind == "zip":
                 result = verify_zip(fd, size, config or config_module.current(), findings)
             elif kind == "legacy":
@@ -84,8 +84,10 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     )
 
 
-def _kind(fd: int, info: os.stat_result) -> tuple[str | None, str | None]:
+def _kind(fd: int, info: os.stat_result, name: str) -> tuple[str | None, str | None]:
     """Return a file's format, or why it has none."""
+    if name.endswith(".distcp"):
+        return None, "a shard of torch.distributed.checkpoint, which holds many small archives"
     if stat.S_ISDIR(info.st_mode):
         return None, "a directory: verify the files in it (`checkpoints_in`)"
     if not stat.S_ISREG(info.st_mode):

@@ -28,6 +28,7 @@ def test_stock_files(launch: Launch, tmp_path: Path, stage: int) -> None:
     )
     check_exit(said)
     assert files(ours) == files(theirs)
+    assert ("pytorch_model.bin" in files(ours)) == (stage == 0)  # 3 saves none by default
     checkpoints = [name for name in files(ours) if name.endswith(".pt")]
     assert len(checkpoints) == (1 if stage == 0 else 4)
     for name in checkpoints:
@@ -35,6 +36,7 @@ def test_stock_files(launch: Launch, tmp_path: Path, stage: int) -> None:
     assert (ours / "latest").read_text() == "global_step1"
 
 
+@pytest.mark.usefixtures("op")
 @pytest.mark.parametrize("section", [True, {"engine": "deepspeed", "small_file": 0}])
 def test_config_route(launch: Launch, tmp_path: Path, section: object) -> None:
     """A section of DeepSpeed's config; its own writer section has no effect then."""

@@ -37,6 +37,8 @@ def resumed_equals_unbroken(
 
     resumed = launch(world, *options, *at, "--via", resume_via, "--resume")
     check_exit(resumed)
+    loaders = {line["loader"] for line in having(resumed, "loaded")}
+    assert (None in loaders) == (resume_via == "stock")
     assert len(losses(resumed)) == (STEPS - SAVED) * world
     assert losses(resumed).items() <= losses(unbroken).items()
 

@@ -141,9 +141,9 @@ def main() -> None:
     first = 0
     if options.resume:
         path, state = engine.load_checkpoint(options.folder)
-        say(rank, loaded=path)
+        say(rank, loaded=path, loader=loader(options))
         if path is None:
-            return
+            os._exit(0)
         first = state["step"]
         torch.set_rng_state(state["rng"][rank])
     for step in range(first, options.steps):
@@ -160,6 +160,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(0)  # stock DeepSpeed under ZeRO 3 now and then aborts while the interpreter ends
 
 
 def save(engine: Any, options: argparse.Namespace, state: dict[str, Any], rank: int) -> None:
@@ -182,9 +183,11 @@ def save(engine: Any, options: argparse.Namespace, state: dict[str, Any], rank: 
         import fastserial
         from fastserial.integrations.deepspeed import disable, enable
 
+        engine.save_16bit_model(options.folder)
         disable(engine)
         fastserial.uninstall()
         engine.save_checkpoint(options.compare, client_state=state)
+        engine.save_16bit_model(options.compare)
         fastserial.install()
         enable(engine)
 
@@ -197,6 +200,16 @@ def container(options: argparse.Namespace) -> str | None:
 
     report = fastserial.last_report()
     return report.container if report else None
+
+
+def loader(options: argparse.Namespace) -> str | None:
+    """The engine of this rank's last load, if it went through fastserial."""
+    if options.via == "stock":
+        return None
+    from fastserial.loadreport import last_load_report
+
+    report = last_load_report()
+    return report.engine if report else None
 
 
 def slow_down(checkpoint_engine: Any) -> None:

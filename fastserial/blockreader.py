@@ -1,0 +1,278 @@
+"""Blocks of one file from an engine into memory, `queue_depth` at a time.
+
+Each block is read the way that is faster for it: through the page cache if it is there already,
+else directly. It arrives in a staging buffer, or straight in memory of the caller's, and is then
+landed: copied to where it belongs and checksummed, by the thread that read it, while other blocks
+are on their way.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from fastserial import filesystem
+from fastserial.config import Config
+from fastserial.engines import Completion, Engine, Op, Request, create
+from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
+from fastserial.pagecache import cached_fraction
+from fastserial.staging import Buffer, BufferPool
+
+__all__ = ["PAGE", "Block", "BlockReader", "ReadCounts"]
+
+_log = logging.getLogger("fastserial")
+PAGE = 4096
+_MOSTLY = 0.9  # a block with this part in the page cache is read through it
+
+Landing = Callable[[memoryview, int], None]
+
+
+@dataclass(slots=True)
+class Block:
+    """One read.
+
+    Attributes:
+        offset, length: place in the file (bytes). For direct I/O both are multiples of
+            `BlockReader.alignment`, or the block ends where the file does.
+        land: called once with the bytes and their address, on any thread.
+        memory: where to put the bytes; None: in a staging buffer, there during `land` only.
+    """
+
+    offset: int
+    length: int
+    land: Landing
+    memory: Buffer | None = None
+
+
+@dataclass(slots=True)
+class ReadCounts:
+    """Bytes read so far, by the way they took, and the latencies (seconds) of the reads."""
+
+    direct: int = 0
+    cached: int = 0
+    submit_seconds: list[float] = field(default_factory=list)
+    complete_seconds: list[float] = field(default_factory=list)
+
+
+class BlockReader:
+    """Reads blocks of a file. Used by one thread; blocks land on the engine's threads.
+
+    The first error ends it: then only `close` may follow.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        size: int,
+        config: Config,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Read from descriptor `fd`, which stays the caller's, up to byte `size`.
+
+        Raises:
+            EngineUnavailableError: the configured engine cannot read here.
+        """
+        self.fallback: str | None = None
+        self.counts = ReadCounts()
+        self.alignment = PAGE
+        self._fd = fd
+        self._size = size
+        self._config = config
+        self._on_progress = on_progress
+        self._direct_fd = -1  # stays open after a refusal: requests in flight name it
+        self._refused = False
+        self._in_flight = 0
+        self._batch: list[Request] = []
+        self._pool: BufferPool | None = None
+        self._engine = self._create(config)
+        try:
+            self._open_direct()
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def _create(self, config: Config) -> Engine:
+        engine = create(config.engine, config.threads)
+        able = engine.capabilities
+        if not able.reads or not able.moves_data:
+            raise EngineUnavailableError(f"engine {config.engine!r} does not read")
+        # engines with buffers of their own get them now; the others when the first is needed
+        if able.registered_buffers:
+            self._pool = engine.allocate(config.queue_depth, config.block_size)
+        engine.open(self._pool.buffers if self._pool else (), config.queue_depth)
+        return engine
+
+    def _open_direct(self) -> None:
+        config = self._config
+        small = self._size <= config.small_file
+        if config.direct is False or (small and config.direct is not True):
+            return
+        alignment = filesystem.direct_alignment(self._fd)
+        if alignment is None:
+            self.fallback = "the file system has no direct I/O for this file"
+            return
+        self.alignment = max(PAGE, alignment.offset, alignment.memory)
+        if config.block_size % self.alignment:
+            self.fallback = f"block_size is not a multiple of the device's {self.alignment} bytes"
+            return
+        try:
+            self._direct_fd = filesystem.reopen(self._fd, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            self.fallback = f"direct I/O refused: {error.strerror}"
+
+    @property
+    def engine_name(self) -> str:
+        return self._engine.name
+
+    @property
+    def takes_any_memory(self) -> bool:
+        """Whether blocks may have `memory` of their own: not for engines with own buffers."""
+        return not self._engine.capabilities.registered_buffers
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks given that have not been reaped."""
+        return self._in_flight + len(self._batch)
+
+    def goes_direct(self, offset: int, length: int) -> bool:
+        """Return whether these bytes are better read directly: they are not in the page cache."""
+        if self._direct_fd < 0 or self._refused:
+            return False
+        if self._config.direct is True:
+            return True
+        fraction = cached_fraction(self._fd, offset, length)
+        return fraction is None or fraction < _MOSTLY
+
+    def put(self, block: Block, direct: bool | None = None) -> None:
+        """Queue a block; waits for others if the queue is full.
+
+        Args:
+            block: what to read.
+            direct: what `goes_direct` said; None: ask it.
+
+        Raises:
+            OSError: a read failed.
+            CorruptCheckpointError: the file is shorter than it was.
+        """
+        while self.in_flight >= self._config.queue_depth:
+            self.reap()
+        self._batch.append(self._request(block, direct))
+
+    def read(self, blocks: Iterable[Block]) -> None:
+        """Read blocks, and return when all have landed.
+
+        Raises:
+            OSError: a read failed.
+            CorruptCheckpointError: the file is shorter than it was.
+        """
+        for block in blocks:
+            self.put(block)
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait until all blocks have landed."""
+        while self.in_flight:
+            self.reap()
+
+    def flush(self) -> None:
+        """Start what is queued."""
+        if self._batch:
+            batch, self._batch = self._batch, []
+            self._in_flight += len(batch)
+            self._engine.submit(batch)
+
+    def reap(self) -> None:
+        """Wait for at least one block."""
+        self.flush()
+        for completion in self._engine.wait(1):
+            self._in_flight -= 1
+            self._settle(completion)
+
+    def close(self) -> None:
+        """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
+        self._engine.close()
+        self._batch = []
+        self._in_flight = 0
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+            self._direct_fd = -1
+
+    # -- one block -----------------------------------------------------------------------------
+
+    def _request(self, block: Block, direct: bool | None) -> Request:
+        buffer = block.memory or self._stage()
+        length = block.length
+        aligned = length - length % self.alignment
+        if direct is None:
+            direct = self.goes_direct(block.offset, length)
+        if direct and aligned and not (block.offset | buffer.address) % self.alignment:
+            fd, length = self._direct_fd, aligned
+        else:
+            fd = self._fd
+        return Request(Op.READ, fd, block.offset, length, buffer, tag=block, finish=self._finish)
+
+    def _stage(self) -> Buffer:
+        config = self._config
+        pool = self._pool
+        if pool is None:
+            pool = self._pool = self._engine.allocate(config.queue_depth, config.block_size)
+        while not pool.free:
+            self.reap()
+        return pool.take()
+
+    def _finish(self, request: Request, moved: int) -> None:
+        """Read what is not aligned at the file's end, and land the block."""
+        block: Block = request.tag
+        view = request.buffer.view[: block.length]
+        while moved < block.length:
+            got = os.preadv(self._fd, [view[moved:]], block.offset + moved)
+            if got == 0:
+                raise CorruptCheckpointError(
+                    "the file became shorter while it was read", offset=block.offset + moved
+                )
+            moved += got
+        block.land(view, request.buffer.address)
+
+    def _settle(self, completion: Completion) -> None:
+        request, error = completion.request, completion.error
+        block: Block = request.tag
+        direct = request.fd == self._direct_fd
+        if error is not None:
+            # `done` is not set: it was the read that failed, not the landing
+            refused = isinstance(error, OSError) and error.errno == errno.EINVAL
+            if not refused or not direct or request.times[2]:
+                raise error
+            self._refuse_direct()
+            direct = False
+            self._finish(request, 0)
+        elif not self._engine.capabilities.parallel_prepare:
+            self._finish(request, completion.transferred)
+        if block.memory is None and self._pool is not None:
+            self._pool.give(request.buffer)
+        self._count(request, direct)
+        if self._on_progress is not None:
+            self._on_progress(block.length)
+
+    def _count(self, request: Request, direct: bool) -> None:
+        counts, length = self.counts, request.tag.length
+        if direct:
+            counts.direct += length
+        else:
+            counts.cached += length
+        queued, started, done = request.times
+        if done:
+            counts.submit_seconds.append(started - queued)
+            counts.complete_seconds.append(done - started)
+
+    def _refuse_direct(self) -> None:
+        """Go on through the page cache: the file system took the flag, but not the read."""
+        self._refused = True
+        if self.fallback is None:
+            self.fallback = "direct I/O refused at the first read: Invalid argument"
+            _log.info("%s; going on through the page cache", self.fallback)

@@ -1,0 +1,47 @@
+"""`fastserial convert`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastserial.report import format_bytes
+
+__all__ = ["convert"]
+
+
+class Target(str, Enum):
+    """Containers that can be written."""
+
+    zip = "zip"
+    legacy = "legacy"
+    safetensors = "safetensors"
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A zip, legacy or safetensors checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="The new file.")],
+    to: Annotated[
+        Target | None, typer.Option("--to", help="Default: by the target's name, else zip.")
+    ] = None,
+    key: Annotated[str, typer.Option(help="Convert this part only, such as `model`.")] = "",
+    copy_shared: Annotated[
+        bool, typer.Option("--copy-shared", help="Write shared tensors several times.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Check every checksum first.")
+    ] = True,
+) -> None:
+    """Write a checkpoint in another container. Runs no code of untrusted pickles.
+
+    Exit status 2 if it cannot be represented there; what was at the target is intact then.
+    """
+    from fastserial.conversion import convert as run
+
+    done = run(
+        source, target, to.value if to else None, key=key, copy_shared=copy_shared, verify=verify
+    )
+    typer.echo(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")

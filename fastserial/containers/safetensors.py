@@ -1,0 +1,129 @@
+"""The safetensors container: a length, a JSON header, and the tensors one behind the other.
+
+Eight bytes (little-endian) tell the length of the header, which gives each tensor's type, shape and
+place in the bytes behind it. The header is padded with spaces so that those start at a multiple of
+eight; larger elements come first, so that all are aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastserial.containers.directory import read_exactly
+from fastserial.errors import CorruptCheckpointError
+from fastserial.storagetable import ITEM_BYTES
+
+__all__ = ["TYPE_NAMES", "SafetensorsEntry", "header_bytes", "read_header"]
+
+_LENGTH_BYTES = 8
+_MOST_HEADER = 100_000_000  # as the reference implementation
+_METADATA = "__metadata__"
+
+# Names of types in the header, by torch's names.
+TYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+_DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+
+
+class SafetensorsEntry(NamedTuple):
+    """A tensor: `nbytes` bytes at `offset` of the file; `dtype` None if torch has none such."""
+
+    key: str
+    type_name: str
+    dtype: str | None
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(fd: int) -> list[SafetensorsEntry]:
+    """Read the header, in the order of the file.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or tells of bytes that are not in the file.
+        OSError: the file cannot be read.
+    """
+    size = os.fstat(fd).st_size
+    length = int.from_bytes(read_exactly(fd, 0, _LENGTH_BYTES), "little")
+    if length > min(size - _LENGTH_BYTES, _MOST_HEADER):
+        raise CorruptCheckpointError(f"a header of {length} bytes does not fit the file", offset=0)
+    try:
+        header = json.loads(read_exactly(fd, _LENGTH_BYTES, length))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError("the header is no JSON object")
+    start = _LENGTH_BYTES + length
+    entries = [_entry(key, value, start) for key, value in header.items() if key != _METADATA]
+    entries.sort(key=lambda entry: entry.offset)
+    at = start
+    for entry in entries:
+        if entry.offset != at:
+            raise CorruptCheckpointError(
+                "its bytes overlap others, or leave a gap", record=entry.key
+            )
+        at += entry.nbytes
+    if at != size:
+        raise CorruptCheckpointError(f"the tensors end at byte {at}, the file at {size}")
+    return entries
+
+
+def _entry(key: str, value: Any, start: int) -> SafetensorsEntry:
+    try:
+        name, shape, (first, last) = value["dtype"], value["shape"], value["data_offsets"]
+        numbers = [*shape, first, last]
+        sound = all(type(n) is int and 0 <= n < 2**63 for n in numbers) and type(name) is str
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound or last < first:
+        raise CorruptCheckpointError("its entry in the header is damaged", record=key)
+    dtype = _DTYPES.get(name)
+    if dtype is not None and math.prod(shape) * ITEM_BYTES[dtype] != last - first:
+        raise CorruptCheckpointError("its shape does not fit its bytes", record=key)
+    return SafetensorsEntry(key, name, dtype, tuple(shape), start + first, last - first)
+
+
+def header_bytes(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return length and header for tensors that follow it in this order.
+
+    Args:
+        tensors: key, torch's name of the dtype, shape and bytes of each.
+        metadata: free text.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for key, dtype, shape, nbytes in tensors:
+        header[key] = {
+            "dtype": TYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [at, at + nbytes],
+        }
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text

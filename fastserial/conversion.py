@@ -1,0 +1,363 @@
+"""`fastserial.convert`: a checkpoint in another container, streamed from file to file.
+
+Pickles are read under torch's `weights_only` rules. Storages are never loaded: the writer fetches
+their bytes from the source while it fills its staging buffers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+
+from fastserial.archive import ZipArchive
+from fastserial.config import Config, current
+from fastserial.containers.extents import Data, Extent, Memory
+from fastserial.containers.legacy import storage_extents
+from fastserial.containers.safetensors import TYPE_NAMES, header_bytes
+from fastserial.containers.zip import archive_name
+from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.mapped import Mapped, map_checkpoint
+from fastserial.patching import get_original, patched
+from fastserial.staging import HostMemory, storage_memory
+from fastserial.tensorread import is_dense
+from fastserial.verification import verify as verify_file
+from fastserial.writer import FastFileWriter
+
+__all__ = ["Container", "Converted", "convert"]
+
+Container = Literal["zip", "legacy", "safetensors"]
+_PROTOCOL = 2  # torch's default
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What `convert` did: containers of both sides, and bytes of the new file."""
+
+    source: str
+    target: str
+    nbytes: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: Container | None = None,
+    *,
+    key: str = "",
+    copy_shared: bool = False,
+    verify: bool = False,
+    config: Config | None = None,
+) -> Converted:
+    """Write a checkpoint in another container; the target is replaced as a whole, or not at all.
+
+    Locations of storages become `cpu`.
+
+    Args:
+        source: a zip, legacy or safetensors file.
+        target: the new file.
+        to: its container; by default safetensors or zip, by the target's name.
+        key: convert the part of it under this key, such as `model`; nested keys joined by dots.
+        copy_shared: write tensors that share memory, which safetensors cannot tell, several times.
+        verify: check every CRC-32 of the source first (zip).
+        config: options of the writer; by default those in force.
+
+    Raises:
+        ConvertError: the pickle needs more than `weights_only` allows, or something in it cannot
+            be represented in the other container; names the entry.
+        CorruptCheckpointError: the source is damaged, or no checkpoint.
+        WriteError: the target cannot be written; what was there is intact.
+        OSError: the source cannot be read.
+    """
+    name, path = os.fspath(source), os.fspath(target)
+    to = to or ("safetensors" if path.endswith(".safetensors") else "zip")
+    if verify:
+        _verify(name)
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        before = os.fstat(fd)
+        mapped = map_checkpoint(fd, name)
+        value = _part(mapped.value, key)
+        places = _Places(fd, mapped)
+        writer = _StreamWriter(path, config or current(), places)
+        with writer:
+            writer.label(to)
+            if to == "safetensors":
+                _write_safetensors(value, writer, copy_shared)
+            elif to == "legacy":
+                _write_legacy(value, writer)
+            else:
+                _write_zip(value, writer)
+            nbytes = writer.tell()
+            writer.settle()
+            after = os.fstat(fd)
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise CorruptCheckpointError("the file changed while it was read", path=name)
+    except CorruptCheckpointError as error:
+        error.path = error.path or name
+        raise
+    finally:
+        os.close(fd)
+    return Converted(mapped.container, to, nbytes)
+
+
+def _verify(path: str) -> None:
+    report = verify_file(path)
+    if report.problems:
+        first = report.problems[0]
+        raise CorruptCheckpointError(first.message, path=path, record=first.record)
+
+
+def _part(value: Any, key: str) -> Any:
+    for name in key.split(".") if key else ():
+        if not isinstance(value, Mapping) or name not in value:
+            raise ConvertError(f"there is no {name!r} on the way to {key!r}")
+        value = value[name]
+    return value
+
+
+# -- bytes from the source -----------------------------------------------------------------------
+
+
+class FileMemory:
+    """`nbytes` bytes at `offset` of a file, as the writer wants to see a storage."""
+
+    __slots__ = ("_fd", "_offset", "nbytes")
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        self._fd = fd
+        self._offset = offset
+        self.nbytes = nbytes
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Read bytes [start, start + length) into host memory at `address`."""
+        view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+        done = 0
+        while done < length:
+            got = os.preadv(self._fd, [view[done:]], self._offset + start + done)
+            if got == 0:
+                raise CorruptCheckpointError("the file became shorter while it was read")
+            done += got
+
+
+class _Places:
+    """Finds the bytes of mapped storages in the file."""
+
+    def __init__(self, fd: int, mapped: Mapped) -> None:
+        self.fd = fd
+        self.mapped = mapped
+
+    def memory(self, storage: torch.UntypedStorage) -> Memory:
+        """Return where a storage's bytes come from: the file, if it is of the mapping."""
+        offset = self.mapped.offset_of(storage) if storage.nbytes() else None
+        if offset is None:
+            return storage_memory(storage)
+        return FileMemory(self.fd, offset, storage.nbytes())
+
+
+class _RowsMemory:
+    """A tensor's elements in order, some rows at a time: for those that do not lie in order."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.nbytes = tensor.numel() * tensor.itemsize
+        while tensor.dim() > 1 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        self._tensor = tensor if tensor.dim() else tensor.reshape(1)
+        self._row = self.nbytes // self._tensor.shape[0]
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) of the contiguous form to `address`."""
+        first, last = start // self._row, -(-(start + length) // self._row)
+        rows = self._tensor[first:last].resolve_conj().resolve_neg().contiguous()
+        ctypes.memmove(address, rows.data_ptr() + start - first * self._row, length)
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+class _StreamWriter(FastFileWriter):
+    """A writer that takes storages from the source file, not from the mapping."""
+
+    def __init__(self, path: str, config: Config, places: _Places) -> None:
+        super().__init__(path, config)
+        self.places = places
+
+    def save_torch_storage_object_list(
+        self,
+        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
+        save_size: bool = True,
+    ) -> int:
+        memories = [
+            (self.places.memory(storage), dtype.itemsize) for storage, dtype in storage_obj_list
+        ]
+        extents = storage_extents(memories, self.tell(), save_size)
+        self.write_extents(extents)
+        return sum(extent.length for extent in extents)
+
+    def write_extents(self, extents: Sequence[Extent]) -> None:
+        """Append extents without checksums."""
+        self._write_extents(extents, None)
+
+
+class _StreamArchive(ZipArchive):
+    """A zip whose storages come from the source file."""
+
+    def __init__(self, writer: _StreamWriter, archive: str) -> None:
+        super().__init__(writer, archive, owns_writer=False)
+        self._places = writer.places
+
+    def write_record(
+        self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
+    ) -> None:
+        if isinstance(data, torch.UntypedStorage):
+            self._add_memory(name, self._places.memory(data))
+        else:
+            super().write_record(name, data, size)
+
+    def save_torch_storage_object_list(
+        self,
+        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
+        save_size: bool,
+        names: Sequence[str],
+    ) -> None:
+        for name, (storage, _) in zip(names, storage_obj_list, strict=True):
+            self._add_memory(name, self._places.memory(storage))
+
+
+def _write_zip(value: Any, writer: _StreamWriter) -> None:
+    save = patched("_save") or get_original("_save")
+    with _StreamArchive(writer, archive_name(writer.name) or "archive") as archive:
+        save(value, archive, pickle, _PROTOCOL, False)
+
+
+def _write_legacy(value: Any, writer: _StreamWriter) -> None:
+    _refuse_in_legacy(value)
+    # without a patch torch copies the storages from the mapping: the same bytes, more memory
+    save = patched("_legacy_save") or get_original("_legacy_save")
+    save(value, writer, pickle, _PROTOCOL)
+
+
+class _LegacyProbe(pickle.Pickler):
+    """Pickles into nothing, and stops at what a legacy file cannot give back."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), _PROTOCOL)
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.UntypedStorage):
+            raise ConvertError("it has a dtype without a storage type, such as float8 or uint16")
+        return "storage" if isinstance(obj, torch.storage.TypedStorage) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.is_nested and obj.layout is torch.strided:
+            raise ConvertError("a nested tensor needs its sizes while it is unpickled")
+        return NotImplemented
+
+
+def _refuse_in_legacy(value: Any) -> None:
+    for key, item in value.items() if type(value) in (dict, OrderedDict) else [("", value)]:
+        try:
+            _LegacyProbe().dump(item)
+        except ConvertError as error:
+            where = f"entry {key!r}" if key != "" else "it"
+            raise ConvertError(
+                f"{where} cannot be represented in the legacy container: {error}"
+            ) from None
+
+
+def _write_safetensors(value: Any, writer: _StreamWriter, copy_shared: bool) -> None:
+    tensors = _flat_tensors(value)
+    if not copy_shared:
+        _refuse_shared(tensors)
+    # large elements first: all are aligned then, as the format wants it
+    order = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    rows = [
+        (key, _type_name(tensor), tuple(tensor.shape), tensor.numel() * tensor.itemsize)
+        for key, tensor in order
+    ]
+    writer.write(header_bytes(rows, {"format": "pt"}))
+    extents: list[Extent] = []
+    at = writer.tell()
+    for _, tensor in order:
+        memory = _in_order(tensor, writer.places)
+        if memory.nbytes:
+            extents.append(Extent(at, memory.nbytes, Data(memory, memory.nbytes, None)))
+            at += memory.nbytes
+    writer.write_extents(extents)
+
+
+def _type_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _flat_tensors(value: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a flat dictionary.
+
+    Raises:
+        ConvertError: it holds anything else.
+    """
+    if not isinstance(value, Mapping):
+        raise ConvertError(
+            f"safetensors holds a dictionary of tensors, not a {type(value).__name__}"
+        )
+    found: dict[str, torch.Tensor] = {}
+    for key, item in value.items():
+        problem = None
+        if not isinstance(key, str):
+            problem = f"its key is a {type(key).__name__}, not a string"
+        elif isinstance(item, Mapping):
+            problem = "it is a dictionary; convert it by itself with its key"
+        elif type(item) not in (torch.Tensor, torch.nn.Parameter):
+            problem = f"it is a {type(item).__name__}, not a tensor"
+        elif item.layout is not torch.strided or item.is_quantized or item.is_nested:
+            problem = "it is no plain tensor"
+        elif item.device.type != "cpu":
+            problem = f"it has no bytes (device {item.device.type})"
+        elif _type_name(item) not in TYPE_NAMES:
+            problem = f"safetensors has no dtype {_type_name(item)}"
+        if problem:
+            raise ConvertError(f"entry {key!r} cannot be represented in safetensors: {problem}")
+        found[key] = cast("torch.Tensor", item).detach()
+    return found
+
+
+def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
+    spans: list[tuple[int, int, str]] = []
+    for key, tensor in tensors.items():
+        if tensor.numel():
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.itemsize, key))
+    spans.sort()
+    stop, owner = 0, ""
+    for start, end, key in spans:
+        if start < stop:
+            raise ConvertError(
+                f"entries {owner!r} and {key!r} share memory, which safetensors cannot tell; "
+                "copy_shared writes them twice"
+            )
+        if end > stop:
+            stop, owner = end, key
+
+
+def _in_order(tensor: torch.Tensor, places: _Places) -> Memory:
+    """Return a tensor's bytes in the order of its elements."""
+    if not tensor.numel():
+        return HostMemory(0, 0, None)
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
+        return cast("Memory", _RowsMemory(tensor))
+    storage = tensor.untyped_storage()
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    offset = places.mapped.offset_of(storage)
+    nbytes = tensor.numel() * tensor.itemsize
+    if offset is None:
+        return HostMemory(tensor.data_ptr(), nbytes, tensor)
+    return FileMemory(places.fd, offset + start, nbytes)

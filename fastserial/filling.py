@@ -1,0 +1,319 @@
+"""`fastserial.load_into`: a checkpoint straight into tensors that are already allocated.
+
+Everything is compared before the first byte is read, so a mismatch changes nothing. No second copy
+of the model is made: host tensors are read into in place or from staging buffers, device tensors
+through staging buffers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from fastserial import config as config_module
+from fastserial.checksums import CrcLedger
+from fastserial.config import Config
+from fastserial.errors import CorruptCheckpointError, LoadMismatchError, UnreadableTensorError
+from fastserial.loadreport import LoadReport, publish_load
+from fastserial.reader import FastFileReader
+from fastserial.report import Latency
+from fastserial.sinks import CheckedSink, PartsSink, ReadExtent, Sink
+from fastserial.staging import synchronize
+from fastserial.tensorindex import StoragePlace, TensorIndex, TensorPlace, read_index
+from fastserial.tensorread import direct_extent, fill, meta_of
+
+__all__ = ["LoadedKeys", "load_into"]
+
+_SHOWN = 20  # mismatches that an error tells
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKeys:
+    """What `load_into` did not fill, and what it did not use, with `strict=False`.
+
+    Attributes:
+        missing_keys: tensors that the checkpoint does not hold; they are unchanged.
+        unexpected_keys: tensors of the checkpoint that nobody asked for.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A tensor to fill, and where its bytes are."""
+
+    key: str
+    target: torch.Tensor
+    place: TensorPlace
+
+    @property
+    def base(self) -> int:
+        return self.place.storage.offset + self.place.first
+
+
+def load_into(
+    target: torch.nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    key: str = "",
+    strict: bool = True,
+    verify: bool | None = None,
+    config: Config | None = None,
+) -> LoadedKeys:
+    """Fill the tensors of a module or a state dict from a checkpoint.
+
+    Keys must match as for `load_state_dict`; nested dictionaries and lists are joined by dots.
+    Values that are not tensors are left alone, hooks of modules are not run. The pickle is read,
+    but never executed.
+
+    Args:
+        target: what to fill, in place.
+        path: a zip, legacy or safetensors file.
+        key: the part of the checkpoint to use, such as `model`; by default all of it.
+        strict: every tensor of either side must have its partner.
+        verify: compare the CRC-32 of each record that is read (zip files with checksums); by
+            default as the option `verify_on_load`. What did not match is in the tensors by then.
+        config: options; by default those in force.
+
+    Returns:
+        The keys without a partner.
+
+    Raises:
+        LoadMismatchError: keys, dtypes or shapes differ; nothing was changed. A `RuntimeError`.
+        CorruptCheckpointError: the file is damaged, or changed while it was read.
+        OSError: it cannot be read.
+    """
+    config = config or config_module.current()
+    verify = config.verify_on_load if verify is None else verify
+    began = perf_counter()
+    wanted = dict(_tensors(target))
+    with FastFileReader(path, config) as reader:
+        index = read_index(reader.fd, reader.name)
+        jobs, left = _match(wanted, index, key, strict, type(target).__name__)
+        synchronize([job.target.untyped_storage() for job in jobs])
+        checked = _read(reader, _last_of_each(jobs), verify)
+        _publish(reader, index.container, checked, config, began)
+    for job in jobs:
+        if not job.target.is_inference():
+            torch.autograd.graph.increment_version(job.target)
+    return left
+
+
+# -- what is to be filled ------------------------------------------------------------------------
+
+
+def _tensors(target: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(target, torch.nn.Module):
+        target = target.state_dict(keep_vars=True)
+    if not isinstance(target, Mapping):
+        raise TypeError(f"load_into fills a module or a dictionary, not {type(target).__name__}")
+    yield from _walk(target, "")
+
+
+def _walk(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield key, value.detach()
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _walk(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _walk(item, f"{key}.{number}" if key else str(number))
+
+
+def _match(
+    wanted: dict[str, torch.Tensor], index: TensorIndex, prefix: str, strict: bool, name: str
+) -> tuple[list[_Job], LoadedKeys]:
+    """Return what to read, having compared everything.
+
+    Raises:
+        LoadMismatchError: something differs.
+    """
+    start = f"{prefix}." if prefix else ""
+    there = {key[len(start) :] for key in index if key.startswith(start)}
+    missing = [key for key in wanted if key not in there]
+    unexpected = [key for key in index if key.startswith(start)]
+    unexpected = [key[len(start) :] for key in unexpected if key[len(start) :] not in wanted]
+    wrong: list[str] = []
+    if strict and missing:
+        wrong.append(f"not in the checkpoint: {_listed(missing)}")
+    if strict and unexpected:
+        wrong.append(f"only in the checkpoint: {_listed(unexpected)}")
+    jobs: list[_Job] = []
+    for key, target in wanted.items():
+        if key not in there:
+            continue
+        try:
+            place = index.place(start + key)
+        except UnreadableTensorError as error:
+            wrong.append(str(error))
+            continue
+        objection = _objection(target, place)
+        if objection is not None:
+            wrong.append(f"{key}: {objection}")
+        jobs.append(_Job(key, target, place))
+    if wrong:
+        more = f"\n\t... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        lines = "\n\t".join(wrong[:_SHOWN])
+        raise LoadMismatchError(f"the checkpoint does not fit this {name}:\n\t{lines}{more}")
+    return jobs, LoadedKeys(missing, unexpected)
+
+
+def _listed(keys: Sequence[str]) -> str:
+    shown = ", ".join(repr(key) for key in keys[:_SHOWN])
+    return f"{shown} and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else shown
+
+
+def _objection(target: torch.Tensor, place: TensorPlace) -> str | None:
+    dtype = str(target.dtype).removeprefix("torch.")
+    if type(target) is not torch.Tensor and type(target) is not torch.nn.Parameter:
+        return f"a {type(target).__name__} cannot be filled in place"
+    if target.layout is not torch.strided or target.is_quantized:
+        return "only plain tensors can be filled in place"
+    if target.device.type == "meta":
+        return "it has no memory yet (device meta): use to_empty() first"
+    if dtype != place.dtype:
+        return f"its dtype is {dtype}, in the checkpoint {place.dtype}"
+    if tuple(target.shape) != place.shape:
+        return f"its shape is {tuple(target.shape)}, in the checkpoint {place.shape}"
+    return None
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def _last_of_each(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Return the jobs in passes: within one, no two write to the same memory.
+
+    Of tensors with the very same memory (tied weights) the last is read, as one would remain.
+    """
+    unique: dict[tuple[Any, ...], _Job] = {}
+    for job in jobs:
+        view = job.target
+        spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
+        if view.numel():
+            unique.pop(spot, None)
+            unique[spot] = job
+    passes: list[list[_Job]] = []
+    last: dict[tuple[torch.device, int], int] = {}  # per storage: the last pass that writes to it
+    storages: dict[tuple[torch.device, int], list[tuple[int, int]]] = {}
+    for job in unique.values():
+        storage = job.target.untyped_storage()
+        where = (job.target.device, storage.data_ptr())
+        start = int(job.target.storage_offset()) * job.target.itemsize
+        stop = start + _reach(job.target)
+        taken = storages.setdefault(where, [])
+        number = last.get(where, 0)
+        if any(start < other_stop and other_start < stop for other_start, other_stop in taken):
+            number += 1
+            taken.clear()
+        taken.append((start, stop))
+        last[where] = number
+        while len(passes) <= number:
+            passes.append([])
+        passes[number].append(job)
+    return passes
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.itemsize
+
+
+def _read(reader: FastFileReader, passes: Sequence[Sequence[_Job]], verify: bool) -> bool:
+    """Fill the targets; return whether all that was read has been verified."""
+    checked = verify
+    done: set[StoragePlace] = set()
+    for jobs in passes:
+        plain: list[tuple[_Job, ReadExtent]] = []
+        others: list[_Job] = []
+        for job in jobs:
+            extent = None
+            if not job.place.pending:
+                extent = direct_extent(job.base, meta_of(job.place), job.target)
+            if extent is None:
+                others.append(job)
+            else:
+                plain.append((job, extent))
+        if verify:
+            rest = {job.place.storage for job in others} - done
+            checked &= _read_checked(reader, plain, rest)
+            done |= {job.place.storage for job in jobs}
+        else:
+            reader.read_into([extent for _, extent in plain])
+        for job in others:
+            fill(reader, job.base, meta_of(job.place), job.target, job.place.pending)
+    return checked
+
+
+class _Nowhere:
+    """Takes bytes that are only checked."""
+
+    def land(self, view: memoryview, address: int, start: int) -> None:
+        pass
+
+
+def _read_checked(
+    reader: FastFileReader, plain: Sequence[tuple[_Job, ReadExtent]], others: set[StoragePlace]
+) -> bool:
+    """Read whole records, parts of them to their targets, and compare their CRC-32s."""
+    parts: dict[StoragePlace, list[tuple[int, int, Sink]]] = {place: [] for place in others}
+    for job, extent in plain:
+        place = job.place.storage
+        parts.setdefault(place, []).append(
+            (extent.offset - place.offset, extent.length, extent.sink)
+        )
+    places = [place for place in parts if place.nbytes]
+    ledger = CrcLedger([place.nbytes for place in places], [None] * len(places))
+    extents: list[ReadExtent] = []
+    for number, place in enumerate(places):
+        sink: Sink = PartsSink(parts[place]) if parts[place] else _Nowhere()
+        if place.crc is not None:
+            sink = CheckedSink(sink, ledger, number)
+        extents.append(ReadExtent(place.offset, place.nbytes, sink))
+    reader.read_into(extents)
+    for number, place in enumerate(places):
+        if place.crc is None:
+            continue
+        crc = ledger.wait(number)
+        if crc != place.crc:
+            raise CorruptCheckpointError(
+                f"its CRC-32 is {crc:#010x}, not {place.crc:#010x}",
+                path=reader.name,
+                record=place.name,
+                offset=place.offset,
+            )
+    return all(place.crc is not None for place in places)
+
+
+def _publish(
+    reader: FastFileReader, container: str, verified: bool, config: Config, began: float
+) -> None:
+    blocks = reader.blocks
+    counts = blocks.counts
+    publish_load(
+        LoadReport(
+            path=reader.name,
+            container=container,
+            bytes=counts.direct + counts.cached,
+            seconds=perf_counter() - began,
+            engine=blocks.engine_name,
+            direct_bytes=counts.direct,
+            cached_bytes=counts.cached,
+            verified=verified,
+            fallback=blocks.fallback,
+            block_size=config.block_size,
+            queue_depth=config.queue_depth,
+            threads=config.threads,
+            submit=Latency.of(counts.submit_seconds),
+            complete=Latency.of(counts.complete_seconds),
+        ),
+        config,
+    )

@@ -1,0 +1,54 @@
+"""The storages of a legacy checkpoint, read into the memory that torch allocated for them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastserial.errors import CorruptCheckpointError
+from fastserial.reader import FastFileReader
+from fastserial.sinks import ExpectedSink, ReadExtent, storage_sink
+from fastserial.staging import synchronize
+
+__all__ = ["read_storages"]
+
+_COUNT = struct.Struct("<q")
+_DEVICES = frozenset({"cpu", "cuda"})
+
+
+def read_storages(
+    reader: FastFileReader, storages: Mapping[Any, Any], keys: Sequence[Any], offset: int
+) -> int:
+    """Fill the storages, which lie in the file in the order of `keys`, each behind its count.
+
+    Args:
+        reader: the file.
+        storages: typed storages by key.
+        keys: keys in the order of the file.
+        offset: where the first count is (bytes).
+
+    Returns:
+        The byte behind the last storage.
+
+    Raises:
+        CorruptCheckpointError: the file is not as the pickle says; torch's own way says what.
+        OSError: the disk failed.
+    """
+    if len(set(keys)) != len(keys) or not all(key in storages for key in keys):
+        raise CorruptCheckpointError("the list of storages is damaged")
+    untyped = [storages[key]._untyped_storage for key in keys]
+    if any(storage.device.type not in _DEVICES for storage in untyped):
+        raise CorruptCheckpointError("storages on other devices are torch's to read")
+    extents: list[ReadExtent] = []
+    for key, storage in zip(keys, untyped, strict=True):
+        nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
+        count = _COUNT.pack(nbytes // item)
+        extents.append(ReadExtent(offset, _COUNT.size, ExpectedSink(count, f"the size of {key}")))
+        offset += _COUNT.size
+        if nbytes:
+            extents.append(ReadExtent(offset, nbytes, storage_sink(storage)))
+            offset += nbytes
+    synchronize(untyped)
+    reader.read_into(extents)
+    return offset

@@ -1,0 +1,63 @@
+"""`fastserial.load`: torch.load through fastserial, installed or not."""
+
+from __future__ import annotations
+
+import os
+import types
+from typing import Any
+
+import torch
+
+from fastserial.config import options
+from fastserial.errors import CorruptCheckpointError
+from fastserial.patching import installed, patched
+from fastserial.verification import verify as verify_file
+
+__all__ = ["load"]
+
+_NAMES = ("_load", "_legacy_load", "_open_file_like")
+
+
+def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
+    """Return what `torch.load(f, ...)` returns, with the same arguments and errors.
+
+    Args:
+        f: a path or a file object.
+        args, kwargs: as `torch.load`.
+        verify: check the CRC-32 of every record that is read: zip files that are regular files
+            and were written with checksums, not with `mmap=True`. `last_load_report().verified`
+            tells whether it was possible. By default as the option `verify_on_load`.
+
+    Raises:
+        CorruptCheckpointError: a record is damaged (`verify`), or the file is hostile, or it
+            changed while it was read. A `RuntimeError`.
+        Exception: whatever `torch.load` raises.
+    """
+    function = _function()
+    if verify and function is torch.load and not installed() and isinstance(f, str | os.PathLike):
+        _verify(f)  # torch has no patch: in a pass of its own
+    with options(**({} if verify is None else {"verify_on_load": verify})):
+        return function(f, *args, **kwargs)
+
+
+def _verify(path: str | os.PathLike[str]) -> None:
+    report = verify_file(path)
+    if report.problems:
+        first = report.problems[0]
+        raise CorruptCheckpointError(first.message, path=report.path, record=first.record)
+
+
+def _function() -> Any:
+    """Return torch.load, or a copy that calls our functions if they are not installed."""
+    function = torch.load
+    if installed() or not isinstance(function, types.FunctionType):
+        return function
+    ours = {name: patched(name) for name in _NAMES}
+    home = vars(torch.serialization)
+    if function.__globals__ is not home or None in ours.values():
+        return function  # somebody's own, or a torch without a patch
+    copy = types.FunctionType(
+        function.__code__, {**home, **ours}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

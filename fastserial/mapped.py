@@ -1,0 +1,191 @@
+"""A checkpoint's objects with storages that are mapped, not read: they cost no memory.
+
+Unpickling follows torch's rules for `weights_only=True`. Where a storage lies in the file is told
+by its address in the mapping.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import _weights_only_unpickler
+
+from fastserial.containers.directory import STORED, is_zip
+from fastserial.containers.legacy_read import is_legacy, read_legacy
+from fastserial.containers.safetensors import read_header
+from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.patching import get_original
+from fastserial.prefetchplan import new_storage
+from fastserial.reading import read_record
+from fastserial.tensorindex import contiguous_stride
+from fastserial.ziploading import read_places
+
+__all__ = ["Mapped", "map_checkpoint"]
+
+_SMALL_RECORD = 64
+_BIG_ENDIAN = "the file is of a big-endian machine: load and save it with torch"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A mapped checkpoint.
+
+    Attributes:
+        container: `zip`, `legacy` or `safetensors`.
+        value: what was saved.
+        whole: the mapping of the file.
+        sizes: bytes of each record by its place; None where places were checked before.
+    """
+
+    container: str
+    value: Any
+    whole: torch.UntypedStorage
+    sizes: dict[int, int] | None
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return a storage's place in the file (bytes), None if it is not in the mapping.
+
+        Raises:
+            CorruptCheckpointError: it is larger than its record.
+        """
+        offset, nbytes = storage.data_ptr() - self.whole.data_ptr(), storage.nbytes()
+        if offset < 0 or offset + nbytes > self.whole.nbytes():
+            return None
+        if self.sizes is not None and nbytes > self.sizes.get(offset, 0):
+            raise CorruptCheckpointError(
+                f"the pickle asks for {nbytes} bytes at {offset}, where no such record is"
+            )
+        return offset
+
+
+def map_checkpoint(fd: int, path: str) -> Mapped:
+    """Map a checkpoint and unpickle it.
+
+    Args:
+        fd: a descriptor of the file; it must stay as it is while the objects are used.
+        path: its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or no checkpoint.
+        ConvertError: its pickle needs more than `weights_only` allows, or it cannot be mapped.
+        OSError: it cannot be read.
+    """
+    size = os.fstat(fd).st_size
+    try:
+        if not size:
+            raise CorruptCheckpointError("the file is empty")
+        whole = cast(
+            "torch.UntypedStorage",
+            torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size),
+        )
+        sizes = None
+        if is_zip(fd):
+            container, (value, sizes) = "zip", _map_zip(fd, size, whole)
+        elif path.endswith(".safetensors"):
+            container, value = "safetensors", _map_safetensors(fd, whole)
+        elif is_legacy(fd):
+            container, value = "legacy", _map_legacy(fd, whole)
+        else:
+            raise CorruptCheckpointError("neither a zip, a legacy nor a safetensors checkpoint")
+    except CorruptCheckpointError as error:
+        error.path = error.path or path
+        raise
+    except pickle.UnpicklingError as error:
+        raise ConvertError(f"{path}: {error}") from error
+    return Mapped(container, value, whole, sizes)
+
+
+def _map_zip(fd: int, size: int, whole: torch.UntypedStorage) -> tuple[Any, dict[int, int]]:
+    directory = read_places(fd, size)
+    order = directory.find("byteorder")
+    if order is not None and read_record(fd, order, _SMALL_RECORD) != b"little":
+        raise ConvertError(_BIG_ENDIAN)
+    if directory.find("constants.pkl") is not None:
+        raise ConvertError("a TorchScript archive is no checkpoint of torch.save")
+    packed = next((record for record in directory.records if record.method != STORED), None)
+    if packed is not None:
+        raise ConvertError(f"record {packed.name} is compressed: load and save it with torch")
+    load = get_original("_load")
+    more = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
+    reader = torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
+    value = load(
+        reader,
+        "cpu",
+        _weights_only_unpickler,
+        overall_storage=_Slices(whole),
+        encoding="utf-8",
+        **more,
+    )
+    return value, {record.data_offset: record.size for record in directory.records}
+
+
+class _Slices:
+    """Slices of a mapping, as `_load` asks for them.
+
+    Empty ones are memory of their own: torch takes storages at the same place for one.
+    """
+
+    def __init__(self, whole: torch.UntypedStorage) -> None:
+        self._whole = whole
+
+    def __getitem__(self, place: slice) -> torch.UntypedStorage:
+        if place.start == place.stop:
+            return new_storage(0)
+        return cast("torch.UntypedStorage", self._whole[place])
+
+
+def _map_safetensors(fd: int, whole: torch.UntypedStorage) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in read_header(fd):
+        if entry.dtype is None:
+            raise ConvertError(f"entry {entry.key!r}: torch has no dtype {entry.type_name}")
+        empty = torch.empty(0, dtype=getattr(torch, entry.dtype))
+        storage = whole[entry.offset : entry.offset + entry.nbytes]
+        strides = contiguous_stride(entry.shape)
+        tensors[entry.key] = empty.set_(storage, 0, entry.shape, strides)
+    return tensors
+
+
+def _map_legacy(fd: int, whole: torch.UntypedStorage) -> Any:
+    file = read_legacy(fd)
+    if not file.little_endian:
+        raise ConvertError(_BIG_ENDIAN)
+    places = {storage.key: storage for storage in file.storages}
+    slices = _Slices(whole)
+    known: dict[Any, torch.storage.TypedStorage] = {}
+
+    def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+        kind: Any = torch.storage.TypedStorage
+        return cast(
+            "torch.storage.TypedStorage", kind(wrap_storage=storage, dtype=dtype, _internal=True)
+        )
+
+    def persistent_load(pid: Any) -> Any:
+        kind, *data = pid
+        if kind != "storage":
+            raise pickle.UnpicklingError(f"weights_only does not allow {kind!r} entries")
+        storage_type, key, _, _, view = data
+        dtype = storage_type.dtype
+        place = places[key]
+        if (key, dtype) not in known:
+            known[key, dtype] = typed(slices[place.data_offset : place.data_end], dtype)
+        root = known[key, dtype]
+        if view is None:
+            return root
+        view_key, first, count = view
+        if view_key not in known:
+            start = place.data_offset + first * dtype.itemsize
+            stop = min(place.data_end, start + count * dtype.itemsize)
+            known[view_key] = typed(slices[start:stop], dtype)
+        return known[view_key]
+
+    with open(f"/proc/self/fd/{fd}", "rb") as stream:
+        stream.seek(file.object_offset)
+        unpickler: Any = _weights_only_unpickler.Unpickler(stream, encoding="utf-8")
+        unpickler.persistent_load = persistent_load
+        return unpickler.load()

@@ -1,0 +1,159 @@
+"""FastFileReader: extents of a file into memory, in batched asynchronous reads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import BinaryIO
+
+from fastserial import config as config_module
+from fastserial import filesystem
+from fastserial.blockreader import BlockReader
+from fastserial.config import Config
+from fastserial.errors import CorruptCheckpointError
+from fastserial.progress import progress_bar
+from fastserial.readplan import plan_blocks
+from fastserial.sinks import ReadExtent
+
+__all__ = ["FastFileReader"]
+
+
+class FastFileReader:
+    """A regular file, open for reading at any place.
+
+    Bytes that are in the page cache are read through it, others directly, both in blocks of
+    `block_size` with `queue_depth` of them on their way at once. Made for one thread at a time.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | BinaryIO | int,
+        config: Config | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Open a file.
+
+        Args:
+            source: a path, or an open file or descriptor, which stays the caller's.
+            config: options; by default those in force (`install`, `options`, environment).
+            name: what to call it in errors and reports; by default its path.
+
+        Raises:
+            OSError: it cannot be opened, or is no regular file.
+            EngineUnavailableError: the configured engine cannot read here.
+        """
+        self._closed = True  # until there is something to close
+        self.config = config if config is not None else config_module.current()
+        self.name, self.fd = _open(source, name)
+        self._closed = False
+        try:
+            found = os.fstat(self.fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", self.name)
+            self.size = found.st_size
+            self._stamp = found.st_mtime_ns
+            self.bar = progress_bar(self.config.progress, self.name)
+            self.blocks = BlockReader(self.fd, self.size, self.config, self.bar.update)
+        except BaseException:
+            self._closed = True
+            os.close(self.fd)
+            raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether the reader was closed."""
+        return self._closed
+
+    def read_into(self, extents: Sequence[ReadExtent]) -> None:
+        """Read extents, in the order of the file; returns when all are in their places.
+
+        Raises:
+            CorruptCheckpointError: an extent goes past the end, or the file changed meanwhile.
+            OSError: the disk failed; `filename` tells the file.
+        """
+        if self._closed:
+            raise ValueError("I/O operation on closed file.")
+        for extent in extents:
+            if extent.offset < 0 or extent.length < 0 or extent.offset + extent.length > self.size:
+                raise CorruptCheckpointError(
+                    f"{extent.length} bytes at {extent.offset} go past the end of the file "
+                    f"({self.size} bytes)",
+                    path=self.name,
+                    offset=extent.offset,
+                )
+        blocks = self.blocks
+        self.bar.expect(sum(extent.length for extent in extents))
+        with self.translated():
+            for block, direct in plan_blocks(
+                extents,
+                block_size=self.config.block_size,
+                alignment=blocks.alignment,
+                file_size=self.size,
+                straight=blocks.takes_any_memory,
+                goes_direct=blocks.goes_direct,
+            ):
+                blocks.put(block, direct)
+            blocks.drain()
+            self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raise if the file was written to since it was opened.
+
+        Raises:
+            CorruptCheckpointError: its size or its time of modification is another.
+        """
+        found = os.fstat(self.fd)
+        if (found.st_size, found.st_mtime_ns) != (self.size, self._stamp):
+            raise CorruptCheckpointError("the file changed while it was read", path=self.name)
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Give errors of the body the file's name."""
+        try:
+            yield
+        except CorruptCheckpointError as error:
+            error.path = error.path or self.name
+            raise
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            number = error.errno or errno.EIO
+            raise OSError(number, error.strerror or str(error), self.name) from error
+
+    def close(self) -> None:
+        """Close the file, waiting only for reads under way. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.blocks.close()
+        self.bar.close()
+        os.close(self.fd)
+
+    def __enter__(self) -> FastFileReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _open(source: str | os.PathLike[str] | BinaryIO | int, name: str | None) -> tuple[str, int]:
+    """Return the name and a new descriptor of the file."""
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
+        return name or path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = source if isinstance(source, int) else source.fileno()
+    called = getattr(source, "name", None)
+    text = name or (called if isinstance(called, str) else f"<fd {fd}>")
+    try:
+        return text, filesystem.reopen(fd, os.O_RDONLY)
+    except OSError:  # without /proc, or with rights given up: positions are never used
+        return text, os.dup(fd)

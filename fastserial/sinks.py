@@ -1,0 +1,132 @@
+"""Where the bytes of a read extent go: host memory, a device, or a comparison."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from fastserial.checksums import CrcLedger, crc32
+from fastserial.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CheckedSink",
+    "DeviceSink",
+    "ExpectedSink",
+    "HostSink",
+    "PartsSink",
+    "ReadExtent",
+    "Sink",
+    "storage_sink",
+]
+
+memmove = ctypes.memmove  # drops the GIL while it copies
+
+
+class Sink(Protocol):
+    """Takes the bytes of one extent, in pieces, in any order, on any thread."""
+
+    def land(self, view: memoryview, address: int, start: int) -> None:
+        """Take `view`, which lies at host address `address`: the extent's bytes from `start` on."""
+
+
+class ReadExtent:
+    """`length` bytes at `offset` of a file, and where they go."""
+
+    __slots__ = ("length", "offset", "sink")
+
+    def __init__(self, offset: int, length: int, sink: Sink) -> None:
+        self.offset = offset
+        self.length = length
+        self.sink = sink
+
+
+class HostSink:
+    """`nbytes` bytes of host memory at `address`; `owner` keeps them alive."""
+
+    __slots__ = ("address", "nbytes", "owner")
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.owner = owner
+
+    def land(self, view: memoryview, address: int, start: int) -> None:
+        if address != self.address + start:  # else it was read straight to its place
+            memmove(self.address + start, address, len(view))
+
+
+class DeviceSink:
+    """Bytes of a tensor on a device, given as one-dimensional uint8."""
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._bytes = flat
+
+    def land(self, view: memoryview, address: int, start: int) -> None:
+        import torch
+
+        host = torch.frombuffer(view, dtype=torch.uint8)
+        self._bytes[start : start + len(view)].copy_(host)
+        if self._bytes.device.type == "cuda":
+            # the buffer is used again, and the caller's stream is not this thread's
+            torch.cuda.current_stream(self._bytes.device).synchronize()
+
+
+class ExpectedSink:
+    """Bytes that are known: anything else raises."""
+
+    __slots__ = ("_expected", "_what")
+
+    def __init__(self, expected: bytes, what: str) -> None:
+        self._expected = expected
+        self._what = what
+
+    def land(self, view: memoryview, address: int, start: int) -> None:
+        if view != self._expected[start : start + len(view)]:
+            raise CorruptCheckpointError(f"{self._what} is not what the pickle says")
+
+
+class CheckedSink:
+    """Passes on the bytes of a record, and enters their CRC-32 in a ledger."""
+
+    __slots__ = ("_ledger", "_record", "_sink")
+
+    def __init__(self, sink: Sink, ledger: CrcLedger, record: int) -> None:
+        self._sink = sink
+        self._ledger = ledger
+        self._record = record
+
+    def land(self, view: memoryview, address: int, start: int) -> None:
+        self._ledger.add(self._record, start, len(view), crc32(view))
+        self._sink.land(view, address, start)
+
+
+class PartsSink:
+    """Passes on parts of an extent: (start in the extent, length, sink), in order, and no more."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[tuple[int, int, Sink]]) -> None:
+        self._parts = parts
+
+    def land(self, view: memoryview, address: int, start: int) -> None:
+        stop = start + len(view)
+        for at, length, sink in self._parts:
+            first, last = max(at, start), min(at + length, stop)
+            if first < last:
+                piece = view[first - start : last - start]
+                sink.land(piece, address + first - start, first - at)
+
+
+def storage_sink(storage: torch.UntypedStorage) -> Sink:
+    """Return the sink that fills a storage, on the host or on a device."""
+    if storage.device.type == "cpu":
+        return HostSink(storage.data_ptr(), storage.nbytes(), storage)
+    import torch
+
+    return DeviceSink(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))

@@ -1,0 +1,177 @@
+"""Reading tensors, or parts of them, from a file: only the bytes that are needed.
+
+A part is described by a meta tensor: its shape, strides and storage offset, which indexing works
+out as for any tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from fastserial.reader import FastFileReader
+from fastserial.sinks import DeviceSink, HostSink, ReadExtent, Sink
+from fastserial.tensorindex import TensorPlace
+
+__all__ = ["apply_pending", "direct_extent", "fetch", "fill", "is_dense", "meta_of", "resolved"]
+
+_RUN = 64 * 1024  # contiguous bytes from here on are read by themselves
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 32 * 1024 * 1024  # bytes of memory for parts that lie scattered
+
+
+def meta_of(place: TensorPlace) -> torch.Tensor:
+    """Return a meta tensor with the dtype, shape and strides of a tensor in a file."""
+    dtype = getattr(torch, place.dtype)
+    return torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta")
+
+
+def is_dense(view: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements fill a range of memory, each byte once, in any order."""
+    expected = 1
+    for step, size in sorted(
+        (step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size != 1
+    ):
+        if step != expected:
+            return view.numel() == 0
+        expected *= size
+    return True
+
+
+def _span(view: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to behind its last."""
+    if view.numel() == 0:
+        return 0
+    reach = sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+    return int(reach + 1) * view.itemsize
+
+
+def _first(base: int, view: torch.Tensor) -> int:
+    return base + int(view.storage_offset()) * view.itemsize
+
+
+def _same_layout(view: torch.Tensor, target: torch.Tensor) -> bool:
+    steps = zip(view.shape, view.stride(), target.stride(), strict=True)
+    return all(size == 1 or ours == theirs for size, ours, theirs in steps)
+
+
+def direct_extent(base: int, view: torch.Tensor, target: torch.Tensor) -> ReadExtent | None:
+    """Return the extent that fills a tensor straight from the file, if the bytes are in its order.
+
+    Args:
+        base: where in the file element 0 of the view's storage lies (bytes).
+        view: what to read.
+        target: a tensor of the same dtype and shape, on the host or on a GPU.
+    """
+    if not is_dense(view) or not _same_layout(view, target):
+        return None
+    nbytes = target.numel() * target.itemsize
+    sink: Sink
+    if target.device.type == "cpu":
+        sink = HostSink(target.data_ptr(), nbytes, target)
+    else:
+        flat = torch.empty(0, dtype=torch.uint8, device=target.device)
+        start = target.storage_offset() * target.itemsize
+        sink = DeviceSink(flat.set_(target.untyped_storage(), start, (nbytes,), (1,)))
+    return ReadExtent(_first(base, view), nbytes, sink)
+
+
+def fetch(reader: FastFileReader, base: int, view: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor of the host with the elements of a part of a tensor in the file.
+
+    The strides are those of the view where that costs no memory, else contiguous.
+
+    Raises:
+        CorruptCheckpointError: the file changed meanwhile.
+        OSError: the file cannot be read.
+    """
+    nbytes, span = view.numel() * view.itemsize, _span(view)
+    if is_dense(view) or 0 < span <= nbytes:  # each byte once, or some of them several times
+        whole = torch.empty(span // view.itemsize, dtype=view.dtype, device="cpu")
+        reader.read_into([ReadExtent(_first(base, view), span, _host(whole))])
+        return whole.as_strided(view.shape, view.stride())
+    out = torch.empty(view.shape, dtype=view.dtype, device="cpu")
+    runs = list(_runs(base, view, out))
+    if runs:
+        reader.read_into(runs)
+    else:
+        fill(reader, base, view, out)
+    return out
+
+
+def fill(
+    reader: FastFileReader,
+    base: int,
+    view: torch.Tensor,
+    target: torch.Tensor,
+    pending: tuple[str, ...] = (),
+) -> None:
+    """Put the elements of a part of a tensor in the file into a tensor, a chunk at a time.
+
+    Args:
+        reader, base, view: as `fetch`.
+        target: of the same dtype and shape; any device, any strides.
+        pending: what is to be applied to the elements first.
+    """
+    span = _span(view)
+    if not span:
+        return
+    if span <= _CHUNK or view.dim() == 0:
+        raw = torch.empty(span // view.itemsize, dtype=view.dtype, device="cpu")
+        reader.read_into([ReadExtent(_first(base, view), span, _host(raw))])
+        found = resolved(raw.as_strided(view.shape, view.stride()), pending)
+        _as_integers(target).copy_(_as_integers(found))
+        return
+    dim = max(range(view.dim()), key=lambda d: (view.shape[d] > 1, view.stride(d)))
+    row = view.stride(dim) * view.itemsize
+    rows = max(1, _CHUNK // max(row, 1))
+    if view.shape[dim] <= 1:  # cannot be cut any more
+        rows = 1
+    for start in range(0, view.shape[dim], rows):
+        count = min(rows, view.shape[dim] - start)
+        part, into = view.narrow(dim, start, count), target.narrow(dim, start, count)
+        if count == 1:
+            part, into = part.select(dim, 0), into.select(dim, 0)
+        fill(reader, base, part, into, pending)
+
+
+def apply_pending(tensor: torch.Tensor, pending: tuple[str, ...]) -> torch.Tensor:
+    """Mark a tensor as conjugated or negated, as torch does when it loads one that was."""
+    if "conj" in pending:
+        torch._C._set_conj(tensor, True)
+    if "neg" in pending:
+        torch._C._set_neg(tensor, True)
+    return tensor
+
+
+def resolved(tensor: torch.Tensor, pending: tuple[str, ...]) -> torch.Tensor:
+    """Return a tensor with what is pending done."""
+    return apply_pending(tensor, pending).resolve_conj().resolve_neg() if pending else tensor
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that can be copied: not every dtype has a kernel for that."""
+    return tensor if tensor.is_complex() else tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def _host(tensor: torch.Tensor) -> HostSink:
+    return HostSink(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor)
+
+
+def _runs(base: int, view: torch.Tensor, out: torch.Tensor) -> Iterator[ReadExtent]:
+    """Yield extents for the contiguous runs of a view; none if they are short."""
+    inner, cut = 1, view.dim()
+    while cut and view.stride(cut - 1) == inner:
+        cut -= 1
+        inner *= view.shape[cut]
+    nbytes = inner * view.itemsize
+    if nbytes < _RUN:
+        return
+    outer = list(zip(view.shape[:cut], view.stride()[:cut], strict=True))
+    address, first = out.data_ptr(), _first(base, view)
+    for index, place in enumerate(itertools.product(*(range(size) for size, _ in outer))):
+        at = sum(i * step for i, (_, step) in zip(place, outer, strict=True))
+        sink = HostSink(address + index * nbytes, nbytes, out)
+        yield ReadExtent(first + at * view.itemsize, nbytes, sink)

@@ -1,0 +1,115 @@
+"""Faults: short, seeded runs by default; `FASTSERIAL_FAULTS=full` for the counts in the README.
+
+Each proof counts its trials; one table of all counts is printed at the end, and written to
+`FASTSERIAL_FAULTS_TABLE` if that names a file.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mounts import Lab
+from victims import Zygote
+
+FULL = os.environ.get("FASTSERIAL_FAULTS", "") == "full"
+SEED = int(os.environ.get("FASTSERIAL_FAULTS_SEED", "20261121"))
+
+
+@dataclass
+class Proof:
+    """The counts of one row of the table."""
+
+    name: str
+    trials: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def count(self, outcome: str, trials: int = 1) -> None:
+        """Enter trials that ended as they should; what should not happen is an assertion."""
+        self.trials += trials
+        self.outcomes[outcome] += trials
+
+
+_proofs: dict[str, Proof] = {}
+
+
+@pytest.fixture
+def proof(request: pytest.FixtureRequest) -> Iterator[Proof]:
+    """Counts under the name that the test is marked with: `@pytest.mark.proof("...")`."""
+    marker = request.node.get_closest_marker("proof")
+    assert marker is not None, "mark the test with the name of its row"
+    made = Proof(marker.args[0])
+    yield made
+    # Properties of a test reach the process that prints, also when several run tests.
+    request.node.user_properties.append(("proof", (made.name, made.trials, dict(made.outcomes))))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        for kind, counts in report.user_properties:
+            if kind == "proof":
+                name, trials, outcomes = counts
+                row = _proofs.setdefault(name, Proof(name))
+                row.trials += trials
+                row.outcomes.update(outcomes)
+
+
+@pytest.fixture
+def trials(request: pytest.FixtureRequest) -> int:
+    """How many: `@pytest.mark.trials(short, full)`."""
+    short, full = request.node.get_closest_marker("trials").args
+    return int(full if FULL else short)
+
+
+@pytest.fixture
+def dice(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers, the same in every run with the same `FASTSERIAL_FAULTS_SEED`."""
+    return random.Random(f"{SEED} {request.node.name}")
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    """Makes file systems, and takes all of them down at the end."""
+    with Lab(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Starts processes that save, without importing torch each time."""
+    with Zygote() as made:
+        yield made
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "proof(name): the row of the table its counts go to")
+    config.addinivalue_line("markers", "trials(short, full): number of trials")
+
+
+def _rows() -> list[tuple[str, str, str]]:
+    return [
+        (p.name, str(p.trials), ", ".join(f"{n} {what}" for what, n in sorted(p.outcomes.items())))
+        for p in _proofs.values()
+        if p.trials
+    ]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    rows = [("proof", "trials", "outcomes"), *_rows()]
+    if len(rows) == 1:
+        return
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    terminalreporter.section(f"faults ({'full' if FULL else 'short'} run)")
+    for name, count, outcomes in rows:
+        terminalreporter.write_line(f"{name:{widths[0]}}  {count:>{widths[1]}}  {outcomes}")
+    place = os.environ.get("FASTSERIAL_FAULTS_TABLE")
+    if place:
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        lines.insert(1, "|---|---:|---|")
+        Path(place).write_text("\n".join(lines) + "\n", encoding="utf-8")

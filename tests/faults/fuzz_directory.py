@@ -1,0 +1,67 @@
+"""Coverage-guided fuzzing of the parsers with atheris; `nox -s faults` runs it for ten minutes.
+
+    python tests/faults/fuzz_directory.py -max_total_time=600
+
+Input is a whole file. Anything but an answer or a `CorruptCheckpointError` is a crash; libFuzzer
+reports hangs (`-timeout`) and memory (`-rss_limit_mb`) by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+
+import atheris
+
+with atheris.instrument_imports(include=["fastserial"]):
+    from fastserial import inspection, outline, verification
+    from fastserial.config import Config
+    from fastserial.containers import directory
+
+from damage import originals
+
+from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.pickles import ByteStream, Limits, decode
+
+_CONFIG = Config(block_size=4096, queue_depth=1, threads=1)
+_LIMITS = Limits(memory=64 << 20, seconds=5, visits=100_000)
+_FD = os.memfd_create("fuzzed")
+_PATH = f"/proc/self/fd/{_FD}"
+
+
+def one_input(data: bytes) -> None:
+    """Let every parser have a look."""
+    os.ftruncate(_FD, 0)
+    os.pwrite(_FD, data, 0)
+    for headers in (True, False):
+        try:
+            for record in directory.read_directory(_FD, headers=headers).records:
+                if not 0 < record.data_offset <= record.data_end <= len(data):
+                    raise AssertionError(record)
+        except CorruptCheckpointError:
+            pass
+    with contextlib.suppress(CorruptCheckpointError, PickleLimitError):
+        inspection.inspect(_PATH, _LIMITS)
+    with contextlib.suppress(CorruptCheckpointError, PickleLimitError):
+        outline.outline(decode(ByteStream(lambda o, n: data[o : o + n], 0, len(data)), _LIMITS))
+    verification.verify(_PATH, _CONFIG)
+
+
+def main() -> None:
+    corpus = tempfile.mkdtemp(prefix="fastserial-fuzz-")
+    for index, data in enumerate(originals().values()):
+        with open(os.path.join(corpus, f"{index}.pt"), "wb") as file:
+            file.write(data)
+    options = [sys.argv[0], corpus, "-timeout=20", "-rss_limit_mb=2048", "-max_len=16384"]
+    atheris.Setup([*options, *sys.argv[1:]], one_input)
+    try:
+        atheris.Fuzz()
+    finally:
+        shutil.rmtree(corpus, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A FUSE file system that shows a folder, with faults: `python mirror.py FOLDER WHERE [OPTIONS]`.
+
+--no-direct        opening with O_DIRECT fails with EINVAL
+--short BYTES      a write takes at most this many bytes
+--no-dirsync       syncing a directory fails with EINVAL
+--volatile         a device with a write cache: files read back what was written, but only what was
+                   synced is on the medium. Writing the name of a file into `/.cut` makes a copy
+                   of the medium there, with a random part of the cache: a power cut
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import random
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+from fuse import FUSE, FuseOSError, Operations
+
+_SECTOR = 512
+_CUT = "/.cut"
+
+
+class Mirror(Operations):  # type: ignore[misc]
+    """Passes every call on to the folder below."""
+
+    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+        self.folder = folder
+        self.options = options
+
+    def _below(self, path: str) -> str:
+        return self.folder + path
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        found = os.lstat(self._below(path))
+        names = ["mode", "ino", "nlink", "uid", "gid", "size", "atime", "mtime", "ctime"]
+        return {f"st_{name}": getattr(found, f"st_{name}") for name in names}
+
+    def readdir(self, path: str, fh: int) -> list[str]:
+        return [".", "..", *os.listdir(self._below(path))]
+
+    def access(self, path: str, mode: int) -> None:
+        if not os.access(self._below(path), mode):
+            raise FuseOSError(errno.EACCES)
+
+    def statfs(self, path: str) -> dict[str, int]:
+        found = os.statvfs(self._below(path))
+        names = [
+            "bavail",
+            "bfree",
+            "blocks",
+            "bsize",
+            "favail",
+            "ffree",
+            "files",
+            "flag",
+            "frsize",
+            "namemax",
+        ]
+        return {f"f_{name}": getattr(found, f"f_{name}") for name in names}
+
+    def open(self, path: str, flags: int) -> int:
+        if flags & os.O_DIRECT and self.options.no_direct:
+            raise FuseOSError(errno.EINVAL)
+        return os.open(self._below(path), flags & ~os.O_DIRECT)
+
+    def create(self, path: str, mode: int, fi: Any = None) -> int:
+        return os.open(self._below(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        return os.pread(fh, size, offset)
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        if self.options.short:
+            data = data[: self.options.short]
+        return os.pwrite(fh, data, offset)
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> None:
+        os.truncate(self._below(path), length)
+
+    def fsync(self, path: str, datasync: int, fh: int) -> None:
+        os.fsync(fh)
+
+    def fsyncdir(self, path: str, datasync: int, fh: int) -> None:
+        if self.options.no_dirsync:
+            raise FuseOSError(errno.EINVAL)
+
+    def release(self, path: str, fh: int) -> None:
+        os.close(fh)
+
+    def chmod(self, path: str, mode: int) -> None:
+        os.chmod(self._below(path), mode)
+
+    def chown(self, path: str, uid: int, gid: int) -> None:
+        os.chown(self._below(path), uid, gid)
+
+    def link(self, target: str, source: str) -> None:
+        os.link(self._below(source), self._below(target))
+
+    def mkdir(self, path: str, mode: int) -> None:
+        os.mkdir(self._below(path), mode)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(self._below(path))
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self._below(old), self._below(new))
+
+    def unlink(self, path: str) -> None:
+        os.unlink(self._below(path))
+
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
+        os.utime(self._below(path), times)
+
+
+class Volatile(Mirror):
+    """One file that is a disk with a write cache; see the text at the top."""
+
+    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+        super().__init__(folder, options)
+        self._lock = threading.Lock()
+        self._cache: list[tuple[int, bytes]] = []
+        self._dice = random.Random(1)
+        (image,) = Path(folder).iterdir()
+        self._medium = image.with_suffix(".medium")
+        subprocess.run(["cp", "--sparse=always", image, self._medium], check=True)
+        self._fd = os.open(self._medium, os.O_RDWR)
+        Path(folder + _CUT).touch()
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        if path == _CUT:
+            self._cut(data.decode())
+            return len(data)
+        with self._lock:
+            self._cache.append((offset, data))
+            return os.pwrite(fh, data, offset)
+
+    def fsync(self, path: str, datasync: int, fh: int) -> None:
+        if path == _CUT:
+            return
+        with self._lock:
+            for offset, data in self._cache:
+                os.pwrite(self._fd, data, offset)
+            self._cache.clear()
+
+    def _cut(self, name: str) -> None:
+        with self._lock:
+            shutil.copyfile("/dev/null", name)
+            subprocess.run(["cp", "--sparse=always", self._medium, name], check=True)
+            share = self._dice.choice([0.0, 0.1, 0.5, 0.9, 1.0])
+            with open(name, "r+b", buffering=0) as copy:
+                for offset, data in self._cache:
+                    for at in range(0, len(data), _SECTOR):
+                        # Whole writes and single sectors get lost.
+                        if at % (64 * _SECTOR) == 0:
+                            kept = self._dice.random() < share
+                        if kept:
+                            os.pwrite(copy.fileno(), data[at : at + _SECTOR], offset + at)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("where")
+    parser.add_argument("--no-direct", action="store_true")
+    parser.add_argument("--short", type=int, default=0)
+    parser.add_argument("--no-dirsync", action="store_true")
+    parser.add_argument("--volatile", action="store_true")
+    options = parser.parse_args()
+    kind = Volatile if options.volatile else Mirror
+    FUSE(
+        kind(options.folder, options),
+        options.where,
+        foreground=True,
+        allow_other=False,
+        big_writes=True,
+        max_write=131072,
+        fsname="mirror",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""File systems to try: made in files, mounted, and taken down whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+__all__ = ["Lab", "need"]
+
+_HERE = Path(__file__).parent
+_PACKAGES = {
+    "strace": "strace",
+    "mkfs.xfs": "xfsprogs",
+    "mkfs.btrfs": "btrfs-progs",
+    "mkfs.ext4": "e2fsprogs",
+    "bindfs": "bindfs",
+    "gcc": "gcc",
+    "fusermount": "fuse3",
+    "losetup": "util-linux",
+    "unshare": "util-linux",
+}
+_MKFS = {
+    "ext4": ["mkfs.ext4", "-q", "-F"],
+    "xfs": ["mkfs.xfs", "-q", "-f"],
+    "btrfs": ["mkfs.btrfs", "-q", "-f"],
+}
+
+
+def need(*tools: str, root: bool = True) -> None:
+    """Skip the test if it cannot run here, and say what is missing."""
+    if root and os.geteuid() != 0:
+        pytest.skip("needs root")
+    for tool in tools:
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool} (apt-get install {_PACKAGES[tool]})")
+
+
+def run(*words: str | os.PathLike[str]) -> str:
+    """Run a command and return its output; a failure is a test error with the command's words."""
+    done = subprocess.run(
+        [os.fspath(word) for word in words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+class Lab:
+    """Makes file systems below a folder; leaving it unmounts and detaches everything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = contextlib.ExitStack()
+        self._count = 0
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def _new(self, suffix: str) -> Path:
+        self._count += 1
+        return self.folder / f"{self._count}.{suffix}"
+
+    def image(self, nbytes: int, folder: Path | None = None) -> Path:
+        """Make an empty image file (sparse)."""
+        path = self._new("img") if folder is None else folder / self._new("img").name
+        path.touch()
+        os.truncate(path, nbytes)
+        return path
+
+    def loop(self, image: Path, *options: str) -> str:
+        """Attach a loop device."""
+        device = run("losetup", "--find", "--show", *options, image)
+        self._stack.callback(self._detach, device)
+        return device
+
+    def _detach(self, device: str) -> None:
+        subprocess.run(["losetup", "-d", device], capture_output=True, check=False)
+
+    def mount(self, source: str | Path, kind: str, *options: str) -> Path:
+        """Mount something and return where."""
+        where = self._new("mnt")
+        where.mkdir()
+        words = ["-o", ",".join(options)] if options else []
+        run("mount", "-t", kind, *words, source, where)
+        self._stack.callback(self.unmount, where)
+        return where
+
+    def unmount(self, where: Path) -> None:
+        """Unmount, waiting for what may still be open."""
+        for _ in range(50):
+            if not os.path.ismount(where):
+                return
+            if subprocess.run(["umount", where], capture_output=True, check=False).returncode == 0:
+                return
+            time.sleep(0.1)
+        subprocess.run(["umount", "-l", where], capture_output=True, check=False)
+
+    def make(
+        self,
+        kind: str,
+        nbytes: int,
+        *options: str,
+        sector: int = 512,
+        mkfs: Sequence[str] = (),
+    ) -> Path:
+        """Make and mount a file system in an image file.
+
+        Args:
+            kind: such as `ext4`.
+            nbytes: size of the image.
+            options: for the mount.
+            sector: the device's logical block (bytes).
+            mkfs: more words for mkfs.
+        """
+        device = self.loop(self.image(nbytes), "--direct-io=on", f"--sector-size={sector}")
+        run(*_MKFS[kind], *mkfs, device)
+        return self.mount(device, kind, *options)
+
+    def run(self, *words: str | os.PathLike[str]) -> str:
+        """Run a command that must succeed and return its output."""
+        return run(*words)
+
+    def mkfs(self, kind: str, device: str | Path) -> None:
+        run(*_MKFS[kind], device)
+
+    def bind(self, source: Path, where: Path) -> None:
+        """Mount a file over another."""
+        run("mount", "--bind", source, where)
+        self._stack.callback(run, "umount", where)
+
+    def bindfs(self, folder: Path) -> Path:
+        """Mount bindfs, a FUSE file system from Debian, over a folder."""
+        where = self._new("bindfs")
+        where.mkdir()
+        run("bindfs", folder, where)
+        self._stack.callback(self.unmount, where)
+        return where
+
+    def mirror(self, folder: Path, *options: str) -> Path:
+        """Mount `mirror.py`, a FUSE file system in Python, over a folder."""
+        where = self._new("fuse")
+        where.mkdir()
+        process = subprocess.Popen(
+            [sys.executable, str(_HERE / "mirror.py"), str(folder), str(where), *options]
+        )
+        self._stack.callback(process.wait, 30)
+        self._stack.callback(self.unmount, where)
+        deadline = time.monotonic() + 30
+        while not os.path.ismount(where):
+            assert process.poll() is None, "mirror.py ended"
+            assert time.monotonic() < deadline, "mirror.py does not mount"
+            time.sleep(0.01)
+        return where

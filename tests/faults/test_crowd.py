@@ -1,0 +1,78 @@
+"""Many threads, many processes, many saves: readers always see a whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Proof
+from crowd import TARGETS
+from states import check, listing
+
+pytestmark = pytest.mark.timeout(3600)
+
+_SCRIPT = str(Path(__file__).with_name("crowd.py"))
+_MORE_MEMORY = 6 << 20  # bytes that the noise of an allocator may add
+
+
+def read_while(folder: Path, writers: list[subprocess.Popen[bytes]]) -> int:
+    """Check the targets over and over until the writers end; return how often."""
+    reads = 0
+    while any(writer.poll() is None for writer in writers):
+        for name in TARGETS:
+            if (folder / name).exists():
+                check(folder / name)
+                reads += 1
+    assert [writer.returncode for writer in writers] == [0] * len(writers)
+    return reads
+
+
+@pytest.mark.proof("saves at once")
+@pytest.mark.trials(8, 200)
+@pytest.mark.parametrize(("processes", "threads"), [(1, 8), (4, 1)])
+def test_crowd(processes: int, threads: int, tmp_path: Path, proof: Proof, trials: int) -> None:
+    writers = [
+        subprocess.Popen(
+            [sys.executable, _SCRIPT, str(tmp_path), str(threads), str(trials), str(seed)]
+        )
+        for seed in range(1, processes + 1)
+    ]
+    try:
+        reads = read_while(tmp_path, writers)
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+    assert reads > 0
+    assert listing(tmp_path) == sorted(TARGETS)
+    for name in TARGETS:
+        check(tmp_path / name)
+    kind = f"{threads} threads" if threads > 1 else f"{processes} processes"
+    proof.count(f"saves of {kind}", processes * threads * trials)
+    proof.outcomes[f"reads beside {kind}, all whole"] += reads
+
+
+@pytest.mark.proof("soak: saves in one process")
+@pytest.mark.trials(210, 2000)
+def test_soak(tmp_path: Path, proof: Proof, trials: int) -> None:
+    done = subprocess.run(
+        [sys.executable, _SCRIPT, str(tmp_path), "soak", str(trials)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    first, last = found[0], found[-1]
+    for what in ("descriptors", "threads"):
+        assert last[what] == first[what], found
+    assert last["memory"] - first["memory"] < _MORE_MEMORY, found
+    assert last["mappings"] - first["mappings"] < 20, found
+    assert set(listing(tmp_path)) == {"a.pt", "legacy.pt"}
+    proof.count("saves", trials)
+    grown = (last["memory"] - first["memory"]) / 1024
+    proof.outcomes["KiB of growth"] += round(grown)
+    proof.outcomes["more descriptors or threads"] += 0

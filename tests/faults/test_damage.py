@@ -1,0 +1,139 @@
+"""Damaged files: never a crash, a hang or a read outside the file; damage never goes unseen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import zipfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from conftest import Proof
+from damage import Damaged, damaged, originals
+
+from fastserial.config import Config
+from fastserial.containers.directory import read_directory
+from fastserial.errors import CorruptCheckpointError
+from fastserial.inspection import inspect
+from fastserial.verification import verify
+
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.proof("damaged files")]
+
+_SMALL = Config(block_size=4096, queue_depth=2, threads=1)
+_LONGEST_SECONDS = 20.0
+_MOST_MEMORY = 1 << 30  # bytes that any one file may make us take
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A file that must not be read outside of its bytes."""
+    path = tmp_path / "x.pt"
+    real_pread, real_preadv = os.pread, os.preadv
+
+    def within(offset: int, length: int) -> None:
+        # At the end only a short read tells that there is no more.
+        assert 0 <= offset <= path.stat().st_size, f"read at {offset}"
+        assert length <= 64 << 20, f"read of {length} bytes"
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        within(offset, length)
+        return real_pread(fd, length, offset)
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        within(offset, sum(map(len, buffers)))
+        return real_preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(os, "preadv", preadv)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + _MOST_MEMORY, before[1]))
+    yield path
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def same_content(file: Damaged, whole: dict[str, bytes]) -> bool:
+    """Whether an archive of another writer still holds the same records.
+
+    Its headers have dates and attributes that no checksum covers; torch's have none of that.
+    """
+    if file.original != "deflated":
+        return False
+    try:
+        with (
+            zipfile.ZipFile(BytesIO(file.data)) as now,
+            zipfile.ZipFile(BytesIO(whole["deflated"])) as then,
+        ):
+            return now.namelist() == then.namelist() and all(
+                now.read(name) == then.read(name) for name in then.namelist()
+            )
+    except Exception:
+        return False
+
+
+@pytest.mark.trials(400, 20_000)
+def test_damaged_files(watched: Path, dice: random.Random, proof: Proof, trials: int) -> None:
+    whole = originals()
+    for data in whole.values():
+        watched.write_bytes(data)
+        assert verify(watched, _SMALL).ok
+        inspect(watched)
+    for _ in range(trials):
+        file = damaged(whole, dice)
+        watched.write_bytes(file.data)
+        began = monotonic()
+        report = verify(watched, _SMALL)
+        seen = report.status != "ok"
+        with contextlib.suppress(CorruptCheckpointError):
+            inspect(watched)
+        fd = os.open(watched, os.O_RDONLY)
+        try:
+            for record in read_directory(fd, headers=False).records:
+                assert 0 < record.data_offset <= record.data_end <= len(file.data)
+        except CorruptCheckpointError:
+            pass
+        finally:
+            os.close(fd)
+        assert monotonic() - began < _LONGEST_SECONDS, file.what
+        if file.must_be_found:
+            assert seen or same_content(file, whole), (file.what, report)
+        legacy = file.original == "legacy"
+        proof.count(
+            "zip: reported"
+            if seen and not legacy
+            else "foreign zip: records unchanged"
+            if not legacy
+            else "legacy: reported"
+            if seen
+            else "legacy: bytes without a checksum"
+        )
+
+
+@pytest.mark.trials(0, 0)
+def test_files_whose_sizes_lie(watched: Path, proof: Proof, trials: int) -> None:
+    """A few bytes that claim terabytes."""
+    whole = originals()["legacy"]
+    at = whole.index(b"\xb8\x0b\0\0\0\0\0\0")  # 3000 elements
+    for size in (1 << 40, (1 << 63) - 1, -1, 2999):
+        watched.write_bytes(whole[:at] + size.to_bytes(8, "little", signed=True) + whole[at + 8 :])
+        assert not verify(watched).ok
+        proof.count("legacy: reported")
+
+
+@pytest.mark.trials(1, 1)
+def test_a_sparse_terabyte(watched: Path, proof: Proof, trials: int) -> None:
+    """The size of the file itself is no reason to take memory, or to read for hours."""
+    data = originals()["zip"]
+    watched.write_bytes(data[:-200])
+    os.truncate(watched, 1 << 40)
+    began = monotonic()
+    assert not verify(watched).ok
+    with pytest.raises(CorruptCheckpointError):
+        inspect(watched)
+    assert monotonic() - began < _LONGEST_SECONDS
+    proof.count("zip: reported")

@@ -1,0 +1,160 @@
+"""A disk that fills up: an error with errno, path and sizes; the old checkpoint stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Proof
+from mounts import Lab, need
+from states import check, listing
+from victims import Zygote
+
+pytestmark = pytest.mark.timeout(3600)
+
+_DISK_BYTES = {"ext4": 96 << 20, "xfs": 320 << 20, "btrfs": 320 << 20, "tmpfs": 64 << 20}
+_OLD_BYTES, _NEW_BYTES = 4 << 20, 14_000_000
+_JOBS: list[dict[str, Any]] = [
+    {"zipped": True},
+    {"zipped": False},
+    {"zipped": True, "options": {"preallocate": False}},
+    {"zipped": False, "options": {"preallocate": False, "direct": False}},
+    {"zipped": True, "named": True},
+]
+
+
+def fill(path: Path, leave: int) -> None:
+    """Make a file that takes all but about `leave` bytes, root's reserve included."""
+    with path.open("wb", buffering=0) as file:
+        more = 1 << 40
+        size = 0
+        while more >= 4096:
+            stats = os.statvfs(path)
+            more = min(more, stats.f_bfree * stats.f_frsize - leave)
+            try:
+                if more > 0:
+                    os.posix_fallocate(file.fileno(), size, more)
+                    size += more
+            except OSError:  # there is less in one piece, or after the file system's own needs
+                more //= 2
+        os.fsync(file.fileno())
+
+
+@pytest.mark.proof("full disk")
+@pytest.mark.trials(4, 40)
+@pytest.mark.parametrize("kind", list(_DISK_BYTES))
+def test_full_disk(
+    kind: str, lab: Lab, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    need(*([] if kind == "tmpfs" else [f"mkfs.{kind}", "losetup"]))
+    if kind == "tmpfs":
+        disk = lab.mount("none", "tmpfs", f"size={_DISK_BYTES[kind]}")
+    else:
+        disk = lab.make(kind, _DISK_BYTES[kind])
+    folder = disk / "saves"
+    folder.mkdir()
+    path = folder / "x.pt"
+    for trial in range(trials):
+        job = _JOBS[trial % len(_JOBS)]
+        # From none at all to just not enough; the last few are enough.
+        leave = int(_NEW_BYTES * dice.choice([0, dice.random(), dice.random(), 0.98, 1.6]))
+        assert zygote.start(path, 1, 1, nbytes=_OLD_BYTES, **job).wait() == 0
+        old = path.read_bytes()
+        fill(disk / "filler", leave)
+        victim = zygote.start(path, 2, 1, nbytes=_NEW_BYTES, **job)
+        status = victim.wait()
+        if status == 0:
+            assert check(path) == 2
+            proof.count("saves that fitted")
+        else:
+            error = victim.error()
+            assert error["errno"] == errno.ENOSPC, error
+            assert error["filename"] == str(path)
+            assert {"OSError", "RuntimeError"} <= set(error["kinds"].split(","))
+            if error["needed"] is None:  # there was no room for the new file's inode
+                assert leave < 1 << 20, (leave, error)
+            else:
+                assert error["needed"] > _NEW_BYTES * 0.9, error
+                assert 0 <= error["free"] < error["needed"], error
+                assert str(error["needed"]) in error["text"]
+            assert path.read_bytes() == old
+            assert check(path) == 1
+            proof.count(f"ENOSPC, old file intact ({kind})")
+        assert listing(folder) == ["x.pt"]
+        (disk / "filler").unlink()
+        path.unlink()
+
+
+@pytest.mark.proof("full disk")
+@pytest.mark.trials(3, 10)
+def test_full_disk_seen_late(
+    lab: Lab, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    """A small save takes one buffered write: a file system may notice only when it syncs."""
+    need("mkfs.ext4", "losetup")
+    disk = lab.make("ext4", 16 << 20)
+    folder = disk / "saves"
+    folder.mkdir()
+    path = folder / "x.pt"
+    for _ in range(trials):
+        assert zygote.start(path, 1, 1, nbytes=4000).wait() == 0
+        old = path.read_bytes()
+        fill(disk / "filler", 0)
+        victim = zygote.start(path, 2, 1, nbytes=dice.choice([400_000, 900_000]))
+        assert victim.wait() == 3
+        error = victim.error()
+        assert error["errno"] == errno.ENOSPC, error
+        assert error["filename"] == str(path)
+        assert path.read_bytes() == old
+        assert listing(folder) == ["x.pt"]
+        proof.count("ENOSPC, old file intact (small)")
+        (disk / "filler").unlink()
+
+
+def test_leftovers_make_room(lab: Lab, zygote: Zygote) -> None:
+    """What a killed process left takes no space from the next save."""
+    need("mkfs.ext4", "losetup")
+    disk = lab.make("ext4", 64 << 20)
+    path = disk / "x.pt"
+    left = disk / ".x.pt.fastserial-0.tmp"
+    fill(left, 1 << 20)
+    assert zygote.start(path, 1, 1, nbytes=30 << 20).wait() == 0
+    assert listing(disk) == ["x.pt"]
+
+
+def test_file_size_limit(tmp_path: Path, zygote: Zygote) -> None:
+    """RLIMIT_FSIZE is EFBIG, with a short write before it."""
+    path = tmp_path / "x.pt"
+    assert zygote.start(path, 1, 1, nbytes=1_000_000).wait() == 0
+    old = path.read_bytes()
+    for job in _JOBS:
+        victim = zygote.start(path, 2, 1, nbytes=9_000_000, fsize=5_000_001, **job)
+        assert victim.wait() == 3
+        assert victim.error()["errno"] == errno.EFBIG
+        assert path.read_bytes() == old
+        assert listing(tmp_path) == ["x.pt"]
+
+
+def test_quota(lab: Lab, zygote: Zygote) -> None:
+    """A quota is EDQUOT, and the remedy says so."""
+    need("mkfs.btrfs", "losetup")
+    disk = lab.make("btrfs", 320 << 20)
+    folder = disk / "saves"
+    lab.run("btrfs", "quota", "enable", disk)
+    lab.run("btrfs", "subvolume", "create", folder)
+    lab.run("btrfs", "qgroup", "limit", "8m", folder)
+    path = folder / "x.pt"
+    assert zygote.start(path, 1, 1, nbytes=2_000_000).wait() == 0
+    old = path.read_bytes()
+    for job in _JOBS:
+        victim = zygote.start(path, 2, 1, nbytes=9_000_000, **job)
+        assert victim.wait() == 3, victim.lines()
+        error = victim.error()
+        assert error["errno"] == errno.EDQUOT, error
+        assert "quota" in error["text"]
+        assert path.read_bytes() == old
+        assert listing(folder) == ["x.pt"]

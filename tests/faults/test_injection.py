@@ -1,0 +1,262 @@
+"""Every kind of system call on a save's path fails, at its first, a middle and its last call.
+
+strace puts the error in place of the call, in whichever thread makes it. Short writes come from
+a preloaded library, for strace can only pretend them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import re
+import struct
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Proof
+from mounts import need, run
+from states import check, listing
+from victims import Victim, Zygote
+
+pytestmark = pytest.mark.timeout(3600)
+
+# Calls that allocate memory, run threads or tell the test: their failure says nothing of a save.
+_LEFT_ALONE = frozenset(
+    "brk clone clone3 clock_nanosleep exit exit_group futex getpid getrandom gettid madvise mmap "
+    "mprotect mremap munmap poll rseq rt_sigprocmask rt_sigreturn rt_sigtimedwait sched_yield "
+    "sched_getaffinity set_robust_list set_tid_address tgkill kill write restart_syscall "
+    "prctl sysinfo getcpu getuid geteuid getgid getegid umask "
+    "lseek writev".split()  # torch's stream over the null device cannot be made to fail cleanly
+)
+_ERRORS = {
+    "pwritev": ("EIO", "ENOSPC", "EDQUOT", "EINVAL", "EINTR", "EFBIG"),
+    "pwritev2": ("EIO", "ENOSPC", "EDQUOT", "EINVAL", "EINTR", "EFBIG"),
+    "pwrite64": ("EIO", "ENOSPC", "EDQUOT", "EINTR"),
+    "fallocate": ("EIO", "ENOSPC", "EDQUOT", "EOPNOTSUPP", "EINTR"),
+    "fsync": ("EIO", "ENOSPC", "ESTALE", "EINVAL"),
+    "openat": ("EIO", "EROFS", "ENOSPC", "ESTALE", "EMFILE", "EOPNOTSUPP"),
+    "linkat": ("EIO", "EROFS", "ENOSPC", "EDQUOT", "ENOENT", "EEXIST"),
+    "rename": ("EIO", "EROFS", "ENOSPC", "ESTALE", "EACCES"),
+    "renameat": ("EIO", "EROFS", "ENOSPC", "ESTALE", "EACCES"),
+    "renameat2": ("EIO", "EROFS", "ENOSPC", "ESTALE", "EACCES"),
+    "flock": ("EIO", "ENOLCK", "EOPNOTSUPP", "EAGAIN"),
+}
+# Where such an error must end the save.
+_MATTERS = frozenset("pwritev pwritev2 pwrite64 fallocate fsync linkat rename renameat".split())
+_FATAL = frozenset("EIO ENOSPC EDQUOT EFBIG EROFS ESTALE EACCES".split())
+_JOBS: dict[str, dict[str, Any]] = {
+    "zip": {"zipped": True, "nbytes": 12 << 20},
+    "legacy": {"zipped": False, "nbytes": 12 << 20},
+    "named": {"zipped": True, "nbytes": 9_000_000, "named": True},
+    "small": {"zipped": True, "nbytes": 4_000},
+    "page cache": {"zipped": False, "nbytes": 9_000_000, "options": {"direct": False}},
+}
+_LINE = re.compile(r"^(\d+)\s+(\w+)\(")
+
+
+@contextlib.contextmanager
+def traced(victim: Victim, *words: str) -> Iterator[None]:
+    """Attach strace to a paused victim for the `with` block, at whose end the victim is gone."""
+    victim.await_line("ready")
+    report = victim.log.with_suffix(".strace")
+    calls = report.with_suffix(".calls")
+    with report.open("wb") as errors:
+        tracer = subprocess.Popen(
+            ["strace", "-f", "-o", str(calls), *words, "-p", str(victim.pid)], stderr=errors
+        )
+    try:
+        deadline = time.monotonic() + 30
+        while b"attached" not in report.read_bytes():
+            assert tracer.poll() is None, report.read_text()
+            assert time.monotonic() < deadline, "strace does not attach"
+            time.sleep(0.002)
+        yield
+    except BaseException:
+        tracer.kill()
+        raise
+    finally:
+        tracer.wait(30)
+
+
+def calls_of(victim: Victim) -> dict[str, int]:
+    """Return, for each system call, how often the thread that makes it most makes it."""
+    with traced(victim):
+        victim.resume()
+        assert victim.wait() == 0, victim.lines()
+    text = victim.log.with_suffix(".calls").read_text(errors="replace")
+    counts = Counter(match.groups() for match in map(_LINE.match, text.splitlines()) if match)
+    most: dict[str, int] = {}
+    for (_, call), count in counts.items():
+        most[call] = max(most.get(call, 0), count)
+    return {call: count for call, count in most.items() if call not in _LEFT_ALONE}
+
+
+def cases(most: dict[str, int]) -> list[tuple[str, int, str]]:
+    return [
+        (call, when, error)
+        for call, count in sorted(most.items())
+        for when in sorted({1, (count + 1) // 2, count})
+        for error in _ERRORS.get(call, ("EIO",))
+    ]
+
+
+def settle(
+    zygote: Zygote,
+    path: Path,
+    victim: Victim,
+    status: int,
+    old: bytes,
+    job: dict[str, Any],
+    injected: str,
+) -> str:
+    """Check what a victim left, save once more, and say how it ended."""
+    left = set(listing(path.parent)) - {path.name}
+    if status == 3:
+        error = victim.error()
+        kinds = error["kinds"].split(",")
+        assert {"WriteError", "OSError", "RuntimeError"} <= set(kinds), (injected, error)
+        assert error["filename"] == str(path), (injected, error)
+        if "in place" in error["text"]:
+            assert check(path) == 2
+            outcome = "errors after the new file was in place"
+        else:
+            assert path.read_bytes() == old, injected
+            outcome = "errors, old file intact"
+        if not injected.startswith("unlink"):
+            assert not left, (injected, left)
+    else:
+        assert status == 0, (injected, status, victim.lines())
+        assert check(path) == 2, injected
+        outcome = "saves that got by, new file whole"
+    again = zygote.start(path, 3, 1, **job)
+    assert again.wait() == 0, (injected, again.lines())
+    assert listing(path.parent) == [path.name], injected
+    assert check(path) == 3
+    return outcome
+
+
+@pytest.mark.proof("system calls that fail (strace)")
+@pytest.mark.trials(20, 100_000)
+def test_errors(
+    tmp_path: Path, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    need("strace", root=False)
+    plan = []
+    for name, job in _JOBS.items():
+        path = tmp_path / name / "x.pt"
+        path.parent.mkdir()
+        assert zygote.start(path, 1, 1, **job).wait() == 0
+        most = calls_of(zygote.start(path, 2, 1, pause=True, **job))
+        assert {"fsync", "fallocate" if job["nbytes"] > 1 << 20 else "fsync"} <= most.keys()
+        plan += [(name, *case) for case in cases(most)]
+    failures: list[str] = []
+    for name, call, when, error in dice.sample(plan, min(trials, len(plan))):
+        job, path = _JOBS[name], tmp_path / name / "x.pt"
+        for file in path.parent.iterdir():
+            file.unlink()
+        assert zygote.start(path, 1, 1, **job).wait() == 0
+        old = path.read_bytes()
+        victim = zygote.start(path, 2, 1, pause=True, **job)
+        injected = f"{call} {when}: {error} ({name})"
+        with traced(victim, f"--inject={call}:error={error}:when={when}", f"--trace={call}"):
+            victim.resume()
+            status = victim.wait()
+        try:
+            outcome = settle(zygote, path, victim, status, old, job, injected)
+        except AssertionError as error:
+            failures.append(f"{injected}: {error}")
+            continue
+        happened = "INJECTED" in victim.log.with_suffix(".calls").read_text(errors="replace")
+        # Blocks go to whichever thread is free: one may make fewer calls than in the first run.
+        proof.count(outcome if happened else "never reached that call")
+        if call in _MATTERS and error in _FATAL and happened and not outcome.startswith("errors"):
+            failures.append(f"{injected}: went unseen")
+    assert not failures, "\n\n".join(failures)
+
+
+@pytest.mark.proof("kill -9 at a system call (strace)")
+@pytest.mark.trials(10, 100_000)
+def test_kills(
+    tmp_path: Path, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    need("strace", root=False)
+    plan = []
+    for name, job in _JOBS.items():
+        path = tmp_path / name / "x.pt"
+        path.parent.mkdir()
+        assert zygote.start(path, 1, 1, **job).wait() == 0
+        most = calls_of(zygote.start(path, 2, 1, pause=True, **job))
+        plan += [(name, call, when) for call, when in {c[:2] for c in cases(most)}]
+    for name, call, when in dice.sample(sorted(plan), min(trials, len(plan))):
+        job, path = _JOBS[name], tmp_path / name / "x.pt"
+        path.unlink()
+        assert zygote.start(path, 1, 1, **job).wait() == 0
+        victim = zygote.start(path, 2, 1, pause=True, **job)
+        with traced(victim, f"--inject={call}:signal=KILL:when={when}", f"--trace={call}"):
+            victim.resume()
+            status = victim.wait()
+        if status == 0:
+            proof.count("never reached that call")
+            assert check(path) == 2
+        else:
+            assert status == -9
+            proof.count("new file whole" if check(path) == 2 else "old file whole")
+        assert zygote.start(path, 3, 1, **job).wait() == 0
+        assert listing(path.parent) == [path.name], (name, call, when)
+        assert check(path) == 3
+
+
+@pytest.mark.proof("short writes")
+@pytest.mark.trials(8, 200)
+def test_short_writes(
+    tmp_path: Path,
+    dice: random.Random,
+    proof: Proof,
+    trials: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    need("gcc", root=False)
+    library, control = tmp_path / "shortwrite.so", tmp_path / "control"
+    source = Path(__file__).with_name("shortwrite.c")
+    run("gcc", "-shared", "-fPIC", "-O", "-o", library, source, "-ldl")
+    control.write_bytes(bytes(12))
+    monkeypatch.setenv("SHORTWRITE", str(control))
+    folder = tmp_path / "saves"
+    folder.mkdir()
+    path = folder / "x.pt"
+
+    def set_control(at: int, keep: int) -> None:
+        with control.open("r+b") as file:
+            os.pwrite(file.fileno(), struct.pack("3i", at, keep, 0), 0)
+
+    def calls() -> int:
+        return int(struct.unpack("3i", control.read_bytes())[2])
+
+    with Zygote(preload=str(library)) as zygote:
+        for trial in range(trials):
+            job = list(_JOBS.values())[trial % len(_JOBS)]
+            path.unlink(missing_ok=True)
+            set_control(0, 0)
+            assert zygote.start(path, 1, 1, **job).wait() == 0
+            old, count = path.read_bytes(), calls()
+            assert count > 0
+            at = (1, (count + 1) // 2, count, dice.randint(1, count))[trial // len(_JOBS) % 4]
+            keep = dice.choice([1, 7, 512, 4096, 0, -1, -512])
+            set_control(at, keep)
+            victim = zygote.start(path, 2, 1, pause=True, **job)
+            victim.await_line("ready")
+            victim.resume()
+            injected = f"call {at} cut to {keep}"
+            proof.count(settle(zygote, path, victim, victim.wait(), old, job, injected))
+
+
+def test_errors_that_strace_knows() -> None:
+    for names in _ERRORS.values():
+        assert all(hasattr(errno, name) for name in names)

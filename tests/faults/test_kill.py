@@ -1,0 +1,50 @@
+"""kill -9 at random moments of a save: the target is the old checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Proof
+from states import check, listing, size_of
+from victims import Zygote
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.mark.proof("kill -9 during an overwriting save")
+@pytest.mark.trials(12, 320)
+def test_kill(
+    tmp_path: Path, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    newest = {}
+    for trial in range(trials):
+        zipped, named = bool(trial % 2), bool(trial // 2 % 2)
+        path = tmp_path / ("zip.pt" if zipped else "legacy.pt")
+        job = {"zipped": zipped, "named": named, "nbytes": size_of(dice)}
+        if path.name not in newest:
+            assert zygote.start(path, 1, 1, **job).wait() == 0
+            newest[path.name] = 1
+        before = newest[path.name]
+
+        victim = zygote.start(path, before + 1, 10_000, **job)
+        victim.await_line("start")
+        time.sleep(dice.uniform(0, dice.choice([0.005, 0.05, 0.2])))
+        victim.kill()
+
+        returned = victim.last("done") or before
+        begun = victim.last("start")
+        assert begun is not None
+        found = check(path)
+        assert returned <= found <= begun, (returned, found, begun)
+        proof.count("new file whole" if found > returned else "old file whole")
+
+        strays = set(listing(tmp_path)) - set(newest)
+        proof.outcomes["temporary files left and removed by the next save"] += len(strays)
+        assert all(".fastserial-" in name for name in strays)
+        assert zygote.start(path, found + 1, 1, **job).wait() == 0
+        assert set(listing(tmp_path)) == set(newest)
+        newest[path.name] = check(path)
+        assert newest[path.name] == found + 1

@@ -1,0 +1,152 @@
+"""Power cuts: what a disk holds at a random moment is mounted, and the checkpoint looked at.
+
+`snapshots`: the disk is an image on btrfs, a cut is a reflink copy of it, which holds all that
+was written so far. `write cache`: the disk is a FUSE file that forgets a random part of what it
+was not told to flush, down to single sectors, as a disk with a write cache does.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Proof
+from mounts import Lab, need, run
+from states import check, listing
+from victims import Victim, Zygote
+
+pytestmark = pytest.mark.timeout(3600)
+
+_DISK_BYTES = {"ext4": 256 << 20, "xfs": 320 << 20, "btrfs": 320 << 20}
+_JOBS = [
+    {"zipped": True, "nbytes": 12 << 20},
+    {"zipped": False, "nbytes": 9_000_000},
+    {"zipped": True, "nbytes": 4_000},
+    {"zipped": True, "nbytes": 3_000_000, "named": True},
+    {"zipped": True, "nbytes": 5_000_000, "options": {"direct": False}},
+]
+
+
+def cut_and_look(
+    lab: Lab,
+    kind: str,
+    disk: Path,
+    cut: Callable[[Path], None],
+    victims: Zygote,
+    dice: random.Random,
+    proof: Proof,
+    trials: int,
+) -> None:
+    """Save over and over on a mounted disk, cut the power at random moments, and check."""
+    newest = dict.fromkeys((f"{index}.pt" for index in range(len(_JOBS))), 0)
+    copy = lab.folder / "after.img"
+    for trial in range(trials):
+        index = trial % len(_JOBS)
+        job = _JOBS[index]
+        path = disk / f"{index}.pt"
+        before = newest[path.name]
+        victim = victims.start(path, before + 1, 10_000, **job)
+        victim.await_line("done")
+        time.sleep(dice.uniform(0, 0.3))
+
+        returned = victim.last("done")
+        cut(copy)
+        begun = victim.last("start")
+        assert returned is not None
+        assert begun is not None
+        last = stop(victim)
+        newest[path.name] = last
+
+        with Lab(lab.folder / f"after{trial}") as after:
+            after.folder.mkdir()
+            options = ["nouuid"] if kind == "xfs" else []
+            found_at = after.mount(after.loop(copy), kind, *options)
+            found = check(found_at / path.name)
+            assert returned <= found <= begun, (returned, found, begun)
+            for name, number in newest.items():
+                if number and name != path.name:
+                    assert check(found_at / name) == number
+            strays = set(listing(found_at)) - set(newest)
+            assert all(".fastserial-" in name for name in strays), strays
+            again = victims.start(found_at / path.name, found + 1, 1, **job)
+            assert again.wait() == 0, again.lines()
+            # Each victim was killed; what it left goes with the next save to the same target.
+            assert not any(name.startswith(f".{path.name}.") for name in listing(found_at))
+        copy.unlink()
+        proof.count(f"{kind}: last returned save" if found == returned else f"{kind}: a newer one")
+
+
+def stop(victim: Victim) -> int:
+    """End a victim and return the number of the checkpoint it left."""
+    victim.kill()
+    returned, begun = victim.last("done"), victim.last("start")
+    assert returned is not None
+    assert begun is not None
+    found = check(victim.path)
+    assert returned <= found <= begun
+    return found
+
+
+@pytest.mark.proof("power cut: reflink snapshots")
+@pytest.mark.trials(3, 60)
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
+def test_snapshots(
+    kind: str, lab: Lab, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    need("mkfs.btrfs", f"mkfs.{kind}", "losetup")
+    host = lab.make("btrfs", 4 << 30)
+    image = lab.image(_DISK_BYTES[kind], host)
+    device = lab.loop(image)
+    lab.mkfs(kind, device)
+    disk = lab.mount(device, kind)
+
+    def cut(copy: Path) -> None:
+        snapshot = host / "snapshot.img"
+        run("cp", "--reflink=always", image, snapshot)
+        run("cp", "--sparse=always", snapshot, copy)
+        snapshot.unlink()
+
+    cut_and_look(lab, kind, disk, cut, zygote, dice, proof, trials)
+
+
+def volatile_disk(lab: Lab, kind: str) -> tuple[Path, Callable[[Path], None]]:
+    """Mount a disk with a write cache; return where, and how to cut its power."""
+    need(f"mkfs.{kind}", "losetup", "fusermount")
+    pytest.importorskip("fuse", reason="needs fusepy (pip install fusepy) and libfuse2")
+    below = lab.folder / "below"
+    below.mkdir()
+    lab.image(_DISK_BYTES[kind], below)
+    fuse = lab.mirror(below, "--volatile")
+    (image,) = (path for path in fuse.iterdir() if path.suffix == ".img")
+    device = lab.loop(image)
+    lab.mkfs(kind, device)
+
+    def cut(copy: Path) -> None:
+        (fuse / ".cut").write_text(str(copy))
+
+    return lab.mount(device, kind), cut
+
+
+@pytest.mark.proof("power cut: write cache lost")
+@pytest.mark.trials(3, 60)
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_write_cache(
+    kind: str, lab: Lab, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
+) -> None:
+    disk, cut = volatile_disk(lab, kind)
+    cut_and_look(lab, kind, disk, cut, zygote, dice, proof, trials)
+
+
+def test_the_cuts_show_what_is_not_synced(lab: Lab, zygote: Zygote) -> None:
+    """Without `durable` a save that has returned is lost: the proof above can fail."""
+    disk, cut = volatile_disk(lab, "xfs")
+    path = disk / "x.pt"
+    job = {"nbytes": 5_000_000, "options": {"durable": False}}
+    assert zygote.start(path, 1, 1, **job).wait() == 0
+    copy = lab.folder / "after.img"
+    cut(copy)
+    found_at = lab.mount(lab.loop(copy), "xfs", "nouuid")
+    assert listing(found_at) == []

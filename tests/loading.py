@@ -1,0 +1,122 @@
+"""Load one file with stock torch and with fastserial, and compare all that can be seen."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from identity import digest, fast, stock
+
+import fastserial
+
+__all__ = ["DEFAULT", "FORCED", "Outcome", "attempt", "both", "forced", "resizable", "tensors"]
+
+# Small blocks and no way out, so that even the smallest file takes the fast path.
+FORCED: Mapping[str, Mapping[str, Any]] = {
+    "direct": {"small_file": 0, "direct": True, "block_size": 4096, "queue_depth": 3},
+    "cached": {"small_file": 0, "direct": False, "block_size": 65536, "threads": 2},
+    "verified": {"small_file": 0, "verify_on_load": True, "block_size": 65536, "queue_depth": 1},
+}
+DEFAULT: Mapping[str, Any] = {}
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+
+
+@dataclass
+class Outcome:
+    """What one load gave."""
+
+    value: Any = None
+    error: BaseException | None = None
+    warned: list[tuple[type[Warning], str]] = field(default_factory=list)
+    extra: Any = None
+
+    def seen(self) -> Any:
+        """All of it, comparable."""
+        said = None if self.error is None else _ADDRESS.sub("0x", str(self.error))
+        value = None if self.error is not None else digest(self.value)
+        flags = None if self.error is not None else resizable(self.value)
+        return value, flags, type(self.error), said, self.warned, self.extra
+
+
+def attempt(load: Callable[[], Any], extra: Callable[[], Any] = lambda: None) -> Outcome:
+    """Run a load; `extra` is asked for more to compare afterwards."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = Outcome()
+        try:
+            outcome.value = load()
+        except Exception as error:
+            outcome.error = error
+    outcome.warned = [(one.category, _ADDRESS.sub("0x", str(one.message))) for one in caught]
+    outcome.extra = extra()
+    return outcome
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Plain tensors in a value, as far as they are easy to find."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, torch.nn.Module):
+        yield from tensors(value.state_dict())
+
+
+def resizable(value: Any) -> list[bool | None]:
+    """Which storages may change their size: zip loads give memory that may not."""
+    found: list[bool | None] = []
+    try:
+        for tensor in tensors(value):
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                found.append(tensor.untyped_storage().resizable())
+    except RecursionError:
+        found.append(None)
+    return found
+
+
+@contextlib.contextmanager
+def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
+    """No way out for many small records, and memory of their own from `large` bytes on."""
+    from fastserial import hooks_load, prefetchplan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks_load, "_FEW_BYTES", 0)
+        patch.setattr(prefetchplan, "_LARGE", large)
+        yield
+
+
+def both(
+    load: Callable[[], Any],
+    *option_sets: Mapping[str, Any],
+    extra: Callable[[], Any] = lambda: None,
+    twice: bool = True,
+) -> Outcome:
+    """Load with stock, then with fastserial under each set of options: all outcomes agree.
+
+    Returns what stock gave.
+    """
+    with stock():
+        want = attempt(load, extra)
+        seen = want.seen()
+        if twice and attempt(load, extra).seen() != seen:
+            pytest.skip("stock does not give the same twice")
+    with fast():
+        for options in option_sets or (DEFAULT, *FORCED.values()):
+            with fastserial.options(**options):
+                got = attempt(load, extra)
+                again = got.seen()
+            assert again == seen, (
+                f"options {dict(options)}: stock {want.error!r} {want.warned} {want.extra}, "
+                f"fastserial {got.error!r} {got.warned} {got.extra}"
+            )
+    return want

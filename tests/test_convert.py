@@ -1,0 +1,237 @@
+"""fastserial.convert: the same values in another container, nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import CASES, MIB, Case, noise
+from identity import digest, saver, stock
+
+from fastserial.conversion import Container, convert
+from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
+from fastserial.inspection import inspect
+
+TORCH_CONTAINERS: tuple[Container, ...] = ("zip", "legacy")
+SMALL = [
+    (case, fmt)
+    for case in CASES.values()
+    for fmt in case.loads
+    if fmt in case.formats and fmt not in case.raises and not case.missing() and not case.large
+]
+
+
+def saved(folder: Path, value: Any, fmt: str = "zip", name: str = "source.pt") -> Path:
+    path = folder / name
+    with stock():
+        torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip")
+    return path
+
+
+@pytest.mark.parametrize(("case", "fmt"), SMALL, ids=lambda one: getattr(one, "name", one))
+def test_corpus(case: Case, fmt: str, tmp_path: Path) -> None:
+    """What weights_only loads is the same in the other container, and back; or it is refused."""
+    source, middle, back = (tmp_path / name for name in ("source.pt", "middle.pt", "back.pt"))
+    other: Container = "legacy" if fmt == "zip" else "zip"
+    with stock(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saver(case, fmt, case.build())(source)
+        try:
+            want = digest(torch.load(source, weights_only=True, map_location="cpu"))
+        except Exception:
+            want = None
+        if want is None:
+            with pytest.raises((ConvertError, CorruptCheckpointError, RuntimeError, TypeError)):
+                convert(source, middle, other)
+            assert not middle.exists()
+            return
+        refused = _refusal(source, middle, other)
+        if refused is not None:
+            assert "legacy container" in refused
+            assert "legacy" not in case.loads
+            assert not middle.exists()
+            return
+        assert inspect(middle).format == other
+        assert digest(torch.load(middle, weights_only=True)) == want
+        convert(middle, back, "zip" if fmt == "zip" else "legacy")
+        assert digest(torch.load(back, weights_only=True)) == want
+
+
+def _refusal(source: Path, target: Path, to: Container) -> str | None:
+    try:
+        convert(source, target, to)
+    except ConvertError as error:
+        return str(error)
+    return None
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    wide = torch.randn(300, 70)
+    return {
+        "layer.weight": wide,
+        "layer.bias": torch.randn(70),
+        "turned": torch.randn(30, 40).t(),
+        "stepped": torch.arange(1000)[::3],
+        "conj": torch.randn(9, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(4),
+        "empty": torch.empty(0, 5),
+        "half": torch.randn(7).half(),
+        "flag": torch.tensor([True, False]),
+        "p": torch.nn.Parameter(torch.randn(5)),
+        "größe": noise(33),
+        "big": noise(2 * MIB + 3),
+    }
+
+
+@pytest.mark.parametrize("fmt", TORCH_CONTAINERS)
+def test_to_safetensors_and_back(fmt: Container, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    value = state()
+    source = saved(tmp_path, value, fmt)
+    middle, back = tmp_path / "m.safetensors", tmp_path / "back.pt"
+    done = convert(source, middle)
+    assert (done.source, done.target, done.nbytes) == (fmt, "safetensors", middle.stat().st_size)
+    loaded = safetensors.load_file(middle)
+    assert loaded.keys() == value.keys()
+    for key, tensor in value.items():
+        assert torch.equal(loaded[key], tensor.detach()), key
+        assert loaded[key].dtype == tensor.dtype
+    safetensors.save_file(
+        {k: v.detach().resolve_conj().contiguous().clone() for k, v in value.items()},
+        tmp_path / "theirs.safetensors",
+        metadata={"format": "pt"},
+    )
+    assert middle.stat().st_size == (tmp_path / "theirs.safetensors").stat().st_size
+    convert(middle, back, fmt)
+    with stock():
+        again = torch.load(back)
+    assert again.keys() == value.keys()
+    for key, tensor in value.items():
+        assert torch.equal(again[key], tensor.detach()), key
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "number": (lambda: {"a": torch.ones(3), "epoch": 5}, "'epoch'"),
+    "nested": (lambda: {"model": {"a": torch.ones(3)}}, "'model'.*key"),
+    "list": (lambda: [torch.ones(3)], "dictionary of tensors"),
+    "int_key": (lambda: {1: torch.ones(3)}, "entry 1"),
+    "sparse": (lambda: {"s": torch.eye(3).to_sparse()}, "'s'"),
+    "quantized": (
+        lambda: {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)},
+        "'q'",
+    ),
+    "complex128": (lambda: {"c": torch.ones(3, dtype=torch.complex128)}, "'c'.*complex128"),
+    "meta": (lambda: {"m": torch.empty(3, device="meta")}, "'m'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_safetensors(name: str, tmp_path: Path) -> None:
+    make, text = REFUSED[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source = saved(tmp_path, make())
+        target = tmp_path / "t.safetensors"
+        target.write_bytes(b"old")
+        with pytest.raises(ConvertError, match=text):
+            convert(source, target)
+    assert target.read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["source.pt", "t.safetensors"]
+
+
+def test_shared_memory(tmp_path: Path) -> None:
+    base = torch.randn(100)
+    source = saved(tmp_path, {"a": base, "b": base[10:20], "c": torch.ones(2)})
+    target = tmp_path / "t.safetensors"
+    with pytest.raises(ConvertError, match="'a' and 'b' share"):
+        convert(source, target)
+    convert(source, target, copy_shared=True)
+    safetensors = pytest.importorskip("safetensors.torch")
+    loaded = safetensors.load_file(target)
+    assert torch.equal(loaded["b"], base[10:20])
+    apart = saved(tmp_path, {"a": base[:50], "b": base[50:]})  # of one storage, but not the same
+    convert(apart, target)
+    assert torch.equal(safetensors.load_file(target)["b"], base[50:])
+
+
+def test_part(tmp_path: Path) -> None:
+    value = {"model": {"a": torch.ones(3)}, "epoch": 3, "deep": {"er": {"b": torch.zeros(2)}}}
+    source = saved(tmp_path, value)
+    convert(source, tmp_path / "m.safetensors", key="model")
+    convert(source, tmp_path / "m.pt", key="deep.er")
+    with stock():
+        assert torch.load(tmp_path / "m.pt").keys() == {"b"}
+    with pytest.raises(ConvertError, match="'nothing'"):
+        convert(source, tmp_path / "m.pt", key="deep.nothing")
+
+
+class Custom:
+    pass
+
+
+def test_untrusted_pickles_are_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    for fmt in TORCH_CONTAINERS:
+        for value in ([torch.ones(3), Evil()], {"a": Custom()}):
+            source = saved(tmp_path, value, fmt)
+            with pytest.raises(ConvertError, match=r"source\.pt"):
+                convert(source, tmp_path / "t.pt")
+    assert sorted(os.listdir(tmp_path)) == ["source.pt"]
+
+
+def test_damaged_sources(tmp_path: Path) -> None:
+    source, target = saved(tmp_path, {"a": noise(50_000)}), tmp_path / "t.pt"
+    data = bytearray(source.read_bytes())
+    data[20_000] ^= 1
+    source.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"source\.pt.*data/0"):
+        convert(source, target, verify=True)
+    for broken in (data[:30_000], data[:2], b"", b"text"):
+        source.write_bytes(broken)
+        with pytest.raises((CorruptCheckpointError, RuntimeError)):
+            convert(source, target)
+    with pytest.raises(FileNotFoundError):
+        convert(tmp_path / "missing", target)
+    with pytest.raises(WriteError):
+        convert(saved(tmp_path, {"a": noise(9)}), tmp_path / "no" / "t.pt")
+    assert sorted(os.listdir(tmp_path)) == ["source.pt"]
+
+
+def test_torchscript_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "s.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(3, 3)), source)
+    with pytest.raises(ConvertError, match="TorchScript"):
+        convert(source, tmp_path / "t.pt", "legacy")
+
+
+@pytest.mark.parametrize("to", ["zip", "legacy", "safetensors"])
+def test_memory(to: Container, tmp_path: Path) -> None:
+    """Streaming: the peak of resident memory does not follow the checkpoint's size."""
+    source = saved(tmp_path, {"x": noise(160 * MIB), "y": noise(30 * MIB).view(-1, 30).t()}, "zip")
+    convert(saved(tmp_path, {"x": noise(9)}, name="warm.pt"), tmp_path / "warm", to)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    convert(source, tmp_path / "target", to)
+    assert _status("VmHWM") - before < 96 * MIB
+    for file in tmp_path.iterdir():
+        file.unlink()
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(name)

@@ -1,0 +1,539 @@
+"""torch.load in all its forms: every keyword, every context, as stock."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import io
+import os
+import pickle
+import struct
+import sys
+import tarfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import FORMATS, MIB, TORCH, noise
+from identity import digest, fast, stock
+from loading import FORCED, both, forced
+from torch import load as load_bound_before_install
+
+from fastserial.loadreport import last_load_report
+
+DIRECT = FORCED["direct"]
+
+
+@pytest.fixture(autouse=True)
+def _forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with forced(monkeypatch, 5000):
+        yield
+
+
+def state() -> dict[str, Any]:
+    base = torch.arange(5000, dtype=torch.float32)
+    return {
+        "w": torch.randn(70, 300),
+        "tied": base,
+        "view": base[10:400],
+        "empty": torch.empty(0),
+        "small": noise(700),
+        "bf16": torch.randn(3000).bfloat16(),
+        "n": [1, "x", None],
+    }
+
+
+def saved(folder: Path, value: Any, fmt: str = "zip", name: str = "f.pt", **options: Any) -> Path:
+    """A file that stock wrote."""
+    path = folder / name
+    with stock():
+        torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip", **options)
+    return path
+
+
+def test_fast_path_is_taken(tmp_path: Path) -> None:
+    for fmt in FORMATS:
+        path = saved(tmp_path, state(), fmt)
+        with fast(**DIRECT):
+            torch.load(path)
+        report = last_load_report()
+        assert report is not None
+        assert (report.engine, report.fallback, report.container) == ("threads", None, fmt)
+        assert report.bytes >= 70 * 300 * 4
+        assert report.direct_bytes + report.cached_bytes == report.bytes
+
+
+def test_name_bound_before_install(tmp_path: Path) -> None:
+    path = saved(tmp_path, state())
+    before = last_load_report()
+    with fast(**DIRECT):
+        load_bound_before_install(path)
+    report = last_load_report()
+    assert report is not before
+    assert report is not None
+    assert report.engine == "threads"
+
+
+# --- map_location -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Files whose storages say that they come from a GPU."""
+
+    def make(fmt: str) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+            return saved(tmp_path, state(), fmt, f"tagged-{fmt}.pt")
+
+    return make
+
+
+def _raising(storage: Any, location: str) -> Any:
+    raise ValueError(location)
+
+
+LOCATIONS: dict[str, Any] = {
+    "none": None,
+    "cpu": "cpu",
+    "cpu_0": "cpu:0",
+    "bytes": b"cpu",
+    "device": torch.device("cpu"),
+    "meta": "meta",
+    "meta_device": torch.device("meta"),
+    "dict": {"cuda:1": "cpu"},
+    "dict_same": {"cpu": "cpu"},
+    "dict_meta": {"cuda:1": "meta", "cpu": "meta"},
+    "cuda": "cuda:0",
+    "nonsense": "no such device",
+    "identity": lambda storage, location: storage,
+    "undecided": lambda storage, location: None,
+    "clone": lambda storage, location: storage.clone(),
+    "to_meta": lambda storage, location: torch.UntypedStorage(storage.nbytes(), device="meta"),
+    "raising": _raising,
+    "not_callable": 5,
+}
+
+
+@pytest.mark.parametrize("name", LOCATIONS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_map_location(name: str, fmt: str, tmp_path: Path, tagged: Callable[[str], Path]) -> None:
+    if torch.cuda.is_available() and name in ("cuda", "none"):
+        pytest.skip("the machine has the device")
+    for path in (saved(tmp_path, state(), fmt), tagged(fmt)):
+        both(lambda p=path: torch.load(p, map_location=LOCATIONS[name]), DIRECT, FORCED["verified"])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_map_location_sees_the_bytes(fmt: str, tmp_path: Path) -> None:
+    """A callable may look at each storage when it is called, in stock's order."""
+    path = saved(tmp_path, state(), fmt)
+    calls: list[Any] = []
+
+    def look(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        body = bytes(storage) if fmt == "zip" else b""  # legacy fills them later
+        calls.append((location, storage.nbytes(), digest(body)))
+        return storage
+
+    def seen() -> list[Any]:
+        found = list(calls)
+        calls.clear()
+        return found
+
+    both(lambda: torch.load(path, map_location=look), DIRECT, extra=seen)
+
+
+# --- other keywords and contexts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_mmap(fmt: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, state(), fmt)
+
+    def load() -> Any:
+        found = torch.load(path, mmap=True)
+        return [one.clone() for one in found.values() if isinstance(one, torch.Tensor)]
+
+    both(load, DIRECT, FORCED["verified"])
+    with fast(**DIRECT):
+        if fmt == "zip":
+            mapped = torch.load(path, mmap=True)
+            assert str(path) in Path("/proc/self/maps").read_text()
+            del mapped
+    with open(path, "rb") as file:
+        both(lambda: file.seek(0) or torch.load(file, mmap=True), DIRECT)
+
+
+@contextlib.contextmanager
+def _setting(name: str, value: Any) -> Iterator[None]:
+    from torch.utils.serialization import config
+
+    before = getattr(config.load, name)
+    setattr(config.load, name, value)
+    try:
+        yield
+    finally:
+        setattr(config.load, name, before)
+
+
+def _fake_mode() -> AbstractContextManager[Any]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+CONTEXTS: dict[str, tuple[tuple[int, int], Callable[[], AbstractContextManager[Any]]]] = {
+    "mmap_default": ((2, 7), lambda: _setting("mmap", True)),
+    "offsets": ((2, 7), lambda: _setting("calculate_storage_offsets", True)),
+    "debug": ((2, 7), lambda: _environment("TORCH_SERIALIZATION_DEBUG", "1")),
+    "skip_data": ((2, 6), torch.serialization.skip_data),
+    "default_device": ((2, 6), lambda: torch.device("meta")),
+    "inference": ((2, 6), torch.inference_mode),
+    "deterministic": ((2, 6), lambda: _deterministic()),
+    "safe_only": ((2, 6), lambda: _environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")),
+    "unsafe": ((2, 6), lambda: _environment("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")),
+}
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_contexts(name: str, fmt: str, tmp_path: Path) -> None:
+    since, context = CONTEXTS[name]
+    if since > TORCH:
+        pytest.skip(f"needs torch {since}")
+    path = saved(tmp_path, state(), fmt)
+    bare = (name == "skip_data" and fmt == "legacy") or (name == "skip_data" and TORCH > (2, 6))
+
+    def load() -> Any:
+        with context():
+            found = torch.load(path)
+        # memory that nobody wrote to is not the same twice
+        return (
+            [(t.dtype, t.shape) for t in found.values() if hasattr(t, "dtype")] if bare else found
+        )
+
+    both(load, DIRECT)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_fake_tensors(fmt: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, state(), fmt)
+
+    def load() -> Any:
+        with _fake_mode():
+            found = torch.load(path)
+        offsets = [
+            getattr(one.untyped_storage(), "_checkpoint_offset", None)
+            for one in found.values()
+            if isinstance(one, torch.Tensor)
+        ]
+        shapes = [(k, type(v), getattr(v, "shape", v)) for k, v in found.items()]
+        return offsets, [str(one) for one in shapes]
+
+    both(load, DIRECT)
+
+
+def test_offsets_of_meta_tensors(tmp_path: Path) -> None:
+    path = saved(tmp_path, state())
+
+    def load() -> Any:
+        found = torch.load(path, map_location="meta")
+        kept = [one.untyped_storage() for one in found.values() if isinstance(one, torch.Tensor)]
+        return [getattr(storage, "_checkpoint_offset", None) for storage in kept]
+
+    both(load, DIRECT)
+
+
+class Custom:
+    """A class that weights_only does not know."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Looking:
+    """Looks at a tensor while it is being unpickled."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.sum = 0.0
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.tensor = values["tensor"]
+        self.sum = float(self.tensor.double().sum())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_weights_only(weights_only: bool | None, fmt: str, tmp_path: Path) -> None:
+    values = [torch.randn(2000), Custom(noise(9000)), collections.Counter("abc"), torch.randn(30)]
+    path = saved(tmp_path, values, fmt)
+
+    def load() -> Any:
+        return torch.load(path, weights_only=weights_only)
+
+    want = both(load, DIRECT)
+    assert (want.error is None) == (weights_only is False)
+
+    def allowed() -> Any:
+        with torch.serialization.safe_globals([Custom, collections.Counter]):
+            return load()
+
+    assert both(allowed, DIRECT, FORCED["verified"]).error is None
+
+
+def test_objects_that_look_while_unpickled(tmp_path: Path) -> None:
+    """Bytes are there when a storage is handed over, not later."""
+    tensors = {str(i): Looking(torch.randn(20_000 + i)) for i in range(40)}
+    path = saved(tmp_path, tensors)
+    with fast(**DIRECT, threads=1):
+        found = torch.load(path, weights_only=False)
+    for name, one in found.items():
+        assert torch.equal(one.tensor, tensors[name].tensor)
+        assert one.sum == float(tensors[name].tensor.double().sum())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_pickle_arguments(fmt: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, state(), fmt)
+    python = type("python", (), {"__name__": "python"})
+    python.Unpickler, python.load = pickle._Unpickler, pickle._load  # type: ignore[attr-defined]
+    for options in (
+        {"weights_only": False, "encoding": "latin1"},
+        {"weights_only": False, "encoding": "bytes"},
+        {"weights_only": False, "errors": "ignore"},
+        {"weights_only": True, "encoding": "ascii"},
+        {"weights_only": False, "fix_imports": False},
+        {"weights_only": False, "pickle_module": python},
+        {"weights_only": True, "pickle_module": python},
+        {"weights_only": False, "no_such_argument": 1},
+    ):
+        both(lambda options=options: torch.load(path, **options), DIRECT)
+
+
+# --- byte order ---------------------------------------------------------------------------------
+
+
+def test_byte_order_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "byteorder", "big")
+        path = saved(tmp_path, [torch.arange(3000.0), torch.arange(5), torch.ones(40)])
+    assert both(lambda: torch.load(path), DIRECT, FORCED["verified"]).error is None
+    data = path.read_bytes()
+    assert data.count(b"big") == 1
+    path.write_bytes(data.replace(b"big", b"mid"))
+    assert isinstance(both(lambda: torch.load(path), DIRECT).error, ValueError)
+
+
+@pytest.mark.parametrize("order", ["NATIVE", "LITTLE", "BIG"])
+def test_default_endianness(order: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, torch.arange(3000.0), _disable_byteorder_record=True)
+    # torch adds the record at the end: cut its name in the directory and in its header
+    data = path.read_bytes()
+    assert data.count(b"byteorder") == 2
+    path.write_bytes(data.replace(b"byteorder", b"byteordex"))
+    torch.serialization.set_default_load_endianness(
+        getattr(torch.serialization.LoadEndianness, order)
+    )
+    try:
+        both(lambda: torch.load(path), DIRECT)
+    finally:
+        torch.serialization.set_default_load_endianness(None)
+
+
+# --- other containers ---------------------------------------------------------------------------
+
+
+def test_safetensors_name(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "model.safetensors"
+    safetensors.save_file({"a": torch.randn(300)}, path)
+    both(lambda: torch.load(path), DIRECT)
+    both(lambda: torch.load(str(path), map_location={"cpu": "cpu"}), DIRECT)
+    pickled = saved(tmp_path, state(), name="pickle.safetensors")
+    both(lambda: torch.load(pickled), DIRECT)
+
+
+def test_torchscript_archive(tmp_path: Path) -> None:
+    path = tmp_path / "script.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(90, 90)), path)
+
+    def load(**options: Any) -> Any:
+        return torch.load(path, **options)
+
+    both(load, DIRECT)
+    both(lambda: load(weights_only=False).state_dict(), DIRECT)
+
+
+def _tar_era(path: Path) -> None:
+    """A file as torch wrote it before 0.1.10: a tar of storages, tensors and a pickle."""
+    tensor = torch.arange(12.0).reshape(3, 4)
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return "7" if isinstance(value, torch.Tensor) else None
+
+    storages, tensors, objects = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    pickle.dump(1, storages, 2)
+    pickle.dump((1, "cpu", torch.FloatStorage), storages, 2)
+    storages.write(struct.pack("<q", 12) + bytes(tensor.untyped_storage()))
+    pickle.dump([], storages, 2)
+    pickle.dump(1, tensors, 2)
+    pickle.dump((7, 1, torch.FloatTensor), tensors, 2)
+    tensors.write(struct.pack("<ii2q2qq", 2, 0, 3, 4, 4, 1, 0))
+    Pickler(objects, 2).dump({"t": tensor, "n": 5})
+    with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as tar:
+        for name, body in (("storages", storages), ("tensors", tensors), ("pickle", objects)):
+            info = tarfile.TarInfo(name)
+            info.size = len(body.getvalue())
+            tar.addfile(info, io.BytesIO(body.getvalue()))
+
+
+def test_tar_era_file(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    _tar_era(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tarfile's, once per process
+        want = both(lambda: torch.load(path, weights_only=False), DIRECT)
+    assert want.error is None
+    assert torch.equal(want.value["t"], torch.arange(12.0).reshape(3, 4))
+    both(lambda: torch.load(path), DIRECT)
+
+
+def test_not_checkpoints(tmp_path: Path) -> None:
+    import zipfile
+
+    plain = tmp_path / "plain.zip"
+    with zipfile.ZipFile(plain, "w") as archive:
+        archive.writestr("a/b", "text")
+    for name, body in (("empty", b""), ("text", b"hello"), ("zip_start", b"PK\x03\x04")):
+        (tmp_path / name).write_bytes(body)
+    for name in ("plain.zip", "empty", "text", "zip_start", "missing", ""):
+        for weights_only in (True, False):
+            load = functools.partial(torch.load, tmp_path / name, weights_only=weights_only)
+            both(load, DIRECT)
+
+
+def test_repacked_archives(tmp_path: Path) -> None:
+    """What other zip tools make of a checkpoint loads as with stock."""
+    import zipfile
+
+    path = saved(tmp_path, state())
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        packed = tmp_path / f"packed-{method}.pt"
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", method) as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
+        want = both(lambda p=packed: torch.load(p), DIRECT, FORCED["cached"], FORCED["verified"])
+        assert want.error is None
+
+
+# --- nesting, threads, memory -------------------------------------------------------------------
+
+
+class Nested:
+    """Calls torch.load while being unpickled by torch.load."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (torch.load, (self.path,))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_nested_loads(fmt: str, tmp_path: Path) -> None:
+    inner = saved(tmp_path, state(), fmt, "inner.pt")
+    values = [noise(90_000), Nested(str(inner)), noise(70_000), Nested(str(inner))]
+    outer = saved(tmp_path, values, fmt, "outer.pt")
+    both(lambda: torch.load(outer, weights_only=False), DIRECT)
+
+
+def test_threads(tmp_path: Path) -> None:
+    paths = [saved(tmp_path, noise(300_000 + i), name=f"{i}.pt") for i in range(8)]
+    want = [digest(torch.load(path)) for path in paths]
+    found: dict[int, str] = {}
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            found[index] = digest(torch.load(paths[index]))
+
+    with fast():
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [found[i] for i in range(8)] == want
+
+
+def test_memory_is_each_storages_own(tmp_path: Path) -> None:
+    """Aligned as torch's own, not resizable, and free to go one by one."""
+    path = saved(tmp_path, {str(i): noise(n) for i, n in enumerate((3, 700, 6000, 40 * MIB))})
+    with fast(**DIRECT):
+        found = torch.load(path)
+    storages = [one.untyped_storage() for one in found.values()]
+    assert all(storage.data_ptr() % 64 == 0 for storage in storages)
+    assert not any(storage.resizable() for storage in storages)
+    before = _resident()
+    storages.clear()
+    del found["3"]
+    assert before - _resident() > 30 * MIB
+
+
+def _resident() -> int:
+    ctypes.CDLL(None).malloc_trim(0)  # what is free is not resident, wherever malloc had it
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Interrupting:
+    """Stops the unpickler."""
+
+    def __reduce__(self) -> Any:
+        return (_interrupt, ())
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_nothing_is_left_open(fmt: str, tmp_path: Path) -> None:
+    good = saved(tmp_path, state(), fmt)
+    bad = saved(tmp_path, [noise(9_000_000), Interrupting(), noise(100)], fmt, "bad.pt")
+    with fast(**DIRECT):
+        torch.load(good)
+        descriptors, threads = os.listdir("/proc/self/fd"), threading.active_count()
+        torch.load(good)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                torch.load(bad, weights_only=False)
+        assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+        assert threading.active_count() == threads

@@ -1,0 +1,256 @@
+"""fastserial.load_into: tensors that are already there, filled in place."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import MIB, noise
+from identity import stock
+from torch import nn
+
+import fastserial
+from fastserial.errors import CorruptCheckpointError, LoadMismatchError
+from fastserial.filling import load_into
+from fastserial.loadreport import last_load_report
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"direct": True, "small_file": 0, "block_size": 4096, "queue_depth": 3},
+    {"direct": False, "small_file": 0, "block_size": 65536},
+]
+
+
+class Net(nn.Module):
+    """Tied weights, buffers, a channels-last weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(300, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.conv = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(40, 300, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(seed))
+        self.register_buffer("none", None)
+
+
+def saved(folder: Path, value: Any, fmt: str = "zip", name: str = "f.pt") -> Path:
+    path = folder / name
+    with stock():
+        torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip")
+    return path
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["default", "direct", "cached"])
+@pytest.mark.parametrize("fmt", ["zip", "legacy"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_module(fmt: str, verify: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    source, target = Net(1), Net(2)
+    path = saved(tmp_path, source.state_dict(), fmt)
+    places = [one.data_ptr() for one in target.state_dict().values()]
+    with fastserial.options(**options):
+        left = load_into(target, path, verify=verify)
+    assert (left.missing_keys, left.unexpected_keys) == ([], [])
+    assert equal(source.state_dict(), target.state_dict())
+    assert [one.data_ptr() for one in target.state_dict().values()] == places
+    assert target.head.weight is target.embed.weight
+    report = last_load_report()
+    assert report is not None
+    assert report.verified == (verify and fmt == "zip")
+    assert report.container == fmt
+
+
+def test_layouts(tmp_path: Path) -> None:
+    """Whatever strides either side has."""
+    torch.manual_seed(1)
+    base = torch.randn(12, 7, 30)
+    values = {
+        "plain": base,
+        "turned": base.permute(2, 0, 1),
+        "part": base[2:9, 1:5, ::3],
+        "expanded": torch.randn(1, 5).expand(9, 5),
+        "conj": torch.randn(6, 5, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+    }
+    path = saved(tmp_path, values)
+    makers: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda t: torch.zeros(t.shape, dtype=t.dtype),
+        lambda t: torch.zeros(t.shape[::-1], dtype=t.dtype).permute([*range(t.dim())][::-1]),
+        lambda t: torch.zeros((*t.shape, 3), dtype=t.dtype)[..., 1],
+    ]
+    for make in makers:
+        for verify in (False, True):
+            target = {key: make(value) for key, value in values.items()}
+            load_into(target, path, verify=verify)
+            for key, value in values.items():
+                assert torch.equal(target[key], value), key
+
+
+def test_large_scattered_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastserial import tensorread
+
+    monkeypatch.setattr(tensorread, "_CHUNK", 30_000)
+    value = torch.randn(40, 50, 60)
+    path = saved(tmp_path, {"x": value, "y": value.permute(2, 1, 0)})
+    target = {"x": torch.zeros(40, 50, 120)[..., ::2], "y": torch.zeros(60, 50, 40)}
+    load_into(target, path)
+    assert torch.equal(target["x"], value)
+    assert torch.equal(target["y"], value.permute(2, 1, 0))
+
+
+def test_nested_and_part(tmp_path: Path) -> None:
+    model, optimizer_state = Net(1), [torch.randn(9), {"a": torch.randn(3)}]
+    path = saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer_state, "epoch": 3})
+    target = Net(5)
+    load_into(target, path, key="model")
+    assert equal(target.state_dict(), model.state_dict())
+    empty = [torch.zeros(9), {"a": torch.zeros(3)}]
+    state = {"model": Net(7).state_dict(), "optimizer": empty, "epoch": 0}
+    load_into(state, path)
+    assert equal(state["model"], model.state_dict())  # type: ignore[arg-type]
+    assert torch.equal(empty[0], optimizer_state[0])  # type: ignore[arg-type]
+    assert torch.equal(empty[1]["a"], optimizer_state[1]["a"])  # type: ignore[index, call-overload]
+    assert state["epoch"] == 0
+
+
+def test_targets_that_share_memory(tmp_path: Path) -> None:
+    """The last one remains, as after copying one after the other."""
+    path = saved(
+        tmp_path,
+        {
+            "a": torch.full((900,), 1.0),
+            "b": torch.full((900,), 2.0),
+            "c": torch.full((500,), 3.0),
+            "d": torch.full((100,), 4.0),
+        },
+    )
+    memory = torch.zeros(1000)
+    target = {"a": memory[:900], "b": memory[:900], "c": memory[450:950], "d": memory[900:]}
+    load_into(target, path)
+    want = torch.zeros(1000)
+    want[:900] = 2
+    want[450:950] = 3
+    want[900:] = 4
+    assert torch.equal(memory, want)
+
+
+def test_mismatches_change_nothing(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(4), "extra": torch.ones(1), "n": 5})
+    cases: list[tuple[dict[str, torch.Tensor], str]] = [
+        (
+            {"a": torch.zeros(3), "b": torch.zeros(5), "extra": torch.zeros(1)},
+            r"b: its shape is \(5,\)",
+        ),
+        (
+            {"a": torch.zeros(3).double(), "b": torch.zeros(4), "extra": torch.zeros(1)},
+            "a: its dtype",
+        ),
+        ({"a": torch.zeros(3), "b": torch.zeros(4)}, "only in the checkpoint: 'extra'"),
+        (
+            {
+                "a": torch.zeros(3),
+                "b": torch.zeros(4),
+                "extra": torch.zeros(1),
+                "c": torch.zeros(2),
+            },
+            "not in the checkpoint: 'c'",
+        ),
+        (
+            {"a": torch.zeros(3, device="meta"), "b": torch.zeros(4), "extra": torch.zeros(1)},
+            "meta",
+        ),
+        ({"a": torch.zeros(3).to_sparse(), "b": torch.zeros(4), "extra": torch.zeros(1)}, "plain"),
+    ]
+    for target, text in cases:
+        with pytest.raises(LoadMismatchError, match=text) as caught:
+            load_into(target, path)
+        assert isinstance(caught.value, RuntimeError)
+        rest = [one for one in target.values() if one.device.type == "cpu"]
+        assert all(not one.to_dense().any() if one.is_sparse else not one.any() for one in rest)
+    target = {"a": torch.zeros(3), "c": torch.zeros(2)}
+    left = load_into(target, path, strict=False)
+    assert (left.missing_keys, left.unexpected_keys) == (["c"], ["b", "extra"])
+    assert torch.equal(target["a"], torch.ones(3))
+    with pytest.raises(LoadMismatchError, match="dtype"):
+        load_into({"a": torch.zeros(3).int()}, path, strict=False)
+    with pytest.raises(TypeError):
+        load_into([torch.zeros(3)], path)  # type: ignore[arg-type]
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path, {"a": noise(50_000), "b": noise(300), "t": noise(6000).view(60, 100).t()}
+    )
+    data = bytearray(path.read_bytes())
+    for at in (2000, 50_000, 52_000, 57_000):
+        broken = bytearray(data)
+        broken[at] ^= 1
+        path.write_bytes(broken)
+        target = {
+            "a": torch.zeros(50_000, dtype=torch.uint8),
+            "b": torch.zeros(300).byte(),
+            "t": torch.zeros(100, 60).byte(),
+        }
+        with pytest.raises(CorruptCheckpointError, match=r"f\.pt"):
+            load_into(target, path, verify=True)
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(CorruptCheckpointError, match=r"f\.pt"):
+        load_into({}, path)
+
+
+def test_autograd_notices(tmp_path: Path) -> None:
+    """Memory that a backward pass still needs must not change unnoticed."""
+    path = saved(tmp_path, {"w": torch.ones(3)})
+    weight = nn.Parameter(torch.zeros(3))
+    loss = (weight * weight).sum()
+    load_into({"w": weight}, path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert weight.requires_grad
+    with torch.inference_mode():
+        target = {"w": torch.zeros(3)}
+        load_into(target, path)
+        assert torch.equal(target["w"], torch.ones(3))
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "m.safetensors"
+    want = {"a": torch.randn(300, 7), "b": torch.arange(9)}
+    safetensors.save_file(want, path)
+    target = {key: torch.zeros_like(value) for key, value in want.items()}
+    load_into(target, path)
+    assert equal(target, want)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_memory(direct: bool, tmp_path: Path) -> None:
+    """No second copy of what is filled: the peak of resident memory tells."""
+    path = saved(tmp_path, {"x": noise(160 * MIB), "y": noise(20 * MIB)})
+    target = {"x": torch.ones(160 * MIB).byte(), "y": torch.ones(20 * MIB).byte()}
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    with fastserial.options(direct=direct):
+        load_into(target, path)
+    assert _status("VmHWM") - before < 96 * MIB
+    os.unlink(path)
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(name)

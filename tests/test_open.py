@@ -1,0 +1,308 @@
+"""fastserial.open: single tensors and parts of them, equal to what torch.load gives."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import CASES, MIB, Case, noise
+from identity import saver, stock
+
+import fastserial
+from fastserial.errors import (
+    CheckpointKeyError,
+    CorruptCheckpointError,
+    FastserialError,
+    UnreadableTensorError,
+)
+from fastserial.lazyfile import open_checkpoint
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(3)
+    base = torch.randn(60, 70, 8)
+    wide = torch.randn(6, 90_000)
+    return {
+        "base": base,
+        "t": base.permute(2, 0, 1),
+        "part": base[10:20, ::2],
+        "row": torch.randn(1, 9).expand(4000, 9),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "conj": torch.randn(40, 3, dtype=torch.complex64).conj(),
+        "wide": wide,
+        "columns": wide[:, 100:50_000],
+        "fp8": torch.randn(50).to(torch.float8_e4m3fn),
+        "nested": {"list": [torch.arange(5), {"x": noise(99)}]},
+        "p": torch.nn.Parameter(torch.randn(7)),
+        "big": noise(3 * MIB + 7).view(-1, 5),
+        "n": 3,
+    }
+
+
+def flat(value: Any, key: str = "") -> dict[str, torch.Tensor]:
+    """Plain tensors by their dotted keys."""
+    if isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        return {key: value.detach()} if plain else {}
+    items: Any = ()
+    if type(value) in (dict, collections.OrderedDict):
+        items = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
+    found: dict[str, torch.Tensor] = {}
+    for name, item in items if key.count(".") < 90 else ():
+        found |= flat(item, f"{key}.{name}" if key else str(name))
+    return found
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if not plain.is_complex():  # some dtypes cannot be copied
+        sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        plain = plain.view(sizes[plain.itemsize])
+    copy = plain.clone(memory_format=torch.contiguous_format)
+    return torch.empty(0, dtype=torch.uint8).set_(copy.untyped_storage())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"direct": True, "small_file": 0, "block_size": 4096, "queue_depth": 3},
+    {"direct": False, "small_file": 0, "block_size": 65536},
+]
+
+
+@pytest.fixture(params=["zip", "legacy"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    fmt = request.param
+    value = state()
+    if fmt == "legacy":
+        del value["fp8"]
+    file = tmp_path / f"{fmt}.pt"
+    with stock():
+        torch.save(value, file, _use_new_zipfile_serialization=fmt == "zip")
+    return file
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["default", "direct", "cached"])
+def test_every_tensor(path: Path, options: dict[str, Any]) -> None:
+    want = flat(torch.load(path, weights_only=False))
+    with fastserial.options(**options), open_checkpoint(path) as file:
+        assert file.keys() == list(want)
+        assert len(file) == len(want)
+        assert list(file) == list(want)
+        for key, tensor in want.items():
+            assert key in file
+            found = file.get_tensor(key)
+            assert same(found, tensor), key
+            assert found.is_conj() == tensor.is_conj()
+            assert file.get_slice(key).get_shape() == list(tensor.shape)
+            assert file.get_slice(key).dtype == tensor.dtype
+        assert "n" not in file
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["default", "direct", "cached"])
+def test_slices(path: Path, options: dict[str, Any]) -> None:
+    want = flat(torch.load(path, weights_only=False))
+    rng = random.Random(4)
+    with fastserial.options(**options), open_checkpoint(path) as file:
+        for key, tensor in want.items():
+            sliced = file.get_slice(key)
+            for _ in range(12):
+                index = tuple(_random_index(rng, size) for size in tensor.shape)
+                index = index[: rng.randrange(len(index) + 1)]
+                assert same(sliced[index], tensor[index]), (key, index)
+            assert same(sliced[...], tensor)
+            assert same(sliced[None], tensor[None])
+
+
+def _random_index(rng: random.Random, size: int) -> Any:
+    choice = rng.randrange(5)
+    if choice == 0 and size:
+        return rng.randrange(-size, size)
+    start, stop = sorted((rng.randrange(size + 1), rng.randrange(size + 1)))
+    return slice(start, stop, rng.choice([None, 1, 2, 3])) if choice < 4 else slice(None)
+
+
+def test_scattered_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways that only large tensors take."""
+    from fastserial import tensorread
+
+    monkeypatch.setattr(tensorread, "_CHUNK", 50_000)
+    monkeypatch.setattr(tensorread, "_RUN", 2000)
+    path = tmp_path / "f.pt"
+    tensor = torch.randn(30, 40, 500)
+    with stock():
+        torch.save({"x": tensor, "t": tensor.permute(1, 2, 0), "odd": tensor[:, 3:9, ::7]}, path)
+    with open_checkpoint(path) as file:
+        for key, whole in torch.load(path).items():
+            sliced = file.get_slice(key)
+            assert same(file.get_tensor(key), whole)
+            for index in (
+                (slice(None), slice(None), 3),
+                (slice(None), slice(2, 5)),
+                (slice(3, 29, 5), slice(None), slice(0, 2)),
+                (Ellipsis, slice(1, None, 3)),
+                (slice(None), 2),
+            ):
+                assert same(sliced[index], whole[index]), (key, index)
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    with stock():
+        torch.save({"x": noise(40 * MIB).view(40, -1), "y": noise(5 * MIB)}, path)
+    with open_checkpoint(path) as file:
+        counts = file._reader.blocks.counts
+        file.get_slice("x")[7]
+        assert counts.direct + counts.cached < MIB + 64 * 1024
+        file.get_slice("x")[3:5, 10:20]
+        assert counts.direct + counts.cached < 3 * MIB
+
+
+LOADABLE = [
+    (case, fmt)
+    for case in CASES.values()
+    for fmt in case.loads
+    if fmt in case.formats and fmt not in case.raises and not case.missing()
+]
+
+
+@pytest.mark.parametrize(("case", "fmt"), LOADABLE, ids=lambda one: getattr(one, "name", one))
+def test_corpus(case: Case, fmt: str, tmp_path: Path) -> None:
+    """Whatever torch.load makes of a file, a tensor is that or refused."""
+    path = tmp_path / "f.pt"
+    with stock(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saver(case, fmt, case.build())(path)
+        want = flat(torch.load(path, weights_only=False))
+    try:
+        file = open_checkpoint(path)
+    except FastserialError as error:
+        pytest.skip(str(error))
+    with file:
+        for key, tensor in want.items():
+            if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+                continue
+            try:
+                found = file.get_tensor(key)
+            except (UnreadableTensorError, CheckpointKeyError):
+                assert tensor.is_quantized or tensor.is_meta or tensor.is_nested or "." in key, key
+                continue
+            assert same(found, tensor), key
+
+
+def test_errors(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    quantized = torch.quantize_per_tensor(torch.randn(9), 0.1, 0, torch.qint8)
+    with stock():
+        torch.save({"x": torch.ones(9), "q": quantized, "m": torch.empty(3, device="meta")}, path)
+    file = open_checkpoint(path)
+    assert file.container == "zip"
+    with pytest.raises(KeyError, match="no tensor 'y'"):
+        file.get_tensor("y")
+    for key in ("q", "m"):
+        with pytest.raises(UnreadableTensorError, match=repr(key)):
+            file.get_tensor(key)
+    sliced = file.get_slice("x")
+    for bad in (torch.tensor([1]), [1, 2], True, "a"):
+        with pytest.raises(TypeError):
+            sliced[bad]
+    with pytest.raises(IndexError):
+        sliced[9]
+    file.close()
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.get_tensor("x")
+    with pytest.raises(FileNotFoundError):
+        open_checkpoint(tmp_path / "missing")
+    with pytest.raises(OSError, match="regular"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(CorruptCheckpointError, match="text"):
+        open_checkpoint(tmp_path / "text")
+
+
+def test_a_file_that_changes(tmp_path: Path) -> None:
+    import os
+
+    path = tmp_path / "f.pt"
+    with stock():
+        torch.save({"x": noise(90_000)}, path)
+    os.utime(path, (1, 1))
+    with open_checkpoint(path) as file:
+        os.truncate(path, 50_000)
+        with pytest.raises(CorruptCheckpointError):
+            file.get_tensor("x")
+
+
+def test_threads(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    want = {str(i): noise(200_000 + i) for i in range(20)}
+    with stock():
+        torch.save(want, path)
+    wrong: list[str] = []
+    with open_checkpoint(path) as file:
+
+        def work(first: int) -> None:
+            for i in range(20):
+                key = str((first + i) % 20)
+                if not torch.equal(file.get_tensor(key), want[key]):
+                    wrong.append(key)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_no_code_is_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    path = tmp_path / "f.pt"
+    with stock():
+        torch.save({"x": torch.ones(5), "evil": Evil()}, path)
+    with open_checkpoint(path) as file:
+        assert torch.equal(file.get_tensor("x"), torch.ones(5))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "f.safetensors"
+    want = {"a": torch.randn(30, 7), "b": torch.arange(9), "c": torch.empty(0), "d": noise(5)}
+    safetensors.save_file(want, path, metadata={"format": "pt"})
+    with open_checkpoint(path) as file:
+        assert file.container == "safetensors"
+        assert sorted(file.keys()) == sorted(want)
+        for key, tensor in want.items():
+            assert same(file.get_tensor(key), tensor)
+        assert same(file.get_slice("a")[3:9, 2:], want["a"][3:9, 2:])
+        assert file.get_slice("a").get_dtype() == "F32"
+    data = path.read_bytes()
+    for broken in (
+        data[:-1],
+        data[:5],
+        data + b"x",
+        b"\xff" * 8 + data[8:],
+        data[:8] + b"[" + data[9:],
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(CorruptCheckpointError, match=r"f\.safetensors"):
+            open_checkpoint(path)

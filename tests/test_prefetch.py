@@ -1,0 +1,244 @@
+"""The storages that are read ahead: order, memory, damage."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import MIB, TORCH, noise
+from identity import digest, fast, stock
+
+from fastserial import prefetch as prefetch_module
+from fastserial import prefetchplan
+from fastserial.config import Config
+from fastserial.errors import CorruptCheckpointError
+from fastserial.loadreport import last_load_report
+from fastserial.prefetch import Prefetch
+from fastserial.reader import FastFileReader
+from fastserial.ziploading import read_places, storage_records
+
+SIZES = [3, 700, 5000, 64, 2 * MIB, 90_000, 1, 600_000, 4096, 3 * MIB + 5, 12]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "f.pt"
+    torch.manual_seed(5)
+    with stock():
+        torch.save([noise(size) for size in SIZES], file)
+    return file
+
+
+@contextmanager
+def opened(path: Path, verify: bool = False, **options: Any) -> Iterator[tuple[Prefetch, Any]]:
+    with FastFileReader(path, Config(small_file=0, **options)) as file:
+        records = storage_records(read_places(file.fd, file.size))
+        ahead = Prefetch(file, records, verify)
+        ahead.start()
+        try:
+            yield ahead, {record.name: record for record in records}
+        finally:
+            ahead.close()
+
+
+def content(storage: torch.UntypedStorage) -> bytes:
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"direct": True, "block_size": 4096, "queue_depth": 2},
+    {"direct": False, "block_size": 65536, "threads": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("order", ["forwards", "backwards", "random"])
+def test_any_order(path: Path, order: str, verify: bool, options: dict[str, Any]) -> None:
+    data = path.read_bytes()
+    with opened(path, verify, **options) as (ahead, records):
+        names = list(records)
+        if order == "backwards":
+            names.reverse()
+        elif order == "random":
+            random.Random(3).shuffle(names)
+        for name in names:
+            record = records[name]
+            storage = ahead.take(name, record.size)
+            assert storage is not None
+            assert content(storage) == data[record.data_offset : record.data_end]
+            assert storage.data_ptr() % 64 == 0
+            assert ahead.end_of(name) == record.data_end
+            assert ahead.take(name, record.size) is None  # once only
+        assert ahead.take("data/99", 5) is None
+
+
+def test_records_that_nobody_asks_for(path: Path) -> None:
+    with opened(path) as (ahead, records):
+        assert ahead.take("data/4", records["data/4"].size) is not None
+    assert threading.active_count() == 1 or not any(
+        thread.name.startswith("fastserial") for thread in threading.enumerate()
+    )
+
+
+@pytest.mark.parametrize("order", ["forwards", "backwards"])
+def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch_module, "_LOOK_AHEAD", 3 * MIB)
+    path = tmp_path / "f.pt"
+    with stock():
+        torch.save([noise(MIB) for _ in range(20)], path)
+    with opened(path, direct=False) as (ahead, records):
+        deadline = time.monotonic() + 5
+        while len(ahead._ready) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert 1 <= len(ahead._ready) <= 3
+        names = list(records) if order == "forwards" else list(records)[::-1]
+        for name in names:
+            assert ahead.take(name, MIB) is not None
+            assert len(ahead._ready) <= 3
+
+
+def test_memory_is_handed_on(path: Path) -> None:
+    """A storage that was taken and dropped frees its memory at once."""
+    with opened(path) as (ahead, records):
+        storage = ahead.take("data/9", records["data/9"].size)
+        unit = next(unit for unit in ahead._units if unit.records[0].name == "data/9")
+        assert unit.memory == []
+        assert storage is not None
+
+
+def test_other_sizes_than_the_records(path: Path) -> None:
+    with opened(path) as (ahead, _):
+        assert ahead.take("data/2", 4999) is None
+        assert ahead.take("data/4", 3 * MIB) is None
+
+
+@pytest.mark.parametrize("name", ["data/2", "data/4"])
+def test_damage(path: Path, name: str) -> None:
+    with path.open("r+b") as file:
+        record = read_places(file.fileno(), path.stat().st_size).find(name)
+        assert record is not None
+        file.seek(record.data_offset + record.size // 2)
+        file.write(b"damage")
+    with opened(path, verify=True) as (ahead, records):
+        for other, record in records.items():
+            if other == name:
+                with pytest.raises(CorruptCheckpointError, match=name):
+                    ahead.take(other, record.size)
+            else:
+                assert ahead.take(other, record.size) is not None
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("name", ["data/2", "data/4"])
+def test_local_headers_that_lie(path: Path, name: str, verify: bool) -> None:
+    """torch must read such a record itself; where it is to be checked, that is damage."""
+    with path.open("r+b") as file:
+        record = read_places(file.fileno(), path.stat().st_size).find(name)
+        assert record is not None
+        file.seek(record.header_offset + 28)  # length of the extra field
+        file.write(b"\x07\x00")
+    with opened(path, verify) as (ahead, records):
+        if verify:
+            with pytest.raises(CorruptCheckpointError, match="header"):
+                ahead.take(name, records[name].size)
+        else:
+            assert ahead.take(name, records[name].size) is None
+
+
+def test_the_file_shrinks(path: Path) -> None:
+    with FastFileReader(path, Config(small_file=0, direct=False)) as file:
+        records = storage_records(read_places(file.fd, file.size))
+        ahead = Prefetch(file, records, False)
+        os.truncate(path, 100_000)
+        ahead.start()
+        with pytest.raises(CorruptCheckpointError, match="shorter"):
+            for record in records:
+                ahead.take(record.name, record.size)
+        ahead.close()
+
+
+def test_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> torch.UntypedStorage:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(prefetchplan, "new_storage", refuse)
+    with opened(path) as (ahead, records), pytest.raises(RuntimeError, match="allocate"):
+        ahead.take("data/0", records["data/0"].size)
+
+
+def test_an_engine_that_fails_leaves_the_rest_to_torch(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastserial.engines import threads
+
+    real, calls = threads.transfer, []
+
+    def failing(request: Any, done: int = 0) -> int:
+        calls.append(1)
+        if len(calls) > 3:
+            raise OSError(5, "Input/output error")
+        return real(request, done)
+
+    with stock():
+        want = digest(torch.load(path))
+    with fast(small_file=0, block_size=65536, threads=1):
+        monkeypatch.setattr(threads, "transfer", failing)
+        found = torch.load(path)
+    assert digest(found) == want
+    assert len(calls) > 3
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 512, 4096])
+def test_alignments_of_storages(alignment: int, tmp_path: Path) -> None:
+    if TORCH < (2, 7):
+        pytest.skip("needs torch 2.7")
+    from torch.utils.serialization import config
+
+    path = tmp_path / "f.pt"
+    config.save.storage_alignment = alignment
+    try:
+        with stock():
+            torch.save([noise(size) for size in SIZES], path)
+    finally:
+        config.save.storage_alignment = 64
+    with stock():
+        want = digest(torch.load(path))
+    with fast(small_file=0):
+        found = torch.load(path)
+    assert digest(found) == want
+    assert all(one.data_ptr() % 64 == 0 for one in found)
+    report = last_load_report()
+    assert report is not None
+    assert report.engine == "threads"
+
+
+def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files hold 0, 1, 10, 11, ..., 2; the pickle asks for 0, 1, 2."""
+    import zipfile
+
+    monkeypatch.setattr(prefetch_module, "_LOOK_AHEAD", 2 * MIB)
+    path, sorted_path = tmp_path / "f.pt", tmp_path / "s.pt"
+    with stock():
+        torch.save([noise(300_000 + i * 40_000) for i in range(23)], path)
+        want = digest(torch.load(path))
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(sorted_path, "w") as new:
+        for name in sorted(old.namelist(), key=lambda name: ("data/" in name, name)):
+            new.writestr(name, old.read(name))
+    for options in OPTIONS:
+        with fast(small_file=0, **options):
+            assert digest(torch.load(sorted_path)) == want
+        report = last_load_report()
+        assert report is not None
+        assert report.engine == "threads"

@@ -1,0 +1,323 @@
+"""FastFileReader: the bytes of a file in memory, whatever the way they take."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+from fastserial import blockreader, filesystem, pagecache
+from fastserial.blockreader import Block, BlockReader
+from fastserial.checksums import CrcLedger, crc32
+from fastserial.config import Config
+from fastserial.engines import Capabilities, threads
+from fastserial.engines.threads import ThreadsEngine
+from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
+from fastserial.prefetchplan import new_storage
+from fastserial.reader import FastFileReader
+from fastserial.sinks import CheckedSink, ExpectedSink, HostSink, PartsSink, ReadExtent
+
+SIZE = 9_456_789
+DIRECT = Config(direct=True, small_file=0)
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return random.Random(1).randbytes(SIZE)
+
+
+@pytest.fixture
+def path(tmp_path: Path, data: bytes) -> Path:
+    file = tmp_path / "file.bin"
+    file.write_bytes(data)
+    return file
+
+
+def chill(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def host(nbytes: int) -> tuple[HostSink, torch.UntypedStorage]:
+    storage = new_storage(nbytes)
+    return HostSink(storage.data_ptr(), nbytes, storage), storage
+
+
+def content(storage: torch.UntypedStorage) -> bytes:
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
+
+
+# --- extents ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_extents(path: Path, data: bytes, seed: int) -> None:
+    rng = random.Random(seed)
+    config = Config(
+        block_size=rng.choice([4096, 65536, 1 << 20, 4 << 20]),
+        queue_depth=rng.choice([1, 3, 8]),
+        threads=rng.choice([1, 4]),
+        direct=rng.choice(["auto", True, False]),
+        small_file=0,
+    )
+    if seed % 2:
+        chill(path)
+    wanted: list[tuple[int, int, torch.UntypedStorage]] = []
+    extents: list[ReadExtent] = []
+    for _ in range(rng.choice([1, 5, 40])):
+        offset = rng.randrange(SIZE)
+        length = min(SIZE - offset, rng.choice([0, 1, 100, 5000, 70_000, 3_000_000, SIZE]))
+        sink, storage = host(length)
+        wanted.append((offset, length, storage))
+        extents.append(ReadExtent(offset, length, sink))
+    with FastFileReader(path, config) as reader:
+        reader.read_into(extents)
+        counts = reader.blocks.counts
+        if config.direct is False:
+            assert counts.direct == 0
+    for offset, length, storage in wanted:
+        assert content(storage) == data[offset : offset + length], (offset, length)
+
+
+def test_memory_that_is_aligned_like_the_file(path: Path, data: bytes) -> None:
+    """Direct reads then go straight to their place."""
+    memory = new_storage(SIZE + 8192)
+    start = memory.data_ptr() + -memory.data_ptr() % 4096
+    for offset, length in ((0, SIZE), (4096, 8192), (8192, SIZE - 8192), (4096, 1 << 20)):
+        with FastFileReader(path, DIRECT) as reader:
+            reader.read_into([ReadExtent(offset, length, HostSink(start, length, memory))])
+        assert ctypes.string_at(start, length) == data[offset : offset + length]
+
+
+def test_sinks(path: Path, data: bytes) -> None:
+    sink, storage = host(5000)
+    other, second = host(100)
+    ledger = CrcLedger([9000], [None])
+    parts = PartsSink([(1000, 5000, sink), (5500, 100, other)])
+    expected = ExpectedSink(data[20_000:20_050], "it")
+    with FastFileReader(path, Config(block_size=4096, small_file=0)) as reader:
+        reader.read_into(
+            [
+                ReadExtent(100, 9000, CheckedSink(parts, ledger, 0)),
+                ReadExtent(20_000, 50, expected),
+            ]
+        )
+        assert ledger.wait(0) == crc32(data[100:9100])
+        assert content(storage) == data[1100:6100]
+        assert content(second) == data[5600:5700]
+        with pytest.raises(CorruptCheckpointError, match="it is not what"):
+            reader.read_into([ReadExtent(20_001, 50, expected)])
+
+
+def test_sources(path: Path, data: bytes) -> None:
+    sink, storage = host(50)
+    extents = [ReadExtent(7, 50, sink)]
+    with path.open("rb") as file:
+        file.seek(99)
+        for source in (path, str(path), file, file.fileno()):
+            with FastFileReader(source) as reader:
+                reader.read_into(extents)
+                assert reader.size == SIZE
+                assert reader.name == (f"<fd {source}>" if isinstance(source, int) else str(path))
+            assert content(storage) == data[7:57]
+            assert reader.closed
+        assert file.tell() == 99
+        with FastFileReader(file) as reader:  # also once its name is gone
+            path.unlink()
+            reader.read_into(extents)
+
+
+def test_bad_sources(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        FastFileReader(tmp_path / "missing")
+    for bad in (tmp_path, Path("/dev/null")):
+        with pytest.raises(OSError, match="not a regular file") as caught:
+            FastFileReader(bad)
+        assert caught.value.filename == str(bad)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(OSError, match="regular"):
+            FastFileReader(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_outside_the_file(path: Path) -> None:
+    sink, _ = host(10)
+    with FastFileReader(path) as reader:
+        for offset, length in ((SIZE - 5, 10), (SIZE + 1, 1), (-1, 5), (2**62, 2**62)):
+            with pytest.raises(CorruptCheckpointError, match=r"file\.bin"):
+                reader.read_into([ReadExtent(offset, length, sink)])
+    with pytest.raises(ValueError, match="closed"):
+        reader.read_into([])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_changes(path: Path, direct: bool) -> None:
+    os.utime(path, (1, 1))
+    sink, _ = host(SIZE)
+    with FastFileReader(path, Config(direct=direct, small_file=0)) as reader:
+        os.truncate(path, SIZE // 3)
+        with pytest.raises(CorruptCheckpointError, match="shorter"):
+            reader.read_into([ReadExtent(0, SIZE, sink)])
+    with FastFileReader(path) as reader:
+        with path.open("r+b") as file:
+            file.write(b"new")
+        with pytest.raises(CorruptCheckpointError, match="changed"):
+            reader.read_into([ReadExtent(0, 10, sink)])
+
+
+# --- blocks -------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They surface in the caller with errno and file name, and nothing hangs."""
+
+    def failing(request: Any, done: int = 0) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(threads, "transfer", failing)
+    sink, _ = host(SIZE)
+    with FastFileReader(path, DIRECT) as reader:
+        with pytest.raises(OSError, match="Input/output") as caught:
+            reader.read_into([ReadExtent(0, SIZE, sink)])
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+
+
+def test_direct_reads_that_are_refused(
+    path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems take the flag and refuse the read."""
+    real = threads.transfer
+
+    def refusing(request: Any, done: int = 0) -> int:
+        if os.O_DIRECT & _flags(request.fd):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(request, done)
+
+    monkeypatch.setattr(threads, "transfer", refusing)
+    sink, storage = host(SIZE)
+    with FastFileReader(path, Config(direct=True, small_file=0, block_size=65536)) as reader:
+        if reader.blocks.fallback is not None:
+            pytest.skip("no direct I/O here")
+        reader.read_into([ReadExtent(0, SIZE, sink)])
+        assert "refused" in str(reader.blocks.fallback)
+        assert reader.blocks.counts.direct == 0
+    assert content(storage) == data
+
+
+def _flags(fd: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_GETFL)
+
+
+def test_without_direct_io(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, storage = host(SIZE)
+    monkeypatch.setattr(filesystem, "direct_alignment", lambda fd: None)
+    with FastFileReader(path, DIRECT) as reader:
+        reader.read_into([ReadExtent(0, SIZE, sink)])
+        assert reader.blocks.fallback == "the file system has no direct I/O for this file"
+    assert content(storage) == data
+
+
+class OwnBuffers(ThreadsEngine):
+    """An engine that reads into its own buffers only, and leaves landing to the submitter."""
+
+    name = "own"
+    capabilities = Capabilities(registered_buffers=True)
+
+    def submit(self, requests: Any) -> None:
+        for request in requests:
+            assert any(request.buffer is one for one in self.mine)
+            request.finish = None
+        super().submit(requests)
+
+    def open(self, buffers: Any, queue_depth: int) -> None:
+        self.mine = list(buffers)
+        super().open(buffers, queue_depth)
+
+
+def test_engines_with_own_buffers(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockreader, "create", lambda name, count: OwnBuffers(count))
+    sink, storage = host(SIZE)
+    for direct in (True, False):
+        config = Config(direct=direct, small_file=0, block_size=65536, queue_depth=2)
+        with FastFileReader(path, config) as reader:
+            assert not reader.blocks.takes_any_memory
+            reader.read_into([ReadExtent(0, SIZE, sink)])
+        assert content(storage) == data
+
+
+def test_engines_that_do_not_read(path: Path) -> None:
+    with pytest.raises(EngineUnavailableError, match="null"):
+        FastFileReader(path, Config(engine="null"))
+    with fastserial.options(engine="null"):
+        torch.save([torch.ones(3)], path.with_suffix(".pt"))
+        fastserial.install()
+        try:
+            found = torch.load(path.with_suffix(".pt"))
+        finally:
+            fastserial.uninstall()
+        assert torch.equal(found[0], torch.ones(3))
+
+
+def test_landing_fails(path: Path) -> None:
+    def land(view: memoryview, address: int) -> None:
+        raise ZeroDivisionError
+
+    with path.open("rb") as file:
+        blocks = BlockReader(file.fileno(), SIZE, Config(block_size=65536))
+        try:
+            with pytest.raises(ZeroDivisionError):
+                blocks.read(Block(at, 65536, land) for at in range(0, 65536 * 20, 65536))
+        finally:
+            blocks.close()
+            blocks.close()
+
+
+# --- the page cache -----------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["cachestat", "nowait"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "nowait":
+        monkeypatch.setattr(pagecache, "cached_bytes", lambda *args: None)
+    return request.param
+
+
+def test_cached_fraction(path: Path, how: str) -> None:
+    with path.open("rb") as file:
+        fd = file.fileno()
+        path.read_bytes()
+        full = pagecache.cached_fraction(fd, 0, SIZE)
+        if full is None:
+            pytest.skip("the kernel or the file system does not tell")
+        assert full == 1.0
+        assert pagecache.cached_fraction(fd, 12_345, 100_000) == 1.0
+        assert pagecache.cached_fraction(fd, 5, 0) is None
+        chill(path)
+        cold = pagecache.cached_fraction(fd, 0, SIZE)
+        if cold is not None and cold < 0.5:  # tmpfs and some others keep it
+            assert cold < 0.05
+
+
+def test_the_page_cache_is_used_if_the_file_is_in_it(path: Path) -> None:
+    sink, _ = host(SIZE)
+    with FastFileReader(path, Config(small_file=0)) as reader:
+        if reader.blocks.fallback is not None:
+            pytest.skip("no direct I/O here")
+        path.read_bytes()
+        reader.read_into([ReadExtent(0, SIZE, sink)])
+        assert reader.blocks.counts.direct == 0
+        chill(path)
+        reader.read_into([ReadExtent(0, SIZE, sink)])
+        assert reader.blocks.counts.direct >= SIZE - 8192
