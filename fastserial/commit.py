@@ -19,6 +19,7 @@ import os
 import stat
 from collections.abc import Iterator
 
+from fastserial import freeing
 from fastserial.targets import PathTarget
 
 __all__ = ["Replacement", "temporary_name"]
@@ -78,6 +79,8 @@ class Replacement:
         self.committed = False
         self.fallback: str | None = None
         self.fd = -1
+        self._replaced = -1
+        freeing.wait_until_free()
         self._directory = os.open(
             os.path.dirname(target.path) or os.curdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         )
@@ -197,12 +200,20 @@ class Replacement:
         """
         named = self.named or self._link()
         base = os.path.basename(self.target.path)
+        self._hold(base)
         os.rename(named, base, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         self.named = None
         self.committed = True
         if self.durable:
             self._sync_directory()
         self._close()
+
+    def _hold(self, base: str) -> None:
+        """Keep the old file's space allocated until the new one is safe: see `freeing`."""
+        if self.target.mode is not None:
+            flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+            with contextlib.suppress(OSError):
+                self._replaced = os.open(base, flags, dir_fd=self._directory)
 
     def _sync_directory(self) -> None:
         try:
@@ -239,4 +250,6 @@ class Replacement:
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
-        self.fd = self._directory = -1
+        if self._replaced >= 0:
+            freeing.free(self._replaced)
+        self.fd = self._directory = self._replaced = -1
