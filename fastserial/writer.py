@@ -22,7 +22,7 @@ from fastserial import filesystem
 from fastserial.checksums import CrcLedger
 from fastserial.commit import Replacement
 from fastserial.config import Config
-from fastserial.containers.extents import Extent, Hole, Literal, storages_in, total_length
+from fastserial.containers.extents import Extent, Hole, Literal, total_length
 from fastserial.containers.legacy import storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
@@ -227,8 +227,8 @@ class FastFileWriter:
             WriteError: the disk is full or failed.
         """
         self._check_open()
-        self._write_extents(plan.extents, CrcLedger(plan.sizes, plan.crcs))
-        self._statistics.count_storages(*storages_in(plan.extents))
+        ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
+        self._write_extents(plan.extents, ledger)
 
     def settle(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -310,6 +310,10 @@ class FastFileWriter:
             )
 
     # -- the rest ------------------------------------------------------------------------------
+
+    def count_storages(self, count: int, nbytes: int) -> None:
+        """Note storages in the archive for the statistics."""
+        self._statistics.count_storages(count, nbytes)
 
     def label(self, container: str) -> None:
         """Name the container for the report."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = [
+    "COPIED_BYTES",
     "PACKED_BYTES",
     "PACKED_STORAGE",
     "Computed",
@@ -30,13 +31,13 @@ __all__ = [
     "Packed",
     "Sealed",
     "Source",
-    "storages_in",
     "total_length",
 ]
 
 
 PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with others,
 PACKED_BYTES = 512 * 1024  # into pieces of about this many
+COPIED_BYTES = 64 * 1024  # all storages together up to this many bytes are copied at once
 
 
 class Memory(Protocol):
@@ -139,14 +140,3 @@ class Extent:
 def total_length(extents: Iterable[Extent]) -> int:
     """Return the bytes that extents in file order cover."""
     return sum(extent.length for extent in extents)
-
-
-def storages_in(extents: Iterable[Extent]) -> tuple[int, int]:
-    """Return how many storages extents hold, and their bytes."""
-    count = nbytes = 0
-    for source in (extent.source for extent in extents):
-        if isinstance(source, Data):
-            count, nbytes = count + 1, nbytes + source.length
-        elif isinstance(source, Packed):
-            count, nbytes = count + len(source.sizes), nbytes + sum(source.sizes)
-    return count, nbytes
