@@ -210,7 +210,7 @@ class FastFileWriter:
         self._check_open()
         synchronize([storage for storage, _ in storage_obj_list])
         extents = storage_extents(
-            [(storage_memory(storage), dtype.itemsize) for storage, dtype in storage_obj_list],
+            ((storage_memory(storage), dtype.itemsize) for storage, dtype in storage_obj_list),
             self.tell(),
             save_size,
         )

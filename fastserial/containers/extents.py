@@ -88,7 +88,7 @@ class Packed:
 
     `gaps[i]` are the container's bytes between storage i and the next. If `first` is not None, it
     is the index of the first storage's record, the CRC-32s of all are wanted, and each gap begins
-    with the data descriptor of the storage before it.
+    with the data descriptor of the storage before it. `owners` keep the memory valid.
     """
 
     length: int
@@ -96,6 +96,7 @@ class Packed:
     addresses: list[int]
     sizes: list[int]
     gaps: list[bytes]
+    owners: list[object]
     # A piece cut by the end of a block is made as a whole, and kept until all of it was used.
     made: bytearray | None = None
     used: int = 0

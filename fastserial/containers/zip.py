@@ -153,7 +153,7 @@ class ZipLayout:
             self._end_pack()
             self._flush()
             first = len(self.names) - 1 if self.checksums else None
-            pack = self._pack = Packed(0, first, [], [], [])
+            pack = self._pack = Packed(0, first, [], [], [], [])
         else:
             gap = bytes(self._bytes)
             self._bytes.clear()
