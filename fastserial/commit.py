@@ -145,11 +145,9 @@ class Replacement:
                 return
 
     def _exists(self, name: str) -> bool:
-        try:
-            os.stat(name, dir_fd=self._directory, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
+        return os.access(  # far cheaper than a `stat` that raises
+            name, os.F_OK, dir_fd=self._directory, effective_ids=True, follow_symlinks=False
+        )
 
     def _is(self, name: str, fd: int) -> bool:
         try:
