@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fastserial import oracle
 from fastserial.checksums import crc32
-from fastserial.containers.extents import PACKED_STORAGE, Memory
+from fastserial.containers.extents import COPIED_BYTES, PACKED_STORAGE, Memory
 from fastserial.containers.zip import ZipLayout
 from fastserial.foreign import SequentialWriter
 from fastserial.staging import HostMemory, storage_memory, synchronize
@@ -71,25 +71,28 @@ class ZipArchive:
             self._layout.add_bytes(name, text, crc32(text))
         elif isinstance(data, int):
             self._add_memory(name, HostMemory(data, size, None))
+            self._writer.count_storages(1, size)
         else:
             self._add_memory(name, storage_memory(data))
+            self._writer.count_storages(1, data.nbytes())
 
     def write_record_metadata(self, name: str, size: int) -> None:
         """Add a record whose bytes are left out (`skip_data`)."""
         self._layout.add_hole(name, size)
 
-    def save_torch_storage_object_list(
-        self,
-        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
-        save_size: bool,
-        names: Sequence[str],
-    ) -> None:
-        """Add all storages at once, as records called `names`; a zip has no size prefix."""
-        self._held.append(storage_obj_list)
-        synchronize([storage for storage, _ in storage_obj_list])
+    def add_storages(self, names: Sequence[str], storages: Sequence[torch.UntypedStorage]) -> None:
+        """Add all storages at once, as records called `names`."""
+        self._held.append(storages)
+        sizes = [storage.nbytes() for storage in storages]
+        self._writer.count_storages(len(sizes), sum(sizes))
+        if sum(sizes) <= COPIED_BYTES and all(found.device.type == "cpu" for found in storages):
+            for name, storage, nbytes in zip(names, storages, sizes, strict=True):
+                text = ctypes.string_at(storage.data_ptr(), nbytes)
+                self._layout.add_bytes(name, text, crc32(text))
+            return
+        synchronize(storages)
         add_small = self._layout.add_small
-        for name, (storage, _) in zip(names, storage_obj_list, strict=True):
-            nbytes = storage.nbytes()
+        for name, storage, nbytes in zip(names, storages, sizes, strict=True):
             if 0 < nbytes <= PACKED_STORAGE and storage.device.type == "cpu":
                 address = storage.data_ptr()
                 add_small(name, address, nbytes, ctypes.string_at(address, min(nbytes, _HEAD)))

@@ -146,13 +146,15 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+_VARIABLES = [(name, f"FASTSERIAL_{name.upper()}") for name in _PARSERS]
+
+
 def _from_environment() -> Mapping[str, Any]:
     """Return the options that `FASTSERIAL_*` variables set; parsed again only when they change."""
     global _environment_cache
+    get = os.environ.get
     found = tuple(
-        (name, os.environ[variable])
-        for name in _PARSERS
-        if (variable := f"FASTSERIAL_{name.upper()}") in os.environ
+        [(name, text) for name, variable in _VARIABLES if (text := get(variable)) is not None]
     )
     cached = _environment_cache
     if cached is not None and cached[0] == found:
@@ -194,7 +196,8 @@ def current(**overrides: Any) -> Config:
     Raises:
         ConfigError: an option or environment variable has an impossible value.
     """
-    _check_names(overrides)
+    if overrides:
+        _check_names(overrides)
     merged = {**_from_environment(), **_installed, **(_scoped.get() or {}), **overrides}
     return replace(_DEFAULT, **merged) if merged else _DEFAULT
 

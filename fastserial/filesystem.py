@@ -123,11 +123,9 @@ def is_mount_point(path: str, parent_device: int) -> bool:
     if statx is not None:
         buffer = (ctypes.c_char * _STATX_BYTES)()
         if statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0, buffer) == 0:
-            raw = bytes(buffer)
-            attributes, known = (
-                int.from_bytes(raw[at : at + 8], "little")
-                for at in (_ATTRIBUTES_AT, _ATTRIBUTES_MASK_AT)
-            )
+            raw = buffer.raw
+            attributes = int.from_bytes(raw[_ATTRIBUTES_AT : _ATTRIBUTES_AT + 8], "little")
+            known = int.from_bytes(raw[_ATTRIBUTES_MASK_AT : _ATTRIBUTES_MASK_AT + 8], "little")
             if known & _STATX_ATTR_MOUNT_ROOT:
                 return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
     return os.stat(path).st_dev != parent_device

@@ -47,6 +47,9 @@ class SequentialWriter:
     def label(self, container: str) -> None:
         """Do nothing: there is no report."""
 
+    def count_storages(self, count: int, nbytes: int) -> None:
+        """Do nothing: the statistics are the foreign writer's."""
+
     def write_plan(self, plan: ZipPlan) -> None:
         """Write a whole archive."""
         ledger = CrcLedger(plan.sizes, plan.crcs)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.containers.extents import Computed, Literal
+from fastserial.containers.extents import Literal
 from fastserial.containers.zip import ZipLayout, ZipPlan
 
 __all__ = ["alignment", "checksums_wanted", "finish", "self_check"]
@@ -137,8 +137,6 @@ def _probe_ours(align: int) -> list[tuple[int, bytearray]]:
         sink.seek(extent.offset)
         if isinstance(extent.source, Literal):
             sink.write(extent.source.data)
-        elif isinstance(extent.source, Computed):
-            sink.write(extent.source.data([crc or 0 for crc in plan.crcs]))
     return sink.pieces
 
 

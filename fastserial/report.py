@@ -48,7 +48,7 @@ class Latency:
     def of(cls, seconds: Sequence[float]) -> Latency:
         """Return the summary of a list of latencies."""
         if not seconds:
-            return cls()
+            return NO_LATENCY
         ordered = sorted(seconds)
         last = len(ordered) - 1
 
@@ -57,6 +57,9 @@ class Latency:
 
         mean = sum(ordered) / len(ordered)
         return cls(len(ordered), mean, at(0.50), at(0.95), at(0.99), ordered[-1])
+
+
+NO_LATENCY = Latency()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,8 @@ class SaveReport:
     queue_depth: int = 0
     threads: int = 0
     phases: dict[str, float] = field(default_factory=dict)
-    submit: Latency = Latency()
-    complete: Latency = Latency()
+    submit: Latency = NO_LATENCY
+    complete: Latency = NO_LATENCY
 
     @property
     def bandwidth(self) -> float:

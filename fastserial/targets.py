@@ -53,13 +53,23 @@ class StockWay:
     reason: str
 
 
-def _follow(path: str) -> str | None:
-    """Return the file a chain of symbolic links ends at, or None if it leads to a descriptor."""
+def _follow(path: str) -> tuple[str, os.stat_result | None] | None:
+    """Return the file a chain of symbolic links ends at and its status, None if there is no file.
+
+    Returns None if the chain leads to a descriptor.
+
+    Raises:
+        OSError: a directory on the way is missing or not ours to search.
+    """
     for _ in range(_MAX_LINKS):
         if path.startswith(_SPECIAL):
             return None
-        if not os.path.islink(path):
-            return path
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return path, None
+        if not stat.S_ISLNK(found.st_mode):
+            return path, found
         # Left to the kernel to resolve: the directories above may not be ours to read.
         path = os.path.join(os.path.dirname(path), os.readlink(path))
     raise write_error(errno.ELOOP, path)
@@ -74,14 +84,11 @@ def path_target(name: str) -> PathTarget | StockWay:
     if not name or "\0" in name or name.endswith("/"):
         return StockWay("not a file name")
     try:
-        path = _follow(name)
-        if path is None:
+        found = _follow(name)
+        if found is None:
             return StockWay("an open descriptor, not a file")
+        path, existing = found
         directory = os.path.dirname(path) or os.curdir
-        try:
-            existing = os.stat(path)
-        except FileNotFoundError:
-            existing = None
         parent = os.stat(directory)
     except WriteError:
         raise
@@ -91,12 +98,11 @@ def path_target(name: str) -> PathTarget | StockWay:
         raise _refusal(errno.ENOTDIR, name)
     if parent.st_nlink == 0:  # removed, but still our current directory
         raise _refusal(errno.ENOENT, name)
-    writable = os.access(directory, os.W_OK | os.X_OK, effective_ids=True)
-    readable = os.access(directory, os.R_OK, effective_ids=True)
+    is_open = os.access(directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
     if existing is None:
-        if not writable:
-            raise _denial(directory, name)
-        if not readable:
+        if not is_open:
+            if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+                raise _denial(directory, name)
             return StockWay("the directory is not readable, so it cannot be synced")
         return PathTarget(name, path, None, None)
     if stat.S_ISDIR(existing.st_mode):
@@ -105,7 +111,7 @@ def path_target(name: str) -> PathTarget | StockWay:
         return StockWay("not a regular file")
     if not os.access(path, os.W_OK, effective_ids=True):
         raise _denial(directory, name)
-    if not (writable and readable):
+    if not is_open:
         return StockWay("the directory is not open to us, so the file can only be overwritten")
     if os.geteuid() not in (0, existing.st_uid):
         return StockWay("the file is another user's, so it can only be overwritten")

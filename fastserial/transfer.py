@@ -240,8 +240,12 @@ class BlockWriter:
         self._batch = []
 
     def _write_buffered(self, parts: list[Part]) -> None:
-        whole = staged(parts)
-        self._write_cached(memoryview(whole), self.position - len(whole))
+        source, start, length, _ = parts[0]
+        if len(parts) == 1 and isinstance(source, Literal):
+            whole = memoryview(source.data)[start : start + length]
+        else:
+            whole = memoryview(staged(parts))
+        self._write_cached(whole, self.position - len(whole))
         self._advance(len(whole))
 
     def _write_cached(self, view: memoryview, offset: int) -> None:

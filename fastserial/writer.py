@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
@@ -22,7 +22,7 @@ from fastserial import filesystem
 from fastserial.checksums import CrcLedger
 from fastserial.commit import Replacement
 from fastserial.config import Config
-from fastserial.containers.extents import Extent, Hole, Literal, storages_in, total_length
+from fastserial.containers.extents import Extent, Hole, Literal, total_length
 from fastserial.containers.legacy import storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
@@ -95,12 +95,14 @@ class FastFileWriter:
         self._needed: int | None = None
         self._fd = -1
         self._report: SaveReport | None = None
-        with self._translated():
-            if isinstance(target, PathTarget):
+        if isinstance(target, PathTarget):
+            try:
                 self._replacement = Replacement(target, self._config.durable)
-                self._fd, self._start = self._replacement.fd, 0
-            else:
-                self._fd, self._start = target.fd, target.offset
+            except OSError as error:
+                raise self._write_error(error) from error
+            self._fd, self._start = self._replacement.fd, 0
+        else:
+            self._fd, self._start = target.fd, target.offset
         self._bar = progress_bar(self._config.progress, target.name)
         self._blocks = BlockWriter(self._fd, self._start, self._config, self._bar.update)
         self._statistics = WriterStatistics(self._blocks.tally)
@@ -178,7 +180,7 @@ class FastFileWriter:
                     self._gather()
                 return length
             began = perf_counter()
-            with self._guarded():
+            with _Guarded(self):
                 self._gather()
                 self._blocks.put(Literal(data if isinstance(data, bytes) else view))
                 if not isinstance(data, bytes):
@@ -208,7 +210,7 @@ class FastFileWriter:
         self._check_open()
         synchronize([storage for storage, _ in storage_obj_list])
         extents = storage_extents(
-            [(storage_memory(storage), dtype.itemsize) for storage, dtype in storage_obj_list],
+            ((storage_memory(storage), dtype.itemsize) for storage, dtype in storage_obj_list),
             self.tell(),
             save_size,
         )
@@ -225,8 +227,8 @@ class FastFileWriter:
             WriteError: the disk is full or failed.
         """
         self._check_open()
-        self._write_extents(plan.extents, CrcLedger(plan.sizes, plan.crcs))
-        self._statistics.count_storages(*storages_in(plan.extents))
+        ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
+        self._write_extents(plan.extents, ledger)
 
     def settle(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -234,7 +236,7 @@ class FastFileWriter:
         Raises:
             WriteError: the disk is full or failed.
         """
-        with self._guarded():
+        with _Guarded(self):
             self._blocks.settle()
 
     def close(self) -> None:
@@ -246,7 +248,7 @@ class FastFileWriter:
         if self._closed:
             return
         self._statistics.close += 1
-        with self._guarded():
+        with _Guarded(self):
             self._gather()
             began = perf_counter()
             self._phases.setdefault("serialize", began - self._began)
@@ -309,6 +311,10 @@ class FastFileWriter:
 
     # -- the rest ------------------------------------------------------------------------------
 
+    def count_storages(self, count: int, nbytes: int) -> None:
+        """Note storages in the archive for the statistics."""
+        self._statistics.count_storages(count, nbytes)
+
     def label(self, container: str) -> None:
         """Name the container for the report."""
         self._container = container
@@ -319,7 +325,7 @@ class FastFileWriter:
     def _write_extents(self, extents: Sequence[Extent], ledger: CrcLedger | None) -> None:
         began = perf_counter()
         self._phases.setdefault("serialize", began - self._began)
-        with self._guarded():
+        with _Guarded(self):
             self._gather()
             self._reserve(extents)
             for extent in extents:
@@ -349,23 +355,13 @@ class FastFileWriter:
         if self._closed:
             raise ValueError("I/O operation on closed file.")
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Discard everything on an error, and translate it."""
-        with self._translated():
-            try:
-                yield
-            except BaseException:
-                self.abort()
-                raise
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _give_up(self, error: BaseException) -> None:
+        """Discard everything because of an error, and raise it as a `WriteError` if it is one."""
         try:
-            yield
-        except WriteError:
-            raise
-        except OSError as error:
+            self.abort()
+        except OSError as another:
+            error = another
+        if isinstance(error, OSError) and not isinstance(error, WriteError):
             raise self._write_error(error) from error
 
     def _write_error(self, error: OSError) -> WriteError:
@@ -418,6 +414,27 @@ class FastFileWriter:
                 config.on_report(report)
             except Exception:  # the file is safe: this must not look like a failed save
                 _log.exception("on_report failed for %s", self.name)
+
+
+class _Guarded:
+    """Context manager: an error in it ends the save."""
+
+    __slots__ = ("_writer",)
+
+    def __init__(self, writer: FastFileWriter) -> None:
+        self._writer = writer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._writer._give_up(error)
 
 
 def _resolve(target: str | os.PathLike[str] | BinaryIO) -> PathTarget | FileTarget:

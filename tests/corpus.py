@@ -300,6 +300,17 @@ def _() -> Any:
     return {f"block.{i}.weight": torch.randn(1 + i % 7) for i in range(3000)}
 
 
+# Around the sizes up to which storages are copied at once, or packed with others.
+for _n in (65_536, 65_537):
+    add(f"storages_of_{_n}_bytes_together", lambda n=_n: [noise(n - 1000), noise(1000)])
+
+
+@case("small_and_large_and_empty_in_turn")
+def _() -> Any:
+    sizes = (0, 8, 65_536, 0, 65_537, 3, 0, 70_000, 5, 1, 65_536, *[60_000] * 20, 7)
+    return [noise(n) for n in sizes]
+
+
 @case("more_than_ten_storages")
 def _() -> Any:
     # torch 2.6 writes key 10 before key 2.
@@ -335,6 +346,12 @@ def _() -> Any:
     inner[4096:4100] = mark
     inner[64 * KIB % 4096 : 64 * KIB % 4096 + 4] = mark
     return [torch.cat([mark, noise(n)]) for n in (0, 4, 5, 600)] + [inner, torch.cat([mark, mark])]
+
+
+@case("descriptor_signatures_packed")
+def _() -> Any:
+    mark = torch.tensor(list(b"PK\x07\x08"), dtype=torch.uint8)
+    return [torch.cat([mark, noise(n)]) for n in (0, 4, 5, 600, 65_000)] + [noise(3000)]
 
 
 # --- shared storages --------------------------------------------------------------------------

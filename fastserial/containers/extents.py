@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = [
+    "COPIED_BYTES",
     "PACKED_BYTES",
     "PACKED_STORAGE",
     "Computed",
@@ -30,13 +31,13 @@ __all__ = [
     "Packed",
     "Sealed",
     "Source",
-    "storages_in",
     "total_length",
 ]
 
 
 PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with others,
 PACKED_BYTES = 512 * 1024  # into pieces of about this many
+COPIED_BYTES = 64 * 1024  # all storages together up to this many bytes are copied at once
 
 
 class Memory(Protocol):
@@ -87,7 +88,7 @@ class Packed:
 
     `gaps[i]` are the container's bytes between storage i and the next. If `first` is not None, it
     is the index of the first storage's record, the CRC-32s of all are wanted, and each gap begins
-    with the data descriptor of the storage before it.
+    with the data descriptor of the storage before it. `owners` keep the memory valid.
     """
 
     length: int
@@ -95,6 +96,7 @@ class Packed:
     addresses: list[int]
     sizes: list[int]
     gaps: list[bytes]
+    owners: list[object]
     # A piece cut by the end of a block is made as a whole, and kept until all of it was used.
     made: bytearray | None = None
     used: int = 0
@@ -139,14 +141,3 @@ class Extent:
 def total_length(extents: Iterable[Extent]) -> int:
     """Return the bytes that extents in file order cover."""
     return sum(extent.length for extent in extents)
-
-
-def storages_in(extents: Iterable[Extent]) -> tuple[int, int]:
-    """Return how many storages extents hold, and their bytes."""
-    count = nbytes = 0
-    for source in (extent.source for extent in extents):
-        if isinstance(source, Data):
-            count, nbytes = count + 1, nbytes + source.length
-        elif isinstance(source, Packed):
-            count, nbytes = count + len(source.sizes), nbytes + sum(source.sizes)
-    return count, nbytes

@@ -9,7 +9,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
-from fastserial.containers.extents import Data, Extent, Literal, Memory
+from fastserial.containers.extents import (
+    PACKED_BYTES,
+    PACKED_STORAGE,
+    Data,
+    Extent,
+    Literal,
+    Memory,
+    Packed,
+)
+from fastserial.staging import HostMemory
 
 __all__ = ["storage_extents"]
 
@@ -26,14 +35,31 @@ def storage_extents(
         offset: where the first extent starts (bytes).
         save_size: put the element count before each storage.
     """
-    extents: list[Extent] = []
+    sources: list[Literal | Data | Packed] = []
+    pack: Packed | None = None
     for memory, element_size in storages:
-        if save_size:
-            # As torch: bytes beyond the last whole element are written, but not counted.
-            count = _COUNT.pack(memory.nbytes // element_size)
-            extents.append(Extent(offset, _COUNT.size, Literal(count)))
-            offset += _COUNT.size
-        if memory.nbytes:
-            extents.append(Extent(offset, memory.nbytes, Data(memory, memory.nbytes, None)))
-            offset += memory.nbytes
+        nbytes = memory.nbytes
+        # As torch: bytes beyond the last whole element are written, but not counted.
+        count = _COUNT.pack(nbytes // element_size) if save_size else b""
+        is_small = 0 < nbytes <= PACKED_STORAGE and isinstance(memory, HostMemory)
+        if is_small and pack is not None and pack.length < PACKED_BYTES:
+            pack.gaps.append(count)
+            pack.length += len(count)
+        else:
+            if count:
+                sources.append(Literal(count))
+            pack = Packed(0, None, [], [], [], []) if is_small else None
+            if pack is not None:
+                sources.append(pack)
+        if pack is not None and isinstance(memory, HostMemory):
+            pack.addresses.append(memory.address)
+            pack.sizes.append(nbytes)
+            pack.owners.append(memory.owner)
+            pack.length += nbytes
+        elif nbytes:
+            sources.append(Data(memory, nbytes, None))
+    extents: list[Extent] = []
+    for source in sources:
+        extents.append(Extent(offset, source.length, source))
+        offset += source.length
     return extents

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from fastserial.containers.extents import (
     PACKED_BYTES,
@@ -152,7 +153,7 @@ class ZipLayout:
             self._end_pack()
             self._flush()
             first = len(self.names) - 1 if self.checksums else None
-            pack = self._pack = Packed(0, first, [], [], [])
+            pack = self._pack = Packed(0, first, [], [], [], [])
         else:
             gap = bytes(self._bytes)
             self._bytes.clear()
@@ -183,7 +184,6 @@ class ZipLayout:
         checksums = self.checksums
         self._end_pack()
         self._open(ID_RECORD, 2 * _ID_DIGITS, 0)
-        self._flush()
         sizes, quirks = self._sizes, self._quirks
         last = len(sizes) - 1
         directory = self._cursor + sizes[last] + len(self._descriptor(last, 0))
@@ -202,8 +202,14 @@ class ZipLayout:
             tail = text + self._descriptor(last, id_crc)
             return tail + self._directory(directory, [*crcs[:last], id_crc])
 
-        self._extents.append(Extent(self._cursor, length, Computed(length, make)))
-        return ZipPlan(self._extents, sizes, self._crcs, self._cursor + length)
+        nbytes = self._cursor + length
+        if None in self._crcs:
+            self._flush()
+            self._extents.append(Extent(self._cursor, length, Computed(length, make)))
+        else:
+            self._append(make(cast("list[int]", self._crcs)))
+            self._flush()
+        return ZipPlan(self._extents, sizes, self._crcs, nbytes)
 
     # -- building ------------------------------------------------------------------------------
 
