@@ -80,8 +80,14 @@ class ZipArchive:
         """Add a record whose bytes are left out (`skip_data`)."""
         self._layout.add_hole(name, size)
 
-    def add_storages(self, names: Sequence[str], storages: Sequence[torch.UntypedStorage]) -> None:
-        """Add all storages at once, as records called `names`."""
+    def save_torch_storage_object_list(
+        self,
+        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
+        save_size: bool,
+        names: Sequence[str],
+    ) -> None:
+        """Add all storages at once, as records called `names`; a zip has no size prefix."""
+        storages = [storage for storage, _ in storage_obj_list]
         self._held.append(storages)
         sizes = [storage.nbytes() for storage in storages]
         self._writer.count_storages(len(sizes), sum(sizes))

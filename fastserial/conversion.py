@@ -221,8 +221,13 @@ class _StreamArchive(ZipArchive):
         else:
             super().write_record(name, data, size)
 
-    def add_storages(self, names: Sequence[str], storages: Sequence[torch.UntypedStorage]) -> None:
-        for name, storage in zip(names, storages, strict=True):
+    def save_torch_storage_object_list(
+        self,
+        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
+        save_size: bool,
+        names: Sequence[str],
+    ) -> None:
+        for name, (storage, _) in zip(names, storage_obj_list, strict=True):
             self._add_memory(name, self._places.memory(storage))
 
 

@@ -93,13 +93,14 @@ def save_zip_storages(
     archive: Any, storages: Mapping[str, torch.UntypedStorage], keys: Sequence[str]
 ) -> bool:
     """Hand all storages of a zip checkpoint over; False leaves them to torch's loop."""
-    add_storages = getattr(archive, "add_storages", None)
-    if add_storages is None or torch.serialization._serialization_tls.skip_data:
+    hand_over = getattr(archive, "save_torch_storage_object_list", None)
+    if hand_over is None or torch.serialization._serialization_tls.skip_data:
         return False
     found = [storages[key] for key in keys]
     if not _all_have_bytes(found):
         return False
-    add_storages([f"data/{key}" for key in keys], found)
+    names = [f"data/{key}" for key in keys]
+    hand_over([(storage, torch.uint8) for storage in found], save_size=False, names=names)
     return True
 
 
