@@ -177,6 +177,12 @@ def test_archives_of_other_writers(tmp_path: Path, compression: int) -> None:
         damaged = bytearray(data)
         damaged[at] ^= 0x10
         assert "checksum" in kinds(check(path, damaged)), at
+    empty = entries(data, path)["data/2"]
+    assert empty.size == 0
+    if empty.compressed_size:
+        damaged = bytearray(data)
+        damaged[empty.data_offset] ^= 0x10
+        assert "checksum" in kinds(check(path, damaged))
 
 
 def test_bytes_that_belong_to_nothing(tmp_path: Path) -> None:

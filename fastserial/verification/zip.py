@@ -169,14 +169,14 @@ def _conclude(
     structural = sorted(check.problems, key=lambda problem: problem.offset or 0)
     mismatches: list[Problem] = []
     for index, record in enumerate(check.records):
-        if index in check.failed or record.size == 0:
+        if index in check.failed or not (record.size or record.compressed_size):
             continue
         crc = check.crcs.get(index)
         if record.method == DEFLATED:
             crc = _inflated_crc(fd, record)
         if crc == record.crc:
             result.checked_bytes += record.size
-        elif record.crc == 0 and torch_made and id_problem is None:
+        elif crc is not None and record.crc == 0 and torch_made and id_problem is None:
             result.unchecked += 1  # the id says that the zero is what was written
         else:
             found = "it cannot be read whole" if crc is None else f"CRC-32 is {crc:08x}"
