@@ -77,6 +77,7 @@ class FastFileReader:
         """
         if self._closed:
             raise ValueError("I/O operation on closed file.")
+        extents = [extent for extent in extents if extent.length]  # nothing may lie anywhere
         for extent in extents:
             if extent.offset < 0 or extent.length < 0 or extent.offset + extent.length > self.size:
                 raise CorruptCheckpointError(

@@ -124,6 +124,8 @@ def test_slices(path: Path, options: dict[str, Any]) -> None:
                 index = tuple(_random_index(rng, size) for size in tensor.shape)
                 index = index[: rng.randrange(len(index) + 1)]
                 assert same(sliced[index], tensor[index]), (key, index)
+            beyond = tuple(slice(size, None) for size in tensor.shape)  # nothing, past its end
+            assert same(sliced[beyond], tensor[beyond]), key
             assert same(sliced[...], tensor)
             assert same(sliced[None], tensor[None])
 
