@@ -11,6 +11,7 @@ import typer
 from fastserial.bench.cli_load import load
 from fastserial.bench.cli_model import model, tensor
 from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
+from fastserial.bench.cli_scaling import scaling
 from fastserial.bench.deepspeed import deepspeed_command
 from fastserial.bench.units import parse_bytes
 
@@ -27,6 +28,7 @@ bench_app.add_typer(ramdisk_app, name="ramdisk")
 bench_app.command()(load)
 bench_app.command()(tensor)
 bench_app.command()(model)
+bench_app.command()(scaling)
 bench_app.command("deepspeed")(deepspeed_command)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fastserial.bench.errors import BenchError
+from fastserial.bench.rows import OVERHEAD
 from fastserial.bench.summary import Line
 from fastserial.bench.units import GB
 
 __all__ = ["check_plot", "new_figure", "plot_lines", "save_figure", "wrapped"]
 
-_CAPTION_WIDTH = 100  # characters
+_CAPTION_WIDTH = 125  # characters
 _DPI = 130
 _ROW_INCHES = 0.32
 
@@ -59,11 +60,13 @@ def wrapped(text: str) -> str:
 def plot_lines(path: Path, lines: Sequence[Line], title: str, caption: str) -> None:
     """Draw a bar per row: the median bandwidth, its range, and the ratios beside it.
 
+    Rows that move no bytes to a disk are left out.
+
     Raises:
         BenchError: matplotlib is missing.
         OSError: the file cannot be written.
     """
-    groups = list(dict.fromkeys(line.group for line in lines))
+    groups = [group for group in dict.fromkeys(line.group for line in lines) if group != OVERHEAD]
     ordered = [line for group in groups for line in lines if line.group == group]
     figure = new_figure(11, 1.8 + _ROW_INCHES * len(ordered))
     axes = figure.subplots()
