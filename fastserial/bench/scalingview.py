@@ -31,6 +31,7 @@ _X_LABELS: dict[Axis, str] = {
 }
 _SHORT_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _MARKERS = ("s", "o", "^")
+_FEW_DECADES = 3
 
 
 def show_scaling(result: ScalingResult, console: Console) -> None:
@@ -125,11 +126,21 @@ def _draw(axes: Any, axis: Axis, points: Sequence[Point]) -> None:
     else:
         axes.set_xticks(places, [f"{place:,}" for place in places])
     axes.minorticks_off()
+    _label_few_decades(axes.yaxis)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(_X_LABELS[axis])
     axes.set_ylabel("GB/s (10⁹ bytes of tensor data per second)")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
+
+
+def _label_few_decades(axis: Any) -> None:
+    """Label 2 and 5, too, where powers of ten alone would be too few."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = axis.get_view_interval()
+    if high < low * 10**_FEW_DECADES:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
 
 
 def _legend(name: str) -> str:
