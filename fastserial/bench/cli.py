@@ -26,10 +26,10 @@ ramdisk_app = typer.Typer(
 )
 bench_app.add_typer(ramdisk_app, name="ramdisk")
 bench_app.command()(load)
+bench_app.command("deepspeed")(deepspeed_command)
 bench_app.command()(tensor)
 bench_app.command()(model)
 bench_app.command()(scaling)
-bench_app.command("deepspeed")(deepspeed_command)
 
 
 class Container(str, Enum):
