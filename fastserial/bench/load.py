@@ -169,7 +169,7 @@ def _save(
 
         save_file(state, safetensors)
     except ImportError:
-        missing["safetensors"] = "safetensors is not installed"
+        missing["safetensors"] = "not installed: pip install 'fastserial[bench]'"
     try:
         dcp.write(state, sharded)
     except (ImportError, RuntimeError) as error:
@@ -271,7 +271,9 @@ def _yardstick(
 ) -> Reader | None:
     """Return fio's best variant as a row, or say why there is none."""
     if not bench.with_fio or not fio.installed():
-        missing[FIO] = "fio is not installed" if bench.with_fio else "switched off (--no-fio)"
+        missing[FIO] = (
+            "not installed: apt-get install fio" if bench.with_fio else "switched off (--no-fio)"
+        )
         return None
     best: tuple[float, str, int] | None = None
     for engine in _FIO_ENGINES:

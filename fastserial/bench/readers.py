@@ -59,7 +59,7 @@ def readers(files: Files, state: State) -> tuple[list[Reader], dict[str, str]]:
     missing: dict[str, str] = {}
     for name, module, make in _PEERS:
         if importlib.util.find_spec(module) is None:
-            missing[name] = f"{module} is not installed"
+            missing[name] = f"not installed: pip install {module.replace('_', '-')}"
         elif (reader := make(name, files, state)) is None:
             missing[name] = "there is no file for it"
         else:

@@ -74,7 +74,7 @@ def caption(found: Comparison) -> str:
 
 def show_missing(missing: Mapping[str, str], console: Console) -> None:
     """Print which rows are not there, why, and how to get them; fio, the yardstick, first."""
-    for name, why in sorted(missing.items(), key=lambda item: item[0] != FIO):
+    for name, why in sorted(missing.items(), key=lambda item: not item[0].startswith(FIO)):
         console.print(f"without {escape(name)}: {escape(why)}", soft_wrap=True)
 
 
