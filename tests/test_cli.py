@@ -102,11 +102,11 @@ def test_bench_save(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = command(*SAVE, "--no-small", "--folder", str(folder), "--json", str(target))
+    done = command(*SAVE, "--no-small", "--folder", str(folder), "--json", str(target), "--lines")
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
     assert "fastserial zip: WRITE: bw=" in done.stdout
-    assert "fio was switched off" in done.stdout
+    assert "fio: switched off" in done.stdout
     found = json.loads(target.read_text())
     jobs = {job["jobname"]: job for job in found["jobs"]}
     fast = [job for job in jobs.values() if job["jobname"].startswith("fastserial")]

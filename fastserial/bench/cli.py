@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 from fastserial.bench.cli_load import load
+from fastserial.bench.cli_model import model, tensor
+from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
+from fastserial.bench.cli_scaling import scaling
 from fastserial.bench.deepspeed import deepspeed_command
 from fastserial.bench.units import parse_bytes
 
@@ -24,6 +27,9 @@ ramdisk_app = typer.Typer(
 bench_app.add_typer(ramdisk_app, name="ramdisk")
 bench_app.command()(load)
 bench_app.command("deepspeed")(deepspeed_command)
+bench_app.command()(tensor)
+bench_app.command()(model)
+bench_app.command()(scaling)
 
 
 class Container(str, Enum):
@@ -49,9 +55,10 @@ def save(
         bool, typer.Option("--small/--no-small", help="Also the small cases and the start.")
     ] = True,
     with_fio: Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write everything to this file.")
-    ] = None,
+    lines: WithLines = False,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Save a checkpoint with stock torch and fastserial, interleaved, beside fio.
 
@@ -59,10 +66,12 @@ def save(
     from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
     """
     nbytes = parse_bytes(size)
+    outputs = Outputs(json_file, csv_file, plot_file)
+    outputs.check()
 
-    from fastserial.bench.export import save_as_json, write_json
+    from fastserial.bench.export import save_as_json
     from fastserial.bench.save import SaveBench, run_save
-    from fastserial.bench.view import show_save
+    from fastserial.bench.view import caption, show_save
     from fastserial.console import new_console
 
     bench = SaveBench(
@@ -78,10 +87,10 @@ def save(
     console = new_console()
     with console.status("") as status:
         result = run_save(bench, status.update)
-    show_save(result, console)
-    if json_file is not None:
-        write_json(json_file, save_as_json(result))
-    raise typer.Exit(0 if result.identical else 1)
+    show_save(result, console, lines)
+    found = result.comparison
+    outputs.write("save", found.lines, save_as_json(result), caption(found))
+    raise typer.Exit(0 if result.right else 1)
 
 
 @ramdisk_app.command()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
 from fastserial.bench.units import parse_bytes
 
 __all__ = ["load"]
@@ -22,9 +23,10 @@ def load(
         bool, typer.Option("--peers/--no-peers", help="Also other packages that are installed.")
     ] = True,
     with_fio: Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write everything to this file.")
-    ] = None,
+    lines: WithLines = False,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Load a checkpoint with stock torch, fastserial and others, interleaved, beside fio.
 
@@ -32,17 +34,17 @@ def load(
     with what was saved; exit status 1 if it differs.
     """
     nbytes = parse_bytes(size)
+    outputs = Outputs(json_file, csv_file, plot_file)
+    outputs.check()
 
-    from fastserial.bench.export import write_json
     from fastserial.bench.load import LoadBench, run_load
-    from fastserial.bench.loadview import load_as_json, show_load
+    from fastserial.bench.loadview import load_as_json, load_caption, load_lines, show_load
     from fastserial.console import new_console
 
     bench = LoadBench(folder, nbytes, tensors, runs, small, peers, with_fio)
     console = new_console()
     with console.status("") as status:
         result = run_load(bench, status.update)
-    show_load(result, console)
-    if json_file is not None:
-        write_json(json_file, load_as_json(result))
+    show_load(result, console, lines)
+    outputs.write("load", load_lines(result), load_as_json(result), load_caption(result))
     raise typer.Exit(0 if result.equal else 1)

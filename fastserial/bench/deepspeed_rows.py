@@ -1,43 +1,40 @@
-"""Rows of `bench save`: the engine `deepspeed`, and DeepSpeed's own writer in the same run."""
+"""Rows of DeepSpeed's own writer, in the same run as the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastserial import engines
+from fastserial.bench.contents import zip_holds
 from fastserial.bench.measure import Sample, measure
-from fastserial.bench.rows import DURABLE, Row, fast_row
+from fastserial.bench.rows import DURABLE, LOOSE, Row
 from fastserial.bench.saving import Format, fast, sync
 
-__all__ = ["deepspeed_rows"]
+__all__ = ["their_rows"]
 
 _BUFFER_MB = 64  # DeepSpeed's default io_buffer_size
 
 
-def deepspeed_rows(
-    state: object, formats: Sequence[Format], **options: Any
+def their_rows(
+    state: object, formats: Sequence[Format], promises: Sequence[bool] = (True,)
 ) -> tuple[list[Row], str | None]:
-    """Return the rows, or none and what is missing here.
+    """Return a row for each format and promise (durable or not), or none and what is missing here.
 
     DeepSpeed's writer is given our patches (it gets its storages in one call, and our checksums in
-    the zip format), our repairs, and a sync of the directory: it is then durable as the others are.
+    the zip format), our repairs, and, where it has to be durable, a sync of file and directory.
     """
     missing = next(one.missing for one in engines.survey() if one.name == "deepspeed")
     if missing is not None:
         return [], missing
-    rows: list[Row] = []
-    for container in formats:
-        row = fast_row(state, container, engine="deepspeed", **options)
-        rows.append(replace(row, name=f"fastserial {container}, engine deepspeed"))
-    return [*rows, *(_their_row(state, container) for container in formats)], None
+    return [_row(state, one, durable) for durable in promises for one in formats], None
 
 
-def _their_row(state: object, container: Format) -> Row:
+def _row(state: object, container: Format, durable: bool) -> Row:
     made: list[Callable[[Path], Any]] = []  # the handle and buffer are made once
 
     def run(path: Path) -> Sample:
@@ -50,7 +47,8 @@ def _their_row(state: object, container: Format) -> Row:
             writer = made[0](path)
             torch.save(state, writer, _use_new_zipfile_serialization=container == "zip")
             writer.close()
-            sync(path)
+            if durable:
+                sync(path)
 
         with fast(), repaired():
             used = measure(call)
@@ -58,7 +56,10 @@ def _their_row(state: object, container: Format) -> Row:
 
     # Its zip archives are all called "archive", so their bytes differ from those of a path.
     same = f"stock {container}" if container == "legacy" else None
-    return Row(f"DeepSpeed's writer, {container}", DURABLE, run, f"stock {container}", same)
+    check = partial(zip_holds, state) if container == "zip" else None
+    group, ending = (DURABLE, "") if durable else (LOOSE, ", not durable")
+    name, compared = f"DeepSpeed's writer, {container}{ending}", f"stock {container}{ending}"
+    return Row(name, group, run, compared, same, check=check)
 
 
 def _writer_factory() -> Callable[[Path], Any]:

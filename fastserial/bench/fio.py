@@ -16,7 +16,15 @@ from fastserial.bench.measure import Sample
 from fastserial.bench.rows import DURABLE, Row
 from fastserial.report import Latency
 
-__all__ = ["HUGE_BYTES", "FioVariant", "best_variants", "fio_row", "installed", "run_fio"]
+__all__ = [
+    "HUGE_BYTES",
+    "FioVariant",
+    "best_variants",
+    "fio_row",
+    "installed",
+    "latency_of",
+    "run_fio",
+]
 
 _ENGINES = ("io_uring", "libaio")
 _BLOCKS = (1 << 20, 4 << 20, 8 << 20)
@@ -90,11 +98,13 @@ def _sample(job: Mapping[str, Any]) -> Sample:
     written = job["write"]
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     return Sample(
-        written["io_bytes"], written["runtime"] / 1000, cpu, None, _latency(written["clat_ns"])
+        written["io_bytes"], written["runtime"] / 1000, cpu, None, latency_of(written["clat_ns"])
     )
 
 
-def _latency(found: Mapping[str, Any]) -> Latency:
+def latency_of(found: Mapping[str, Any]) -> Latency:
+    """Return the latencies of fio's `clat_ns`."""
+
     def at(percent: int) -> float:
         return float(found.get("percentile", {}).get(f"{percent}.000000", 0)) / 1e9
 

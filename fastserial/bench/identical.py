@@ -55,5 +55,5 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     # as bytes: a NaN equals itself then
-    left, right = (t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other))
+    left, right = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (one, other))
     return torch.equal(left, right)

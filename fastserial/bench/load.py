@@ -6,10 +6,8 @@ and what each one loaded is compared with what was saved.
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastserial.bench import fio
+from fastserial.bench import dcp, fio
 from fastserial.bench.errors import BenchError
 from fastserial.bench.identical import different_tensors
 from fastserial.bench.machine import Machine, this_machine
@@ -163,7 +161,7 @@ def _save(
     with stock():
         write(state, paths[0], "zip")
         write(state, paths[1], "legacy")
-    safetensors, dcp = folder / "checkpoint.safetensors", folder / "dcp"
+    safetensors, sharded = folder / "checkpoint.safetensors", folder / "dcp"
     if not peers:
         return Files(*paths, None, None), missing
     try:
@@ -171,19 +169,13 @@ def _save(
 
         save_file(state, safetensors)
     except ImportError:
-        missing["safetensors"] = "safetensors is not installed"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
-            writer = checkpoint.FileSystemWriter(dcp)
-            checkpoint.save(state, storage_writer=writer, no_dist=True)
-        except (ImportError, RuntimeError) as error:
-            missing["DCP"] = str(error)
-    return (
-        Files(*paths, safetensors if safetensors.exists() else None, dcp if dcp.exists() else None),
-        missing,
-    )
+        missing["safetensors"] = "not installed: pip install 'fastserial[bench]'"
+    try:
+        dcp.write(state, sharded)
+    except (ImportError, RuntimeError) as error:
+        missing["DCP"] = str(error)
+    found = [path if path.exists() else None for path in (safetensors, sharded)]
+    return Files(*paths, *found), missing
 
 
 # -- running -------------------------------------------------------------------------------------
@@ -232,12 +224,13 @@ def _run(
     settle(pause)
     given = reader.prepare()
     kept: list[Any] = []
-    fallback = None
+    fallback = latency = None
     with reader.context():
         used = measure(lambda: kept.append(reader.load(given)))
         if reader.name.startswith("fastserial"):
             report = last_load_report()
-            fallback = report.fallback if report is not None else None
+            if report is not None:
+                fallback, latency = report.fallback, report.complete
     if isinstance(kept[0], Sample):  # fio tells itself
         row.samples += [kept[0]] * keep
         return
@@ -247,7 +240,7 @@ def _run(
     extra = used.extra_bytes
     over = None if extra is None else extra - (0 if given is not None else nbytes)
     if keep:
-        row.samples.append(Sample(nbytes, used.seconds, used.cpu_seconds, over, None, fallback))
+        row.samples.append(Sample(nbytes, used.seconds, used.cpu_seconds, over, latency, fallback))
 
 
 def _line(
@@ -278,7 +271,9 @@ def _yardstick(
 ) -> Reader | None:
     """Return fio's best variant as a row, or say why there is none."""
     if not bench.with_fio or not fio.installed():
-        missing[FIO] = "fio is not installed" if bench.with_fio else "switched off (--no-fio)"
+        missing[FIO] = (
+            "not installed: apt-get install fio" if bench.with_fio else "switched off (--no-fio)"
+        )
         return None
     best: tuple[float, str, int] | None = None
     for engine in _FIO_ENGINES:
@@ -323,4 +318,5 @@ def _fio_read(path: Path, engine: str, block: int) -> Sample:
         words = (done.stderr or done.stdout).strip().splitlines()[:3]
         raise BenchError(f"fio failed: {' '.join(words)}") from None
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Sample(read["io_bytes"], read["runtime"] / 1000, cpu)
+    latency = fio.latency_of(read["clat_ns"])
+    return Sample(read["io_bytes"], read["runtime"] / 1000, cpu, None, latency)

@@ -10,33 +10,41 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fastserial.bench.export import job, stamp
 from fastserial.bench.load import TEMPERATURES, LoadLine, LoadResult
 from fastserial.bench.machine import describe_folder
-from fastserial.bench.summary import Spread
+from fastserial.bench.summary import Line
 from fastserial.bench.units import MB
+from fastserial.bench.view import UNKNOWN, format_ratio, show_lines, show_missing
 from fastserial.report import format_bytes
 
-__all__ = ["load_as_json", "show_load"]
-
-_UNKNOWN = "–"
+__all__ = ["load_as_json", "load_caption", "load_lines", "show_load"]
 
 
-def show_load(result: LoadResult, console: Console) -> None:
-    """Print the result of `bench load`."""
-    bench = result.bench
-    console.print(escape(str(result.machine)), soft_wrap=True)
-    console.print(escape(describe_folder(result.folder)), soft_wrap=True)
-    console.print(
-        f"{bench.tensors} tensors, {format_bytes(bench.nbytes)}; medians of {bench.runs} "
-        "interleaved runs (least–greatest); ratios are of runs of the same round; memory is the "
-        "peak beyond the data",
-        soft_wrap=True,
-    )
+def show_load(result: LoadResult, console: Console, lines: bool = False) -> None:
+    """Print the result of `bench load`, with `lines` also one line per row in fio's manner."""
+    console.print(escape(load_caption(result)), soft_wrap=True)
     console.print(_table("", result.lines))
     if result.small:
         console.print(_table("20,000 tensors of 4 KiB", result.small))
-    for name, why in result.missing.items():
-        console.print(f"without {escape(name)}: {escape(why)}", soft_wrap=True)
+    show_missing(result.missing, console)
+    if lines:
+        show_lines(load_lines(result), console, "READ")
+
+
+def load_caption(result: LoadResult) -> str:
+    """Return where and what was measured, and how, in three lines."""
+    bench = result.bench
+    return (
+        f"{result.machine}\n{describe_folder(result.folder)}\n{bench.tensors} tensors, "
+        f"{format_bytes(bench.nbytes)}; medians of {bench.runs} interleaved runs "
+        "(least–greatest); ratios are of runs of the same round; memory is the peak beyond the data"
+    )
+
+
+def load_lines(result: LoadResult) -> list[Line]:
+    """Return the rows as those of other benchmarks, the temperature in their names."""
+    return [_line(line) for line in result.lines]
 
 
 def _table(title: str, lines: Sequence[LoadLine]) -> Table:
@@ -56,23 +64,18 @@ def _cells(line: LoadLine) -> Iterator[str]:
     spread = line.bandwidth
     yield f"  {line.name}"
     yield f"{spread.median / MB:,.0f} ({spread.low / MB:,.0f}–{spread.high / MB:,.0f})"
-    yield _ratio(line.to_fio)
-    yield _ratio(line.to_stock)
+    yield format_ratio(line.to_fio)
+    yield format_ratio(line.to_stock)
     yield f"{line.cpu_per_gb.median:.2f}"
-    yield _UNKNOWN if line.over_bytes is None else f"{line.over_bytes / 2**20:+.0f}MiB"
-    yield {None: _UNKNOWN, True: "yes", False: "[red]NO[/red]"}[line.equal]
-
-
-def _ratio(spread: Spread | None) -> str:
-    if spread is None:
-        return _UNKNOWN
-    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
+    yield UNKNOWN if line.over_bytes is None else f"{line.over_bytes / 2**20:+.0f}MiB"
+    yield {None: UNKNOWN, True: "yes", False: "[red]NO[/red]"}[line.equal]
 
 
 def load_as_json(result: LoadResult) -> dict[str, Any]:
     """Return the result as plain JSON values; fio's names where it has them, times in seconds."""
     return {
         "benchmark": "load",
+        **stamp(),
         "machine": dataclasses.asdict(result.machine),
         "folder": dataclasses.asdict(result.folder),
         "global options": dataclasses.asdict(result.bench),
@@ -83,20 +86,27 @@ def load_as_json(result: LoadResult) -> dict[str, Any]:
 
 
 def _job(line: LoadLine) -> dict[str, Any]:
-    return {
-        "jobname": line.name,
-        "group": line.temperature,
-        "read": {
-            "io_bytes": line.samples[-1].nbytes,
-            "bw_bytes": round(line.bandwidth.median),
-            "bw": round(line.bandwidth.median / 1024),
-            "runtime": round(line.seconds.median * 1000),
-        },
-        "ratio_to_fio": line.to_fio and dataclasses.asdict(line.to_fio),
-        "ratio_to_stock": line.to_stock and dataclasses.asdict(line.to_stock),
-        "cpu_seconds_per_gb": dataclasses.asdict(line.cpu_per_gb),
-        "peak_beyond_data_bytes": line.over_bytes,
-        "equal": line.equal,
-        "fallback": line.fallback,
-        "runs": [dataclasses.asdict(sample) for sample in line.samples],
-    }
+    found = job(_line(line), "read")
+    del found["peak_extra_bytes"], found["identical"]
+    return {**found, "jobname": line.name, "peak_beyond_data_bytes": line.over_bytes}
+
+
+def _line(line: LoadLine) -> Line:
+    samples = line.samples
+    middle = sorted(samples, key=lambda sample: sample.seconds)[len(samples) // 2]
+    return Line(
+        name=f"{line.name}, {line.temperature}",
+        group=line.temperature,
+        nbytes=samples[-1].nbytes,
+        samples=samples,
+        seconds=line.seconds,
+        bandwidth=line.bandwidth,
+        to_fio=line.to_fio,
+        to_stock=line.to_stock,
+        cpu_per_gb=line.cpu_per_gb,
+        extra_bytes=line.over_bytes,
+        identical=None,
+        latency=middle.latency,
+        fallback=line.fallback,
+        equal=line.equal,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,15 @@ from fastserial.bench.errors import BenchError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["MODELS", "build_module"]
+__all__ = ["MODELS", "build_module", "meta_module"]
+
+_LLAMA3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_LLAMA3_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
 
 # Name: transformers' model type, and the arguments of its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -22,6 +31,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "phi3": ("phi3", {}),
     "llama-7b": ("llama", {}),
+    "llama3-1b": ("llama", {**_LLAMA3, **_LLAMA3_1B}),
+    "llama3-8b": ("llama", {**_LLAMA3, "intermediate_size": 14336}),
 }
 
 
@@ -34,6 +45,25 @@ def build_module(model: str) -> tuple[nn.Module, int]:
     Raises:
         BenchError: transformers is not installed, or there is no such model.
     """
+    make, config = _architecture(model)
+    return make(config), int(config.vocab_size)
+
+
+def meta_module(model: str) -> nn.Module:
+    """Return the same model without weights, on torch's meta device: it takes no memory.
+
+    Raises:
+        BenchError: transformers is not installed, or there is no such model.
+    """
+    import torch
+
+    make, config = _architecture(model)
+    with torch.device("meta"):
+        return make(config)
+
+
+def _architecture(model: str) -> tuple[Callable[[Any], nn.Module], Any]:
+    """Return what makes a model from a config, and the config."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is to be downloaded
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -52,4 +82,4 @@ def build_module(model: str) -> tuple[nn.Module, int]:
             "transformers config.json"
         )
     make: Any = AutoModelForCausalLM.from_config  # not annotated
-    return make(config), int(config.vocab_size)
+    return make, config

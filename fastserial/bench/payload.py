@@ -10,7 +10,15 @@ from fastserial.bench.errors import BenchError
 from fastserial.bench.meminfo import meminfo
 from fastserial.report import format_bytes
 
-__all__ = ["check_memory", "many_small", "mixed_state", "one_small", "tensor_sizes"]
+__all__ = [
+    "check_memory",
+    "equal_state",
+    "fill",
+    "many_small",
+    "mixed_state",
+    "one_small",
+    "tensor_sizes",
+]
 
 _DECADES = 4.5  # largest to smallest tensor: an embedding beside a bias
 _DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.int64)
@@ -29,7 +37,7 @@ def tensor_sizes(nbytes: int, count: int, seed: int = 0) -> list[int]:
     return [max(_UNIT, round(weight * scale / _UNIT) * _UNIT) for weight in weights]
 
 
-def check_memory(nbytes: int) -> None:
+def check_memory(nbytes: int, advice: str = "give a smaller --size") -> None:
     """Refuse what would not fit into memory.
 
     Raises:
@@ -39,7 +47,7 @@ def check_memory(nbytes: int) -> None:
     if available < nbytes + _SPARE:
         raise BenchError(
             f"the data takes {format_bytes(nbytes)} of memory and {format_bytes(available)} are "
-            "available: give a smaller --size"
+            f"available: {advice}"
         )
 
 
@@ -57,6 +65,28 @@ def mixed_state(nbytes: int, tensors: int, seed: int = 0) -> dict[str, torch.Ten
         words.random_(generator=generator)  # any bits: also NaNs and denormals
         state[f"layers.{index}.weight"] = words.view(_DTYPES[index % len(_DTYPES)])
     return state
+
+
+def equal_state(nbytes: int, tensors: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a state dict of about `nbytes` bytes in tensors of one size, 8 bytes at least.
+
+    Raises:
+        BenchError: it would not fit into memory.
+    """
+    check_memory(nbytes)
+    generator = torch.Generator().manual_seed(seed)
+    words = max(1, nbytes // tensors // _UNIT)
+    data = torch.empty((tensors, words), dtype=torch.int64).random_(generator=generator)
+    # clones: each has its own storage
+    return {f"layers.{i}.weight": row.clone().view(torch.float32) for i, row in enumerate(data)}
+
+
+def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill a new, contiguous tensor on the CPU with random bits, eight bytes at a time."""
+    raw = tensor.view(-1).view(torch.uint8)
+    whole = raw.numel() // _UNIT * _UNIT
+    raw[:whole].view(torch.int64).random_(generator=generator)
+    raw[whole:].random_(0, 256, generator=generator)
 
 
 def many_small(count: int = 20_000, nbytes: int = 4096, seed: int = 0) -> dict[str, torch.Tensor]:

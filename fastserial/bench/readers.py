@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fastserial.bench import dcp
 from fastserial.bench.saving import fast, stock
 from fastserial.filling import load_into
 
@@ -58,7 +59,7 @@ def readers(files: Files, state: State) -> tuple[list[Reader], dict[str, str]]:
     missing: dict[str, str] = {}
     for name, module, make in _PEERS:
         if importlib.util.find_spec(module) is None:
-            missing[name] = f"{module} is not installed"
+            missing[name] = f"not installed: pip install {module.replace('_', '-')}"
         elif (reader := make(name, files, state)) is None:
             missing[name] = "there is no file for it"
         else:
@@ -176,22 +177,11 @@ def _dcp(name: str, files: Files, state: State) -> Reader | None:
         return None
 
     def load(target: State) -> State:
-        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-        with _quiet():
-            dcp.load(target, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        dcp.read(target, folder)
         return target
 
     paths = tuple(sorted(path for path in folder.iterdir() if path.suffix == ".distcp"))
     return Reader(name, paths, load, prepare=lambda: _empty(state), group="peer")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 _PEERS: list[tuple[str, str, _Make]] = [

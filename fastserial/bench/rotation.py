@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,14 +29,17 @@ class Plan:
 
 @dataclass(slots=True)
 class Measured:
-    """A row, its sample of each round, and whether its files held the right bytes.
+    """A row and its sample of each round.
 
-    `identical` is None where there is nothing to compare with.
+    Attributes:
+        identical: whether its files held the right bytes; None if there is nothing to compare.
+        equal: whether what was read back equals what was written; None if not read back.
     """
 
     row: Row
     samples: list[Sample] = field(default_factory=list)
     identical: bool | None = None
+    equal: bool | None = None
 
 
 def rotate(
@@ -46,8 +50,8 @@ def rotate(
 ) -> list[Measured]:
     """Run all rows in turn, warm-ups first, and return their samples round by round.
 
-    Each run writes a name that was never used before, or overwrites, as the row says. Bytes are
-    compared in the first and in the last round.
+    Each run writes a name that was never used before, or overwrites, as the row says. Bytes and
+    contents are compared in the first and in the last round.
     """
     measured = [Measured(row) for row in rows]
     wanted = {row.same_bytes_as for row in rows}
@@ -70,7 +74,16 @@ def rotate(
             if row.same_bytes_as in digests and turn in (0, rounds - 1):
                 same = digest(path) == digests[row.same_bytes_as]
                 one.identical = same and one.identical is not False
+            if row.check is not None and turn in (0, rounds - 1):
+                one.equal = row.check(path) and one.equal is not False
             if not row.overwrites:
-                path.unlink()
+                _remove(path)
     overwritten.unlink(missing_ok=True)
     return measured
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,20 +1,31 @@
-"""What a benchmark compares: rows, each one way to write one file."""
+"""What a benchmark compares: rows, each one way to write one checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fastserial
+from fastserial.bench.contents import zip_holds
 from fastserial.bench.errors import BenchError
 from fastserial.bench.measure import Sample, measure
 from fastserial.bench.pages import small_pages
 from fastserial.bench.saving import Format, fast, stock, sync, write
 
-__all__ = ["DURABLE", "LOOSE", "OVERHEAD", "OVERWRITE", "Row", "fast_row", "stock_row"]
+__all__ = [
+    "DURABLE",
+    "LOOSE",
+    "OVERHEAD",
+    "OVERWRITE",
+    "Row",
+    "fast_row",
+    "stock_row",
+    "torch_rows",
+]
 
 DURABLE = "durable"
 OVERWRITE = "durable, overwriting"
@@ -29,10 +40,12 @@ class Row:
     Attributes:
         name: what is measured.
         group: what it may be compared with: rows of one group give the same promise.
-        run: writes the file at a path and tells what that took.
+        run: writes a file or a directory at a path and tells what that took.
         stock: name of the row of stock torch that this one is compared with.
         same_bytes_as: name of a row above whose file this one's must equal.
         overwrites: writes over the file that the last overwriting row left.
+        check: reads back what was written and tells whether it equals what was to be written;
+            for formats that are compared by their content, not by their bytes.
     """
 
     name: str
@@ -41,6 +54,7 @@ class Row:
     stock: str | None = None
     same_bytes_as: str | None = None
     overwrites: bool = False
+    check: Callable[[Path], bool] | None = None
 
 
 def stock_row(
@@ -51,7 +65,10 @@ def stock_row(
     overwrites: bool = False,
     crc: bool = True,
 ) -> Row:
-    """Return a row of torch as it came; durable means an fsync of file and directory."""
+    """Return a row of torch as it came; durable means an fsync of file and directory.
+
+    Zip files are read back through a memory map, which takes no memory; legacy ones have no map.
+    """
 
     def run(path: Path) -> Sample:
         def call() -> None:
@@ -66,7 +83,8 @@ def stock_row(
     group = _group(durable, overwrites)
     name = _name("stock", container, group) + ("" if crc else ", CRC off")
     plain = _name("stock", container, group)
-    return Row(name, group, run, None if crc else plain, None, overwrites)
+    check = partial(zip_holds, state) if container == "zip" else None
+    return Row(name, group, run, None if crc else plain, None, overwrites, check)
 
 
 def fast_row(
@@ -111,6 +129,37 @@ def fast_row(
         None if null else _name("stock", container, DURABLE),
         overwrites,
     )
+
+
+def torch_rows(
+    state: object,
+    formats: Sequence[Format],
+    *,
+    overwriting: bool = False,
+    loose: bool = True,
+    small_pages: bool = False,
+) -> list[Row]:
+    """Return the rows of torch, stock ones first: what others must equal comes first.
+
+    Args:
+        overwriting: add rows that save over an existing file.
+        loose: add rows that are not durable.
+        small_pages: add rows on ordinary pages, to compare with fio on ordinary pages.
+    """
+    rows = [stock_row(state, container) for container in formats]
+    if "zip" in formats:
+        rows.append(stock_row(state, "zip", crc=False))
+    rows += [fast_row(state, container) for container in formats]
+    for container in formats if small_pages else ():
+        rows.append(fast_row(state, container, huge_pages=False))
+    for container in formats if overwriting else ():
+        rows.append(stock_row(state, container, overwrites=True))
+        rows.append(fast_row(state, container, overwrites=True))
+    for container in formats if loose else ():
+        rows.append(stock_row(state, container, durable=False))
+        rows.append(fast_row(state, container, durable=False))
+        rows.append(fast_row(state, container, durable=False, engine="null"))
+    return rows
 
 
 def _group(durable: bool, overwrites: bool) -> str:

@@ -38,7 +38,7 @@ def scratch(folder: Path, needed: int) -> Iterator[Path]:
     if free < needed:
         raise BenchError(
             f"{folder} has {format_bytes(free)} free, {format_bytes(needed)} are needed: "
-            "free some, or give a smaller --size"
+            "free some, or measure with less data"
         )
     with _signals_raise():
         try:

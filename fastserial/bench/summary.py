@@ -45,6 +45,7 @@ class Line:
         cpu_per_gb: processor seconds per 10⁹ bytes.
         extra_bytes: highest peak of extra memory; None where unknown.
         identical: whether its bytes are stock's; None if not compared.
+        equal: whether what was read back is what was written; None if not read back.
         latency: of the single writes in the round with the median time, where known.
         fallback: why a run did not go the fastest way, if any did not.
     """
@@ -62,6 +63,12 @@ class Line:
     identical: bool | None
     latency: Latency | None
     fallback: str | None
+    equal: bool | None = None
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing wrong was found in what it wrote."""
+        return self.identical is not False and self.equal is not False
 
 
 def paired(samples: Sequence[Sample], base: Sequence[Sample]) -> Spread:
@@ -112,6 +119,7 @@ def _line(one: Measured, stock: list[Sample] | None, fio: list[Sample] | None) -
         identical=one.identical,
         latency=middle.latency,
         fallback=next((sample.fallback for sample in samples if sample.fallback), None),
+        equal=one.equal,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fastserial.bench.comparison import FIO, Comparison
 from fastserial.bench.machine import describe_folder
 from fastserial.bench.save import SaveResult
 from fastserial.bench.small import SmallCase
@@ -16,9 +17,18 @@ from fastserial.bench.summary import Line, Spread, unsteadiness
 from fastserial.bench.units import MB
 from fastserial.report import format_bandwidth, format_bytes
 
-__all__ = ["fio_line", "show_save"]
+__all__ = [
+    "UNKNOWN",
+    "caption",
+    "fio_line",
+    "format_ratio",
+    "show_comparison",
+    "show_lines",
+    "show_missing",
+    "show_save",
+]
 
-_UNKNOWN = "–"
+UNKNOWN = "–"
 _PAGES = (
     "[yellow]fio ran on ordinary pages, fastserial on huge ones: only the rows “small pages” "
     "compare like with like, and a ratio above 1 does not mean faster than the device. For fio on "
@@ -26,39 +36,56 @@ _PAGES = (
 )
 
 
-def show_save(result: SaveResult, console: Console) -> None:
-    """Print the result of `bench save`."""
-    console.print(escape(str(result.machine)), soft_wrap=True)
-    console.print(escape(describe_folder(result.folder)), soft_wrap=True)
-    options = ", ".join(f"{name}={value}" for name, value in result.options.items())
-    console.print(f"fastserial: {escape(options)}", soft_wrap=True)
-    console.print(
-        f"{result.bench.tensors} tensors, {format_bytes(result.bench.nbytes)}; medians of "
-        f"{result.bench.runs} interleaved runs (least–greatest); ratios are of runs of the same "
-        "round",
-        soft_wrap=True,
-    )
-    if result.fio_missing:
-        console.print(f"without fio: {escape(result.fio_missing)}", soft_wrap=True)
-    console.print(_table(result.lines))
-    if (factor := unsteadiness(result.lines)) is not None:
-        console.print(
-            f"[red]Do not quote this run: the durable rows varied {factor:.1f}-fold (median), so "
-            "the disk or the machine was busy with other things.[/red]",
-            soft_wrap=True,
-        )
-    if result.fio_small_pages:
-        console.print(_PAGES, soft_wrap=True)
-    for line in result.lines:
-        console.print(escape(fio_line(line)), soft_wrap=True)
+def show_save(result: SaveResult, console: Console, lines: bool = False) -> None:
+    """Print the result of `bench save`, with `lines` also one line per row in fio's manner."""
+    show_comparison(result.comparison, console, lines)
     for case in result.small:
         console.print(_small_table(case))
     if result.startup is not None:
         console.print(_startup(result.startup), soft_wrap=True)
 
 
-def fio_line(line: Line) -> str:
-    """Return a row's result as fio writes it, with its ratios."""
+def show_comparison(found: Comparison, console: Console, lines: bool = False) -> None:
+    """Print where, what and how fast, what is missing, and whether to quote it."""
+    console.print(escape(caption(found)), soft_wrap=True)
+    options = ", ".join(f"{name}={value}" for name, value in found.options.items())
+    console.print(f"fastserial: {escape(options)}", soft_wrap=True)
+    show_missing(found.missing, console)
+    console.print(_table(found.lines))
+    if (factor := unsteadiness(found.lines)) is not None:
+        console.print(
+            f"[red]Do not quote this run: the durable rows varied {factor:.1f}-fold (median), so "
+            "the disk or the machine was busy with other things.[/red]",
+            soft_wrap=True,
+        )
+    if found.fio_small_pages:
+        console.print(_PAGES, soft_wrap=True)
+    if lines:
+        show_lines(found.lines, console)
+
+
+def caption(found: Comparison) -> str:
+    """Return where and what was measured, and how, in three lines."""
+    return (
+        f"{found.machine}\n{describe_folder(found.folder)}\n{found.data}; medians of {found.runs} "
+        "interleaved runs (least–greatest); ratios are of runs of the same round"
+    )
+
+
+def show_missing(missing: Mapping[str, str], console: Console) -> None:
+    """Print which rows are not there, why, and how to get them; fio, the yardstick, first."""
+    for name, why in sorted(missing.items(), key=lambda item: not item[0].startswith(FIO)):
+        console.print(f"without {escape(name)}: {escape(why)}", soft_wrap=True)
+
+
+def show_lines(lines: Sequence[Line], console: Console, direction: str = "WRITE") -> None:
+    """Print one line per row in fio's manner."""
+    for line in lines:
+        console.print(escape(fio_line(line, direction)), soft_wrap=True)
+
+
+def fio_line(line: Line, direction: str = "WRITE") -> str:
+    """Return a row's result as fio writes it, with its ratios; `direction` is `WRITE` or `READ`."""
     spread, parts = line.bandwidth, []
     parts.append(f"bw={format_bandwidth(spread.median)}")
     parts.append(f"{format_bandwidth(spread.low)}-{format_bandwidth(spread.high)}")
@@ -72,11 +99,18 @@ def fio_line(line: Line) -> str:
             parts.append(f"{name}={ratio.median:.2f}x")
     if line.fallback:
         parts.append(f"fallback={line.fallback}")
-    return f"{line.name}: WRITE: {', '.join(parts)}"
+    return f"{line.name}: {direction}: {', '.join(parts)}"
+
+
+def format_ratio(spread: Spread | None) -> str:
+    """Return a ratio with its range."""
+    if spread is None:
+        return UNKNOWN
+    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
 
 
 def _table(lines: Sequence[Line]) -> Table:
-    table = Table("", "MB/s", "× fio", "× stock", "CPU s/GB", "extra memory", "identical")
+    table = Table("", "MB/s", "× fio", "× stock", "CPU s/GB", "extra memory", "checked")
     for column in table.columns[1:]:
         column.justify = "right"
     for group in dict.fromkeys(line.group for line in lines):
@@ -92,21 +126,23 @@ def _cells(line: Line) -> Iterator[str]:
     yield f"  {line.name}"
     spread = line.bandwidth
     yield f"{spread.median / MB:,.0f} ({spread.low / MB:,.0f}–{spread.high / MB:,.0f})"
-    yield _ratio(line.to_fio)
-    yield _ratio(line.to_stock)
+    yield format_ratio(line.to_fio)
+    yield format_ratio(line.to_stock)
     yield f"{line.cpu_per_gb.median:.2f}"
-    yield _UNKNOWN if line.extra_bytes is None else f"{line.extra_bytes / 2**20:.0f}MiB"
-    yield {None: _UNKNOWN, True: "yes", False: "[red]NO[/red]"}[line.identical]
+    yield UNKNOWN if line.extra_bytes is None else f"{line.extra_bytes / 2**20:.0f}MiB"
+    yield _checked(line)
 
 
-def _ratio(spread: Spread | None) -> str:
-    if spread is None:
-        return _UNKNOWN
-    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
+def _checked(line: Line) -> str:
+    if not line.right:
+        return "[red]WRONG[/red]"
+    if line.identical:
+        return "stock's bytes"
+    return "read back" if line.equal else UNKNOWN
 
 
 def _small_table(case: SmallCase) -> Table:
-    table = Table(case.name, "msec", "time ÷ stock", "identical")
+    table = Table(case.name, "msec", "time ÷ stock", "checked")
     for column in table.columns[1:]:
         column.justify = "right"
     for line in case.lines:
@@ -115,8 +151,8 @@ def _small_table(case: SmallCase) -> Table:
         table.add_row(
             line.name,
             f"{times.median * 1e3:.2f} ({times.low * 1e3:.2f}–{times.high * 1e3:.2f})",
-            _ratio(inverse),
-            {None: _UNKNOWN, True: "yes", False: "[red]NO[/red]"}[line.identical],
+            format_ratio(inverse),
+            _checked(line),
         )
     return table
 

@@ -13,8 +13,9 @@ import torch
 
 from fastserial.bench.deepspeed import run_deepspeed
 from fastserial.bench.deepspeed_plan import DeepSpeedBench
-from fastserial.bench.deepspeed_rows import deepspeed_rows
+from fastserial.bench.deepspeed_rows import their_rows
 from fastserial.bench.errors import BenchError
+from fastserial.bench.peers import engine_rows
 from fastserial.bench.rotation import Plan, rotate
 from fastserial.bench.rows import stock_row
 
@@ -74,10 +75,11 @@ def test_unknown_model(tmp_path: Path) -> None:
 
 def test_rows_of_bench_save(op: Any, tmp_path: Path) -> None:
     state = {"a": torch.rand(800_000), "b": torch.ones(7)}
-    rows, missing = deepspeed_rows(state, ("zip", "legacy"))
-    assert missing is None
+    ours, missing_engines = engine_rows(state, ("zip", "legacy"))
+    theirs, missing = their_rows(state, ("zip", "legacy"))
+    assert (missing_engines, missing) == ({}, None)
     first = [stock_row(state, "zip"), stock_row(state, "legacy")]
-    measured = rotate([*first, *rows], tmp_path, Plan(runs=1, warmups=0, pause=0))
+    measured = rotate([*first, *ours, *theirs], tmp_path, Plan(runs=1, warmups=0, pause=0))
     identical = {one.row.name: one.identical for one in measured[2:]}
     assert identical == {
         "fastserial zip, engine deepspeed": True,
@@ -85,3 +87,4 @@ def test_rows_of_bench_save(op: Any, tmp_path: Path) -> None:
         "DeepSpeed's writer, zip": None,
         "DeepSpeed's writer, legacy": True,
     }
+    assert {one.row.name: one.equal for one in measured}["DeepSpeed's writer, zip"]

@@ -1,0 +1,143 @@
+"""`fastserial bench tensor` and `fastserial bench model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
+from fastserial.bench.models import MODELS
+from fastserial.bench.units import parse_bytes
+
+if TYPE_CHECKING:
+    from fastserial.bench.comparison import Comparison
+    from fastserial.bench.model import Method
+    from fastserial.bench.saving import Format
+
+__all__ = ["model", "tensor"]
+
+_Folder = Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")]
+_Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
+_Legacy = Annotated[
+    bool | None,
+    typer.Option("--legacy/--no-legacy", help="Only the legacy format, or only zip; default both."),
+]
+_Gpu = Annotated[bool, typer.Option("--gpu", help="Keep the tensors on the CUDA device.")]
+_Loose = Annotated[
+    bool, typer.Option("--loose/--no-loose", help="Also saves that do not wait for the disk.")
+]
+_Peers = Annotated[
+    bool, typer.Option("--peers/--no-peers", help="Also other engines and packages.")
+]
+_Fio = Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")]
+
+
+def tensor(
+    folder: _Folder,
+    size: Annotated[str, typer.Option(help="Size of the tensor.")] = "1GiB",
+    runs: _Runs = 5,
+    legacy: _Legacy = None,
+    gpu: _Gpu = False,
+    loose: _Loose = True,
+    peers: _Peers = True,
+    with_fio: _Fio = True,
+    lines: WithLines = False,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Save one tensor with every writer there is, interleaved, beside fio.
+
+    Durable rows include the fsync of file and directory. What was written is read back or compared
+    byte by byte; exit status 1 if it is wrong.
+    """
+    nbytes = parse_bytes(size)
+    outputs = Outputs(json_file, csv_file, plot_file)
+    outputs.check()
+
+    from fastserial.bench.model import run_tensor
+
+    method = _method(folder, runs, legacy, loose, peers, with_fio)
+    settings = {"nbytes": nbytes, "gpu": gpu}
+
+    def measure(say: Callable[[str], None]) -> Comparison:
+        return run_tensor(nbytes, gpu, method, say)
+
+    _run("tensor", settings, method, outputs, lines, measure)
+
+
+def model(
+    folder: _Folder,
+    model: Annotated[
+        str,
+        typer.Option(help=f"{', '.join(MODELS)}, or a folder with a transformers config.json."),
+    ] = "gpt2",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With Adam's states.")] = False,
+    half: Annotated[bool, typer.Option("--half", help="Weights in float16.")] = False,
+    runs: _Runs = 5,
+    legacy: _Legacy = None,
+    gpu: _Gpu = False,
+    loose: _Loose = True,
+    peers: _Peers = True,
+    with_fio: _Fio = True,
+    lines: WithLines = False,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Save a model's checkpoint with every writer there is, interleaved, beside fio.
+
+    The model has the architecture of the name and random weights; nothing is downloaded. The rest
+    is as for `bench tensor`.
+    """
+    outputs = Outputs(json_file, csv_file, plot_file)
+    outputs.check()
+
+    import dataclasses
+
+    from fastserial.bench.model import run_model
+    from fastserial.bench.modelstate import ModelRecipe
+
+    recipe = ModelRecipe(model, optimizer, half, gpu)
+    method = _method(folder, runs, legacy, loose, peers, with_fio)
+    settings = dataclasses.asdict(recipe)
+    _run("model", settings, method, outputs, lines, lambda say: run_model(recipe, method, say))
+
+
+def _method(
+    folder: Path, runs: int, legacy: bool | None, loose: bool, peers: bool, with_fio: bool
+) -> Method:
+    from fastserial.bench.model import Method
+
+    chosen: dict[bool | None, tuple[Format, ...]] = {
+        None: ("zip", "legacy"),
+        True: ("legacy",),
+        False: ("zip",),
+    }
+    return Method(folder, chosen[legacy], runs, loose, peers, with_fio)
+
+
+def _run(
+    benchmark: str,
+    settings: dict[str, Any],
+    method: Method,
+    outputs: Outputs,
+    lines: bool,
+    measure: Callable[[Callable[[str], None]], Comparison],
+) -> None:
+    import dataclasses
+
+    from fastserial.bench.export import comparison_as_json
+    from fastserial.bench.view import caption, show_comparison
+    from fastserial.console import new_console
+
+    console = new_console()
+    with console.status("") as status:
+        found = measure(status.update)
+    show_comparison(found, console, lines)
+    content = comparison_as_json(benchmark, found, {**settings, **dataclasses.asdict(method)})
+    outputs.write(benchmark, found.lines, content, caption(found))
+    raise typer.Exit(0 if found.right else 1)

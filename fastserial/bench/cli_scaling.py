@@ -1,0 +1,61 @@
+"""`fastserial bench scaling`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs
+from fastserial.bench.units import parse_bytes
+
+__all__ = ["scaling"]
+
+
+def scaling(
+    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
+    max_size: Annotated[str, typer.Option(help="The largest checkpoint; first is 1 KiB.")] = "1GiB",
+    max_tensors: Annotated[int, typer.Option(min=1, help="The most tensors.")] = 200_000,
+    total: Annotated[str, typer.Option(help="Bytes of the many tensors together.")] = "256MiB",
+    runs: Annotated[int, typer.Option(min=1, help="Rounds at each point, after a warm-up.")] = 5,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Also write PREFIX-size.png, PREFIX-tensors.png and PREFIX.csv."),
+    ] = None,
+    csv_file: CsvFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure saves against checkpoint size, and against the number of tensors.
+
+    Rows: fastserial zip, stock zip and safetensors, each with its fsync, interleaved.
+    """
+    max_bytes, total_bytes = parse_bytes(max_size), parse_bytes(total)
+    if plot is not None and csv_file is None:
+        csv_file = plot.with_name(f"{plot.name}.csv")
+
+    from fastserial.bench.export import write_csv, write_json
+    from fastserial.bench.scaling import ScalingBench, run_scaling
+    from fastserial.bench.scalingview import (
+        plot_scaling,
+        scaling_as_json,
+        scaling_cells,
+        scaling_plots,
+        show_scaling,
+    )
+    from fastserial.console import new_console
+
+    Outputs(json_file, csv_file, plot and scaling_plots(plot)["size"]).check()
+    bench = ScalingBench(folder, max_bytes, max_tensors, total_bytes, runs)
+    console = new_console()
+    with console.status("") as status:
+        result = run_scaling(bench, status.update)
+    show_scaling(result, console)
+    if csv_file is not None:
+        write_csv(csv_file, list(scaling_cells(result)))
+    if json_file is not None:
+        write_json(json_file, scaling_as_json(result))
+    if plot is not None:
+        for path in plot_scaling(result, plot):
+            console.print(f"drawn: {path}", soft_wrap=True, markup=False)
+    raise typer.Exit(0 if result.right else 1)

@@ -1,0 +1,174 @@
+"""Rows of other packages that write checkpoints, and of every engine of fastserial.
+
+Peers hold no shared storages and no objects: they are given the tensors, each storage once, by
+dotted names, and what they wrote is read back with their own reader.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fastserial import config, engines
+from fastserial.bench import dcp
+from fastserial.bench.contents import unshared
+from fastserial.bench.deepspeed_rows import their_rows
+from fastserial.bench.identical import different_tensors
+from fastserial.bench.measure import Sample, measure
+from fastserial.bench.rows import DURABLE, LOOSE, Row, fast_row
+from fastserial.bench.saving import Format, sync
+
+__all__ = ["engine_rows", "peer_rows", "safetensors_row"]
+
+Tensors = Mapping[str, torch.Tensor]
+_BATCH_BYTES = 256 << 20  # read back at once
+
+
+def engine_rows(state: object, formats: Sequence[Format]) -> tuple[list[Row], dict[str, str]]:
+    """Return durable rows of the engines that are not in use, and why others cannot run here."""
+    rows: list[Row] = []
+    missing: dict[str, str] = {}
+    for engine in engines.survey():
+        if engine.name in ("null", config.current().engine):
+            continue
+        if engine.missing is not None:
+            missing[f"engine {engine.name}"] = engine.missing
+            continue
+        for container in formats:
+            row = fast_row(state, container, engine=engine.name)
+            rows.append(replace(row, name=f"{row.name}, engine {engine.name}"))
+    return rows, missing
+
+
+def peer_rows(
+    state: object, formats: Sequence[Format], loose: bool = True
+) -> tuple[list[Row], dict[str, str]]:
+    """Return rows of other packages, and for those that are not there the command to get them.
+
+    Args:
+        loose: add rows that are not durable.
+    """
+    rows, problem = their_rows(state, formats, (True, False) if loose else (True,))
+    missing = {} if problem is None else {"DeepSpeed's writer": problem}
+    tensors = unshared(state)
+    compared = f"stock {formats[0]}"
+    promises = (True, False) if loose else (True,)
+    for name, module, command, make in _PEERS:
+        if importlib.util.find_spec(module) is None:
+            missing[name] = f"not installed: {command}"
+        else:
+            rows += [make(tensors, durable, compared) for durable in promises]
+    return rows, missing
+
+
+def safetensors_row(tensors: Tensors, durable: bool = True, compared: str = "stock zip") -> Row:
+    """Return a row of safetensors' `save_file`; durable as the others: file and directory synced.
+
+    Args:
+        compared: the row of stock torch that it is compared with.
+    """
+
+    def save(path: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file(dict(tensors), path)
+
+    return _row("safetensors", save, partial(_safetensors_holds, tensors), durable, compared)
+
+
+def _dcp_row(tensors: Tensors, durable: bool, compared: str) -> Row:
+    """Return a row of torch.distributed.checkpoint in a world of one process.
+
+    Durable: its `sync_files`, which is its default, and the directories that it does not sync.
+    """
+
+    def save(path: Path) -> None:
+        dcp.write(tensors, path, sync_files=durable)
+
+    return _row("DCP FileSystemWriter", save, partial(_dcp_holds, tensors), durable, compared)
+
+
+def _row(
+    name: str,
+    save: Callable[[Path], None],
+    check: Callable[[Path], bool],
+    durable: bool,
+    compared: str,
+) -> Row:
+    def run(path: Path) -> Sample:
+        def call() -> None:
+            save(path)
+            if durable:
+                sync(path)
+
+        used = measure(call)
+        return Sample(_bytes_of(path), used.seconds, used.cpu_seconds, used.extra_bytes)
+
+    ending = "" if durable else ", not durable"
+    return Row(
+        f"{name}{ending}",
+        DURABLE if durable else LOOSE,
+        run,
+        f"{compared}{ending}",
+        check=check,
+    )
+
+
+def _bytes_of(path: Path) -> int:
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return sum(one.stat().st_size for one in files)
+
+
+# -- reading back --------------------------------------------------------------------------------
+
+
+def _safetensors_holds(tensors: Tensors, path: Path) -> bool:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        if set(file.keys()) != set(tensors):
+            return False
+        return not any(
+            different_tensors({name: tensor}, {name: file.get_tensor(name)})
+            for name, tensor in tensors.items()
+        )
+
+
+def _dcp_holds(tensors: Tensors, path: Path) -> bool:
+    if dcp.names_in(path) != set(tensors):
+        return False
+    for batch in _batches(tensors):
+        found = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in batch.items()}
+        dcp.read(found, path)
+        if different_tensors(batch, found):
+            return False
+    return True
+
+
+def _batches(tensors: Tensors) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors in groups, so that not all must be in memory twice."""
+    batches: list[dict[str, torch.Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if filled > _BATCH_BYTES:
+            batches.append({})
+            filled = 0
+        batches[-1][name] = tensor
+        filled += tensor.nbytes
+    return batches
+
+
+_PEERS: list[tuple[str, str, str, Callable[[Tensors, bool, str], Row]]] = [
+    ("safetensors", "safetensors", "pip install 'fastserial[bench]'", safetensors_row),
+    (
+        "DCP FileSystemWriter",
+        "torch.distributed.checkpoint",
+        "pip install a torch with torch.distributed",
+        _dcp_row,
+    ),
+]
