@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastserial import config
+from fastserial import config, tuned
 from fastserial.bench import fio
 from fastserial.bench.errors import BenchError
 from fastserial.bench.machine import Machine, this_machine
@@ -108,7 +108,7 @@ def run_save(bench: SaveBench, say: Callable[[str], None] = lambda text: None) -
         bench,
         this_machine(),
         probe_folder(bench.folder),
-        _plain(config.current()),
+        _plain(tuned.config_for(bench.folder)),
         tuple(lines),
         missing,
         small_pages,
