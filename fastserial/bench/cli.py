@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fastserial.bench.cli_load import load
+from fastserial.bench.cli_profile import profile
 from fastserial.bench.deepspeed import deepspeed_command
 from fastserial.bench.units import parse_bytes
 
@@ -23,6 +24,7 @@ ramdisk_app = typer.Typer(
 )
 bench_app.add_typer(ramdisk_app, name="ramdisk")
 bench_app.command()(load)
+bench_app.command()(profile)
 bench_app.command("deepspeed")(deepspeed_command)
 
 
