@@ -10,6 +10,7 @@ import typer
 
 from fastserial.bench.cli_load import load
 from fastserial.bench.cli_profile import profile
+from fastserial.bench.cli_sweep import sweep
 from fastserial.bench.deepspeed import deepspeed_command
 from fastserial.bench.units import parse_bytes
 
@@ -25,6 +26,7 @@ ramdisk_app = typer.Typer(
 bench_app.add_typer(ramdisk_app, name="ramdisk")
 bench_app.command()(load)
 bench_app.command()(profile)
+bench_app.command()(sweep)
 bench_app.command("deepspeed")(deepspeed_command)
 
 
