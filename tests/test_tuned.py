@@ -242,14 +242,20 @@ def test_other_devices_and_kept_defaults(tmp_path: Path) -> None:
     assert tuned.sources_for(tmp_path) == frozenset()
 
 
-def test_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_look_per_process_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path)
-    reads = []
-    read = tunedfile.read
-    monkeypatch.setattr(tunedfile, "read", lambda: reads.append(1) or read())
+    calls: list[str] = []
+    for module, name in ((tunedfile, "read"), (deviceid, "device_key")):
+        function = getattr(module, name)
+
+        def counted(*args: Any, name: str = name, function: Any = function) -> Any:
+            calls.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(module, name, counted)
     for turn in range(3):
         assert saved(tmp_path / f"{turn}.pt")[1] == TUNED.block_size
-    assert len(reads) == 1
+    assert calls == ["read", "device_key"]
 
 
 def test_engine_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
