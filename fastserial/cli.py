@@ -12,6 +12,7 @@ from fastserial.bench.cli import bench_app
 from fastserial.cli_convert import convert
 from fastserial.cli_inspect import inspect, verify
 from fastserial.cli_patches import patches_app
+from fastserial.cli_tune import tune
 from fastserial.errors import FastserialError
 
 __all__ = ["app", "main"]
@@ -29,6 +30,7 @@ app.add_typer(patches_app, name="patches")
 app.command()(verify)
 app.command()(inspect)
 app.command()(convert)
+app.command()(tune)
 
 
 def _show_version(wanted: bool) -> None:

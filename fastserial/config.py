@@ -1,7 +1,8 @@
 """Options: one frozen `Config` and one rule for where its values come from.
 
 A value set nearer to the call wins:
-`with options(...)`  >  `install(...)`  >  `FASTSERIAL_<NAME>` in the environment  >  default.
+`with options(...)`  >  `install(...)`  >  `FASTSERIAL_<NAME>` in the environment  >  what
+`fastserial tune` found for the device (`fastserial.tuned`)  >  default.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fastserial.loadreport import LoadReport
     from fastserial.report import SaveReport
 
-__all__ = ["Config", "current", "options", "set_installed"]
+__all__ = ["Config", "chosen", "current", "of", "options", "set_installed"]
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -48,6 +49,8 @@ class Config:
         preallocate: reserve the file's space before the first byte, so that a full disk is
             noticed early and extents are contiguous.
         small_file: files up to this many bytes are written in one buffered write.
+        tuned: saves use what `fastserial tune` found for the device of the file, as far as the
+            options it is about are not set.
         verify: read each block back after writing it and compare it with memory (about half the
             speed; files larger than `small_file`).
         progress: show a progress bar (needs tqdm) for each save.
@@ -65,6 +68,7 @@ class Config:
     direct: Direct = "auto"
     preallocate: bool = True
     small_file: int = 1 * MiB
+    tuned: bool = True
     verify: bool = False
     progress: bool = False
     on_report: Callable[[SaveReport], None] | None = None
@@ -140,6 +144,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "direct": _parse_direct,
     "preallocate": parse_bool,
     "small_file": parse_size,
+    "tuned": parse_bool,
     "verify": parse_bool,
     "progress": parse_bool,
     "verify_on_load": parse_bool,
@@ -190,16 +195,33 @@ def set_installed(**values: Any) -> None:
         _installed = dict(values)
 
 
+def chosen(**overrides: Any) -> Mapping[str, Any]:
+    """Return the options that somebody set in the calling context; the others are defaults.
+
+    Raises:
+        ConfigError: an option has an unknown name, or an environment variable an impossible value.
+    """
+    if overrides:
+        _check_names(overrides)
+    return {**_from_environment(), **_installed, **(_scoped.get() or {}), **overrides}
+
+
 def current(**overrides: Any) -> Config:
-    """Return the `Config` in force for the calling context.
+    """Return the `Config` in force for the calling context, whatever the device.
 
     Raises:
         ConfigError: an option or environment variable has an impossible value.
     """
-    if overrides:
-        _check_names(overrides)
-    merged = {**_from_environment(), **_installed, **(_scoped.get() or {}), **overrides}
-    return replace(_DEFAULT, **merged) if merged else _DEFAULT
+    return of(chosen(**overrides))
+
+
+def of(values: Mapping[str, Any]) -> Config:
+    """Return the `Config` of options that were `chosen`.
+
+    Raises:
+        ConfigError: an option has an impossible value.
+    """
+    return replace(_DEFAULT, **values) if values else _DEFAULT
 
 
 @contextlib.contextmanager

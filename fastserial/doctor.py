@@ -20,11 +20,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fastserial import __version__, boot, config, engines, patching
+from fastserial import __version__, boot, config, engines, patching, tuned
 from fastserial.config import Config
 from fastserial.engines import EngineStatus
 from fastserial.errors import ConfigError, FastserialError, PatchError
 from fastserial.probes import Folder, probe_folder
+from fastserial.tunedfile import Entry
 
 __all__ = [
     "Boot",
@@ -93,7 +94,10 @@ class Boot:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that the doctor found. Sizes are bytes; `memlock` is None if unlimited."""
+    """All that the doctor found. Sizes are bytes; `memlock` is None if unlimited.
+
+    `tuned` is what `fastserial tune` found for the folder, in force or not.
+    """
 
     fastserial: str
     python: str
@@ -110,6 +114,8 @@ class Diagnosis:
     memlock: int | None
     folder: Folder | None
     findings: tuple[Finding, ...] = ()
+    tuned: Entry | None = None
+    tuned_problem: str | None = None
 
     @property
     def fast(self) -> bool:
@@ -131,7 +137,8 @@ def examine(folder: Path | None = None) -> Diagnosis:
 
     if folder is not None and not folder.is_dir():
         raise FastserialError(f"{folder} is not a directory; create it first")
-    options, chosen, problem = _options()
+    options, chosen, problem = _options(folder)
+    entry, tuned_problem = _tuned(folder)
     engine = next(option for option in options if option.name == "engine")
     diagnosis = Diagnosis(
         fastserial=__version__,
@@ -148,6 +155,8 @@ def examine(folder: Path | None = None) -> Diagnosis:
         packages=_packages(),
         memlock=_memlock(),
         folder=probe_folder(folder) if folder is not None else None,
+        tuned=entry,
+        tuned_problem=tuned_problem,
     )
     return dataclasses.replace(diagnosis, findings=tuple(judge(diagnosis, chosen)))
 
@@ -181,18 +190,34 @@ def _torch() -> Torch:
     )
 
 
-def _options() -> tuple[tuple[Option, ...], Config, str | None]:
+def _options(folder: Path | None) -> tuple[tuple[Option, ...], Config, str | None]:
     """Return the options with their sources; the defaults if one of them is impossible."""
-    problem = None
+    problem, by_tune = None, frozenset[str]()
     try:
         current = config.current()
+        if folder is not None:
+            current, by_tune = tuned.config_for(folder), tuned.sources_for(folder)
     except ConfigError as error:
         current, problem = Config(), str(error)
     options = tuple(
-        Option(name, getattr(current, name), "default" if problem else _source(name))
+        Option(
+            name,
+            getattr(current, name),
+            "default" if problem else "tune" if name in by_tune else _source(name),
+        )
         for name in (field.name for field in dataclasses.fields(Config))
     )
     return options, current, problem
+
+
+def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
+    """Return what `tune` found for a folder, or why that cannot be told."""
+    if folder is None:
+        return None, None
+    try:
+        return tuned.entry_for(folder)[1], None
+    except (ConfigError, OSError) as error:
+        return None, str(error)
 
 
 def _source(name: str) -> str:

@@ -14,7 +14,6 @@ import ctypes
 import logging
 import os
 import weakref
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -106,7 +105,11 @@ def _save(
     protocol: int,
 ) -> Statistics:
     path = os.fspath(file_path)
-    config = replace(current(), engine="gds") if use_gds else options_of(options)
+    config = None
+    if use_gds:
+        config = current(engine="gds")
+    elif options.dnvme_handle is not None:
+        config = options_of(options)
     began = perf_counter()
     writer = save(obj, path, zip_container=zip_container, pickle_protocol=protocol, config=config)
     seconds = perf_counter() - began

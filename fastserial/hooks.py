@@ -16,7 +16,6 @@ import torch
 
 from fastserial import oracle
 from fastserial.archive import ZipArchive
-from fastserial.config import current
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
 from fastserial.foreign import SequentialWriter
 from fastserial.targets import FileTarget, PathTarget, StockWay, file_target, path_target
@@ -66,7 +65,7 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
         archive = "archive"
     else:
         return None
-    return ZipArchive(FastFileWriter(found, current()), archive, owns_writer=True)
+    return ZipArchive(FastFileWriter(found), archive, owns_writer=True)
 
 
 def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
@@ -84,7 +83,7 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
     found = _classify(target)
     if found is None:
         return None
-    writer = FastFileWriter(found, current())
+    writer = FastFileWriter(found)
     writer.label("legacy")
     return writer
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastserial import filesystem
+from fastserial.deviceid import block_node, first_line
 from fastserial.filesystem import DirectAlignment
 from fastserial.staging import BufferPool
 
@@ -22,7 +23,6 @@ _TEMPORARY = re.compile(r"\..+\.fastserial-\d+\.tmp", re.DOTALL)
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
 _PAGE = 4096
 _TRIAL_BYTES = 1 << 20
-_BLOCK_DEVICES = Path("/sys/dev/block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,29 +118,19 @@ def _abandoned(path: str) -> bool:
 
 def device_of(path: Path) -> Device:
     """Return the device that holds a path; nameless where there is none (tmpfs, NFS, overlay)."""
-    number = os.stat(path).st_dev
-    link = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
-    try:
-        node = link.resolve(strict=True)
-    except OSError:
+    node = block_node(os.stat(path).st_dev)
+    if node is None:
         return Device("", "", None, None, "")
     # a partition has its queue and model one level up
     disk = node if (node / "queue").is_dir() else node.parent
-    sectors, spins = _read(node / "size"), _read(disk / "queue/rotational")
+    sectors, spins = first_line(node / "size"), first_line(disk / "queue/rotational")
     return Device(
         node.name,
-        _read(disk / "device/model"),
+        first_line(disk / "device/model"),
         int(sectors) * 512 if sectors.isdecimal() else None,
         spins == "1" if spins else None,
-        _read(disk / "loop/backing_file"),
+        first_line(disk / "loop/backing_file"),
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _try_direct(fd: int) -> str | None:

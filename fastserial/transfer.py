@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from fastserial.containers.extents import (
 )
 from fastserial.containers.zip import CRC_AT
 from fastserial.engines import Completion, Engine, Op, Request, create
-from fastserial.errors import EngineError
+from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.readback import ReadBack
 from fastserial.staging import BufferPool, memmove
 from fastserial.statistics import TransferTally
@@ -171,6 +171,7 @@ class BlockWriter:
         self._fd = fd
         self._start = offset
         self._config = config
+        self._untuned: Config | None = None
         self._on_progress = on_progress
         self._direct_fd = -1
         self._readback: ReadBack | None = None
@@ -186,6 +187,17 @@ class BlockWriter:
     def engine_name(self) -> str:
         """The engine in use, or `buffered` as long as there was no need for one."""
         return self._engine.name if self._engine is not None else "buffered"
+
+    def reconfigure(self, config: Config) -> bool:
+        """Go over to other options, with the engine so far in reserve.
+
+        Returns False where it is too late: something was put already.
+        """
+        if self._engine is not None or self._parts:
+            return False
+        self._untuned = self._config
+        self._config = config
+        return True
 
     def put(self, source: Source, ledger: CrcLedger | None = None) -> None:
         """Append a source. Blocks that are full are queued."""
@@ -281,14 +293,35 @@ class BlockWriter:
         )
 
     def _open(self) -> BufferPool:
-        config = self._config
-        engine = self._engine = create(config.engine, config.threads)
+        config, untuned = self._config, self._untuned
+        try:
+            engine, pool = self._start_engine(config)
+        except EngineUnavailableError as error:
+            if untuned is None or untuned.engine == config.engine:
+                raise
+            _log.warning("%s; going on with engine %r", error, untuned.engine)
+            config = replace(config, engine=untuned.engine, threads=untuned.threads)
+            engine, pool = self._start_engine(config)
         self._open_direct()
         if config.verify and engine.capabilities.moves_data:
             self._readback = ReadBack(self._fd, self.direct, config.block_size)
-        pool = self._pool = engine.allocate(config.queue_depth, config.block_size)
         engine.open(pool.buffers, len(pool.buffers))
         return pool
+
+    def _start_engine(self, config: Config) -> tuple[Engine, BufferPool]:
+        """Make the engine and its buffers.
+
+        Raises:
+            EngineUnavailableError: it cannot run here.
+        """
+        engine = create(config.engine, config.threads)
+        try:
+            pool = engine.allocate(config.queue_depth, config.block_size)
+        except BaseException:
+            engine.close()
+            raise
+        self._engine, self._pool = engine, pool
+        return engine, pool
 
     def _open_direct(self) -> None:
         if self._config.direct is False:

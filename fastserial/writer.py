@@ -12,13 +12,13 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial import config as config_module
-from fastserial import filesystem
+from fastserial import filesystem, tuned
 from fastserial.checksums import CrcLedger
 from fastserial.commit import Replacement
 from fastserial.config import Config
@@ -79,12 +79,14 @@ class FastFileWriter:
         if not isinstance(chosen, PathTarget | FileTarget):
             chosen = _resolve(chosen)
         self._target = target = chosen
-        if config is None:
-            config = config_module.current()
-        elif not isinstance(config, Config):
+        if config is not None and not isinstance(config, Config):
             from fastserial.fastpersist_config import options_of  # rarely wanted
 
-            config = options_of(config)
+            config = options_of(config) if config.dnvme_handle is not None else None
+        self._chosen: Mapping[str, Any] | None = None  # None: all options are given
+        if config is None:
+            self._chosen = config_module.chosen()
+            config = config_module.of(self._chosen)
         self._config = config
         self._pid = os.getpid()
         self._began = perf_counter()
@@ -177,10 +179,12 @@ class FastFileWriter:
             if length < _GATHER:
                 self._gathered += view
                 if len(self._gathered) >= _GATHER:
+                    self._use_tuned()
                     self._gather()
                 return length
             began = perf_counter()
             with _Guarded(self):
+                self._use_tuned()
                 self._gather()
                 self._blocks.put(Literal(data if isinstance(data, bytes) else view))
                 if not isinstance(data, bytes):
@@ -325,26 +329,40 @@ class FastFileWriter:
     def _write_extents(self, extents: Sequence[Extent], ledger: CrcLedger | None) -> None:
         began = perf_counter()
         self._phases.setdefault("serialize", began - self._began)
+        self._needed = self.tell() + total_length(extents)
         with _Guarded(self):
+            if self._needed > self._config.small_file:
+                self._use_tuned()
             self._gather()
-            self._reserve(extents)
+            self._reserve(extents, self._needed)
             for extent in extents:
                 self._blocks.put(extent.source, ledger)
         self._add_transfer(began)
 
-    def _reserve(self, extents: Sequence[Extent]) -> None:
+    def _use_tuned(self) -> None:
+        """Go over to what `fastserial tune` found for this device, once, before the first block.
+
+        Small files are not worth it: they are one plain write. How large a stream of `write`s
+        will be is not known; it is no small one once it is passed on.
+        """
+        chosen, self._chosen = self._chosen, None
+        if chosen is None or not self._config.tuned:
+            return
+        config = tuned.applied(self._config, chosen, self._fd)
+        if config is not self._config and self._blocks.reconfigure(config):
+            self._config = config
+
+    def _reserve(self, extents: Sequence[Extent], needed: int) -> None:
         """Reserve space for all that is known to come, unless it is little or has holes."""
-        more = total_length(extents)
-        self._needed = self._blocks.position - self._start + more
-        self._bar.expect(self._needed)
+        self._bar.expect(needed)
         config = self._config
-        if not config.preallocate or self._needed <= config.small_file or config.engine == "null":
+        if not config.preallocate or needed <= config.small_file or config.engine == "null":
             return
         if any(type(extent.source) is Hole for extent in extents):
             return
         if self._replacement is None:
             self._size_before = os.fstat(self._fd).st_size
-        filesystem.preallocate(self._fd, self._start, self._needed)
+        filesystem.preallocate(self._fd, self._start, needed)
 
     def _gather(self) -> None:
         if self._gathered:

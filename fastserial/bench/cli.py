@@ -11,7 +11,9 @@ import typer
 from fastserial.bench.cli_load import load
 from fastserial.bench.cli_model import model, tensor
 from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
+from fastserial.bench.cli_profile import profile
 from fastserial.bench.cli_scaling import scaling
+from fastserial.bench.cli_sweep import sweep
 from fastserial.bench.deepspeed import deepspeed_command
 from fastserial.bench.units import parse_bytes
 
@@ -26,6 +28,8 @@ ramdisk_app = typer.Typer(
 )
 bench_app.add_typer(ramdisk_app, name="ramdisk")
 bench_app.command()(load)
+bench_app.command()(profile)
+bench_app.command()(sweep)
 bench_app.command("deepspeed")(deepspeed_command)
 bench_app.command()(tensor)
 bench_app.command()(model)

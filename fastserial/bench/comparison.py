@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastserial import config
+from fastserial import config, tuned
 from fastserial.bench import fio
 from fastserial.bench.errors import BenchError
 from fastserial.bench.machine import Machine, this_machine
@@ -84,7 +84,7 @@ def compare(
         plan.runs,
         this_machine(),
         probe_folder(folder.parent),
-        _plain(config.current()),
+        _plain(tuned.config_for(folder.parent)),
         tuple(summarize(measured, [row.name for row in fio_rows])),
         {**({FIO: problem} if problem else {}), **(missing or {})},
         small_pages,

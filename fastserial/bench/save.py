@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastserial.bench.comparison import Comparison, compare
+from fastserial.bench.deepspeed_rows import their_rows
 from fastserial.bench.payload import check_memory, mixed_state
+from fastserial.bench.peers import engine_rows
 from fastserial.bench.rotation import Plan
 from fastserial.bench.rows import torch_rows
 from fastserial.bench.saving import Format, check_torch
@@ -86,14 +88,23 @@ def run_save(bench: SaveBench, say: Callable[[str], None] = lambda text: None) -
 def _compare(bench: SaveBench, folder: Path, say: Callable[[str], None]) -> Comparison:
     say("making the data")
     state = mixed_state(bench.nbytes, bench.tensors)
+    engines, missing = engine_rows(state, bench.formats)
+    theirs, problem = their_rows(state, bench.formats)
+    if problem is not None:
+        missing["DeepSpeed's writer"] = problem
     return compare(
-        lambda small_pages: torch_rows(
-            state, bench.formats, overwriting=bench.overwriting, small_pages=small_pages
-        ),
+        lambda small_pages: [
+            *torch_rows(
+                state, bench.formats, overwriting=bench.overwriting, small_pages=small_pages
+            ),
+            *engines,
+            *theirs,
+        ],
         f"{bench.tensors} tensors, {format_bytes(bench.nbytes)}",
         bench.nbytes,
         folder,
         Plan(bench.runs, pause=bench.pause),
         with_fio=bench.with_fio,
+        missing=missing,
         say=say,
     )

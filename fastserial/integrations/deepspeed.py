@@ -99,8 +99,8 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         if self._failure is not None:
             return
         try:
-            config = config_module.current(**self.options)
-            save(state_dict, path, zip_container=self.zip_container, config=config)
+            with config_module.options(**self.options):
+                save(state_dict, path, zip_container=self.zip_container)
         except Exception as error:
             self.fail(error)
 

@@ -1,0 +1,50 @@
+"""`fastserial bench profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastserial.bench.units import parse_bytes
+
+__all__ = ["profile"]
+
+
+def profile(
+    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
+    size: Annotated[str, typer.Option(help="Size of the state dict.")] = "1GiB",
+    tensors: Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")] = 300,
+    runs: Annotated[int, typer.Option(min=1, help="Profiled saves, after one warm-up.")] = 3,
+    legacy: Annotated[bool, typer.Option("--legacy", help="torch's legacy format.")] = False,
+    device: Annotated[str, typer.Option(help="Where the tensors are: cpu, cuda, ...")] = "cpu",
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace for ui.perfetto.dev or chrome://tracing here."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write everything to this file.")
+    ] = None,
+) -> None:
+    """Show where one save spends its time, step by step and thread by thread.
+
+    Settings are those in force for the folder. Exit status 1 if a file differs from stock torch's.
+    """
+    nbytes = parse_bytes(size)
+
+    from fastserial.bench.export import write_json
+    from fastserial.bench.profile import ProfileBench, run_profile
+    from fastserial.bench.profileview import profile_as_json, show_profile
+    from fastserial.console import new_console
+
+    bench = ProfileBench(folder, nbytes, tensors, runs, "legacy" if legacy else "zip", device)
+    console = new_console()
+    with console.status("") as status:
+        result = run_profile(bench, status.update)
+    show_profile(result, console)
+    if trace is not None:
+        write_json(trace, result.trace)
+    if json_file is not None:
+        write_json(json_file, profile_as_json(result))
+    raise typer.Exit(0 if result.identical else 1)

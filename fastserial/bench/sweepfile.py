@@ -1,0 +1,200 @@
+"""The results of a sweep as CSV, one line each, written as soon as it is there."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fastserial.bench.errors import BenchError
+from fastserial.tunedfile import Settings
+
+__all__ = ["Point", "Result", "SweepFile"]
+
+_COLUMNS = (
+    "device", "bytes", "run", "op", "transfer", "engine", "block_size", "queue_depth", "threads",
+    "seconds", "bw_bytes", "ratio_to_default", "cpu_seconds",
+    "lat_p50_us", "lat_p95_us", "lat_p99_us", "fallback", "error", "when", "fastserial",
+)  # fmt: skip
+_MICRO = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One combination.
+
+    Attributes:
+        op: `write` or `read`.
+        transfer: `host` or `device`: whose memory the bytes come from or go to.
+        engine, block_size, queue_depth, threads: as in `fastserial.Config`.
+    """
+
+    op: str
+    transfer: str
+    engine: str
+    block_size: int
+    queue_depth: int
+    threads: int
+
+    def __str__(self) -> str:
+        settings = Settings(self.engine, self.block_size, self.queue_depth, self.threads)
+        return f"{self.op} {self.transfer} {settings}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one transfer took.
+
+    Attributes:
+        run: counts from 0.
+        bandwidth: bytes per second; 0 if the engine could not run (`error` says why).
+        ratio: over the bandwidth of the defaults, median of their runs shortly before.
+        p50, p95, p99: of the latencies of its blocks, in seconds.
+        fallback: why it did not go the fastest way.
+        when: date and time, ISO 8601.
+        fastserial: version that measured.
+    """
+
+    run: int
+    point: Point
+    seconds: float
+    bandwidth: float
+    ratio: float
+    cpu_seconds: float
+    p50: float
+    p95: float
+    p99: float
+    fallback: str
+    error: str
+    when: str
+    fastserial: str
+
+
+class SweepFile:
+    """A CSV file that holds results, and takes more. A line that was cut short is done again."""
+
+    def __init__(self, path: Path, device: str, nbytes: int) -> None:
+        """Open the file, or make it.
+
+        Args:
+            path: of the file.
+            device: key of the device that is measured (`fastserial.deviceid`).
+            nbytes: of each transfer.
+
+        Raises:
+            BenchError: it holds something else, or results of another device or size.
+            OSError: it cannot be read or written.
+        """
+        self.results: list[Result] = []
+        self._same = {"device": device, "bytes": nbytes}
+        there = path.read_bytes() if path.exists() else b""
+        whole = there[: there.rfind(b"\n") + 1]
+        if there:  # first: what is not ours stays as it is
+            self._read(path, whole.decode(errors="replace"))
+        self._file = path.open("ab")
+        self._file.truncate(len(whole))
+        if not whole:
+            self._line(_COLUMNS)
+
+    def add(self, result: Result) -> None:
+        """Add a result, so that it is there after this process was killed.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        point = result.point
+        values = {
+            **self._same,
+            "run": result.run,
+            **{name: getattr(point, name) for name in point.__slots__},
+            "seconds": f"{result.seconds:.6f}",
+            "bw_bytes": round(result.bandwidth),
+            "ratio_to_default": f"{result.ratio:.4f}",
+            "cpu_seconds": f"{result.cpu_seconds:.6f}",
+            "lat_p50_us": f"{result.p50 * _MICRO:.1f}",
+            "lat_p95_us": f"{result.p95 * _MICRO:.1f}",
+            "lat_p99_us": f"{result.p99 * _MICRO:.1f}",
+            "fallback": result.fallback,
+            "error": result.error,
+            "when": result.when,
+            "fastserial": result.fastserial,
+        }
+        self._line([values[name] for name in _COLUMNS])
+        self.results.append(result)
+
+    def _line(self, values: Sequence[Any]) -> None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow(
+            [str(value).replace("\n", " ") for value in values]
+        )
+        self._file.write(text.getvalue().encode())
+        self._file.flush()
+
+    def _read(self, path: Path, text: str) -> None:
+        rows = csv.DictReader(io.StringIO(text))
+        if tuple(rows.fieldnames or ()) != _COLUMNS:
+            raise BenchError(f"{path} holds something else: give another --csv")
+        for number, row in enumerate(rows, 2):
+            try:
+                same = {"device": row["device"], "bytes": int(row["bytes"])}
+                result = _result(row)
+            except (ValueError, TypeError) as error:
+                raise BenchError(f"{path}, line {number}: {error}") from error
+            if same != self._same:
+                raise BenchError(
+                    f"{path} is of {same['bytes']} bytes on {same['device']}, not of "
+                    f"{self._same['bytes']} on {self._same['device']}: give another --csv"
+                )
+            self.results.append(result)
+
+    def close(self) -> None:
+        """Put everything on the device, and close the file."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> SweepFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _result(row: dict[str, str]) -> Result:
+    p50, p95, p99 = (float(row[f"lat_{name}_us"]) / _MICRO for name in ("p50", "p95", "p99"))
+    point = Point(
+        row["op"],
+        row["transfer"],
+        row["engine"],
+        *_counts(row, ("block_size", "queue_depth", "threads")),
+    )
+    return Result(
+        int(row["run"]),
+        point,
+        float(row["seconds"]),
+        float(row["bw_bytes"]),
+        float(row["ratio_to_default"]),
+        float(row["cpu_seconds"]),
+        p50,
+        p95,
+        p99,
+        row["fallback"],
+        row["error"],
+        row["when"],
+        row["fastserial"],
+    )
+
+
+def _counts(row: dict[str, str], names: Iterable[str]) -> tuple[int, int, int]:
+    first, second, third = (int(row[name]) for name in names)
+    return first, second, third

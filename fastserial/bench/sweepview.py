@@ -1,0 +1,193 @@
+"""The results of a sweep for people: the best points, and a heat map."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fastserial.bench.errors import BenchError
+from fastserial.bench.summary import Spread
+from fastserial.bench.sweepfile import Point, Result
+from fastserial.bench.units import MB
+from fastserial.config import Config
+from fastserial.tunedfile import Settings
+
+__all__ = ["Cell", "cells", "check_plot", "plot", "show_sweep"]
+
+_SHOWN = 8
+_MIB = 1 << 20
+_INCHES = (0.95, 0.55)  # of a cell of the heat map
+_MARGIN = (2.4, 1.6)
+_DPI = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One point over all its runs: bytes per second, and the ratio to the defaults."""
+
+    point: Point
+    bandwidth: Spread
+    ratio: Spread
+    error: str
+
+
+def cells(results: Iterable[Result]) -> list[Cell]:
+    """Return the points with their medians, the best of each kind of transfer first."""
+    by_point: dict[Point, list[Result]] = {}
+    for result in results:
+        by_point.setdefault(result.point, []).append(result)
+    found = [
+        Cell(
+            point,
+            Spread.of(one.bandwidth for one in group),
+            Spread.of(one.ratio for one in group),
+            next((one.error for one in group if one.error), ""),
+        )
+        for point, group in by_point.items()
+    ]
+    found.sort(key=lambda cell: (cell.point.op, cell.point.transfer, -cell.ratio.median))
+    return found
+
+
+def show_sweep(found: Sequence[Cell], console: Console) -> None:
+    """Print the best points of each kind of transfer."""
+    table = Table("", "block size", "depth", "threads", "engine", "MB/s", "× defaults")
+    for column in (table.columns[1], table.columns[2], table.columns[3], *table.columns[5:]):
+        column.justify = "right"
+    default = Settings.of(Config())
+    for (op, transfer), group in itertools.groupby(
+        found, key=lambda cell: (cell.point.op, cell.point.transfer)
+    ):
+        table.add_section()
+        kind = list(group)
+        for index, cell in enumerate(kind):
+            point = cell.point
+            mine = Settings(point.engine, point.block_size, point.queue_depth, point.threads)
+            if index >= _SHOWN and mine != default:
+                continue
+            table.add_row(
+                f"{op}, {transfer}" if not index else "",
+                _size(point.block_size),
+                str(point.queue_depth),
+                str(point.threads),
+                escape(point.engine + (" (default)" if mine == default else "")),
+                _spread(cell.bandwidth, MB, 0) if not cell.error else escape(cell.error),
+                _spread(cell.ratio, 1, 2),
+            )
+    console.print(table)
+
+
+def _spread(found: Spread, unit: float, digits: int) -> str:
+    low, middle, high = (
+        f"{value / unit:,.{digits}f}" for value in (found.low, found.median, found.high)
+    )
+    return f"{middle} ({low}–{high})"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // _MIB}MiB" if nbytes % _MIB == 0 else f"{nbytes // 1024}KiB"
+
+
+def check_plot() -> None:
+    """Find out that nothing can be plotted before minutes are spent on measuring.
+
+    Raises:
+        BenchError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise BenchError("a plot needs matplotlib: pip install 'fastserial[plot]'") from error
+
+
+def plot(found: Sequence[Cell], path: Path, title: str) -> None:
+    """Draw heat maps: block size against queue depth, each with its best number of threads.
+
+    There is one for each kind of transfer and engine, with ratios to the defaults as colours.
+
+    Raises:
+        BenchError: matplotlib is not installed, or does not know the format of the file.
+        OSError: the file cannot be written.
+    """
+    check_plot()
+    from matplotlib.figure import Figure  # no global state, no display
+
+    maps = _maps(found)
+    if not maps:
+        raise BenchError("there is nothing to plot")
+    wide = max(len(one.depths) for one in maps) * _INCHES[0] + _MARGIN[0]
+    high = max(len(one.sizes) for one in maps) * _INCHES[1] + _MARGIN[1]
+    figure = Figure(figsize=(wide, high * len(maps) + 0.5), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    ratios = [cell.ratio.median for one in maps for cell in one.best.values()]
+    reach = max(0.1, *(abs(math.log2(ratio)) for ratio in ratios))
+    axes = figure.subplots(len(maps), 1, squeeze=False)[:, 0]
+    shown: Any = None
+    for axis, one in zip(axes, maps, strict=True):
+        shown = _draw(axis, one, reach)
+    bar = figure.colorbar(shown, ax=list(axes), shrink=0.8)
+    bar.set_label("speed over the defaults, log2")
+    try:
+        figure.savefig(path, dpi=_DPI)
+    except ValueError as error:
+        raise BenchError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """One heat map: the best cell for each block size and queue depth."""
+
+    title: str
+    sizes: list[int]
+    depths: list[int]
+    best: dict[tuple[int, int], Cell]
+
+
+def _maps(found: Sequence[Cell]) -> list[_Map]:
+    maps: list[_Map] = []
+    usable = [cell for cell in found if not cell.error and cell.ratio.median > 0]
+    for kind in sorted({(c.point.op, c.point.transfer, c.point.engine) for c in usable}):
+        best: dict[tuple[int, int], Cell] = {}
+        for cell in usable:
+            point = cell.point
+            if (point.op, point.transfer, point.engine) != kind:
+                continue
+            where = point.block_size, point.queue_depth
+            if where not in best or cell.ratio.median > best[where].ratio.median:
+                best[where] = cell
+        sizes = sorted({size for size, _ in best})
+        depths = sorted({depth for _, depth in best})
+        maps.append(_Map(", ".join(kind), sizes, depths, best))
+    return maps
+
+
+def _draw(axis: Any, one: _Map, reach: float) -> Any:
+    rows = [
+        [
+            math.log2(one.best[size, depth].ratio.median) if (size, depth) in one.best else math.nan
+            for depth in one.depths
+        ]
+        for size in one.sizes
+    ]
+    shown = axis.imshow(rows, cmap="RdYlGn", vmin=-reach, vmax=reach, aspect="auto", origin="lower")
+    axis.set_title(one.title, fontsize=9)
+    axis.set_xlabel("queue depth", fontsize=8)
+    axis.set_ylabel("block size", fontsize=8)
+    axis.set_xticks(range(len(one.depths)), [str(depth) for depth in one.depths], fontsize=8)
+    axis.set_yticks(range(len(one.sizes)), [_size(size) for size in one.sizes], fontsize=8)
+    for (size, depth), cell in one.best.items():
+        text = (
+            f"{cell.ratio.median:.2f} ×\n{cell.bandwidth.median / MB:,.0f} MB/s, "
+            f"{cell.point.threads} thr."
+        )
+        where = one.depths.index(depth), one.sizes.index(size)
+        axis.text(*where, text, ha="center", va="center", fontsize=6)
+    return shown

@@ -1,0 +1,133 @@
+"""`fastserial tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fastserial.bench.units import parse_bytes
+from fastserial.errors import ConfigError, FastserialError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fastserial.bench.tuning import Tuned
+
+__all__ = ["tune"]
+
+
+def tune(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder that checkpoints are saved to.")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(help="The most that one save writes; a slow or full disk gets less.")
+    ] = "1GiB",
+    seconds: Annotated[float, typer.Option(min=1, help="About how long it may take.")] = 90,
+    pairs: Annotated[int, typer.Option(min=7, help="Of the final comparison.")] = 11,
+    show: Annotated[bool, typer.Option("--show", help="Show what was found so far.")] = False,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Forget what was found for FOLDER's device.")
+    ] = False,
+) -> None:
+    """Find the best settings for the device of a folder, and use them for saves there.
+
+    Settings that are not clearly faster than the defaults, in pairs measured anew, are not kept.
+    FASTSERIAL_TUNED=0 switches the use of tuned settings off; `fastserial doctor FOLDER` shows
+    what is in force.
+    """
+    from fastserial.console import new_console
+
+    console = new_console()
+    if show:
+        _show_all(console, folder)
+    elif folder is None:
+        raise ConfigError("give the FOLDER to tune for, or --show")
+    elif forget:
+        _forget(folder)
+    else:
+        _tune(folder, parse_bytes(size), seconds, pairs, console)
+
+
+def _tune(folder: Path, nbytes: int, seconds: float, pairs: int, console: Console) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from fastserial.bench.tuning import tune_folder
+
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("making the data", total=1.0)
+        found = tune_folder(
+            folder,
+            nbytes,
+            seconds,
+            pairs,
+            lambda done, text: progress.update(task, completed=done, description=text),
+        )
+    _show(found, console)
+
+
+def _show(found: Tuned, console: Console) -> None:
+    from rich.markup import escape
+
+    from fastserial.report import format_bytes
+
+    made = f"{found.saves} durable saves of {format_bytes(found.nbytes)}"
+    say = [
+        found.device,
+        f"{made} with {found.tried} settings in {found.seconds:.0f} s",
+        f"defaults:  {found.default}",
+    ]
+    if found.verdict is None:
+        say.append("Nothing looked faster than the defaults: they are kept.")
+    else:
+        say.append(f"candidate: {found.candidate}")
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in found.verdict.ratios)
+        say.append(f"speed over the defaults, pair by pair: {ratios}")
+        kept = (
+            "The candidate is used from now on"
+            if found.verdict.accepted
+            else ("The defaults are kept")
+        )
+        say.append(f"{kept}: {found.verdict.reason}.")
+    say.append(f"Noted in {found.file}, for {found.key}.")
+    for line in say:
+        console.print(escape(line), soft_wrap=True)
+
+
+def _show_all(console: Console, folder: Path | None) -> None:
+    from rich.markup import escape
+
+    from fastserial import tuned
+    from fastserial.tunedfile import location, read
+
+    entries = read()
+    if folder is not None:
+        key, entry = tuned.entry_for(folder)
+        entries = {key: entry} if entry is not None else {}
+    if not entries:
+        where = f" for {folder}" if folder is not None else ""
+        console.print(escape(f"nothing{where} in {location()}"), soft_wrap=True)
+    for key, entry in entries.items():
+        console.print(f"[bold]{escape(key)}[/bold]", soft_wrap=True)
+        console.print(escape(f"  {entry.device}; tuned in {entry.folder}"), soft_wrap=True)
+        settings = str(entry.settings) if entry.settings else "the defaults"
+        gain = f", the best candidate {entry.gain:.2f} × as fast as they" if entry.gain else ""
+        if entry.settings:
+            gain = f", {entry.gain:.2f} × as fast as the defaults" if entry.gain else ""
+        console.print(
+            escape(f"  {settings}{gain} ({entry.pairs} pairs, {entry.when})"), soft_wrap=True
+        )
+
+
+def _forget(folder: Path) -> None:
+    from fastserial import tuned, tunedfile
+
+    if not folder.is_dir():
+        raise FastserialError(f"{folder} is not a directory")
+    key, _ = tuned.entry_for(folder)
+    done = tunedfile.forget(key)
+    tuned.forget_cache()
+    typer.echo(f"forgotten: {key}" if done else f"nothing is known of {key}")
