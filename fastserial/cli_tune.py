@@ -52,9 +52,12 @@ def tune(
 
 
 def _tune(folder: Path, nbytes: int, seconds: float, pairs: int, console: Console) -> None:
+    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from fastserial import tuned
     from fastserial.bench.tuning import tune_folder
+    from fastserial.tunedfile import Settings
 
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
@@ -67,6 +70,13 @@ def _tune(folder: Path, nbytes: int, seconds: float, pairs: int, console: Consol
             lambda done, text: progress.update(task, completed=done, description=text),
         )
     _show(found, console)
+    accepted = found.verdict is not None and found.verdict.accepted
+    if accepted and Settings.of(tuned.config_for(folder)) != found.candidate:
+        console.print(
+            "[yellow]Not all of it is in force: options that are set win; "
+            f"fastserial doctor {escape(str(folder))} shows which.[/yellow]",
+            soft_wrap=True,
+        )
 
 
 def _show(found: Tuned, console: Console) -> None:

@@ -135,9 +135,12 @@ def _look_up(fd: int) -> Mapping[str, Any]:
         return {}
     from fastserial import engines
     from fastserial.deviceid import device_key
+    from fastserial.errors import ConfigError
 
     entry = _file.get(device_key(fd))
     if entry is None or entry.settings is None:
         return {}
-    engines.load(entry.settings.engine)
+    able = engines.load(entry.settings.engine).capabilities
+    if not able.writes or not able.moves_data:  # a file changed by hand
+        raise ConfigError(f"engine {entry.settings.engine!r} writes no data")
     return entry.settings.options()

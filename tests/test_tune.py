@@ -267,6 +267,17 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuned.config_for(tmp_path) == Config()
 
 
+def test_command_says_what_options_keep_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "_space", lambda: FEW)
+    with_saves(monkeypatch, lambda s: 0.001 if s.block_size == 1 << 20 else 0.002)
+    words = [str(tmp_path), "--size", "16MiB", "--seconds", "1000"]
+    assert "in force" not in command(*words)
+    monkeypatch.setenv("FASTSERIAL_BLOCK_SIZE", "4MiB")
+    assert "Not all of it is in force" in command(*words)
+
+
 def test_command_says_that_the_defaults_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

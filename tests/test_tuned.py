@@ -265,6 +265,13 @@ def test_engine_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "'gone'" in caplog.text
 
 
+def test_engine_that_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(tmp_path, Settings("null", 1 << 20, 2, 2))
+    with caplog.at_level(logging.WARNING, "fastserial"):
+        assert saved(tmp_path / "a.pt")[0] == "threads"
+    assert "writes no data" in caplog.text
+
+
 def test_engine_that_fails_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -171,7 +171,7 @@ def _profiled(state: object, path: Path, container: Format) -> _Run:
     recorder = Recorder()
     module = recording_pickle(recorder)
     zip_container = container == "zip"
-    with fast(), instrumented(recorder):
+    with fast(durable=True), instrumented(recorder):
         cpu = process_time()
         recorder.call(
             "torch.save",
