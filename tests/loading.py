@@ -110,6 +110,8 @@ def both(
         seen = want.seen()
         if twice and attempt(load, extra).seen() != seen:
             pytest.skip("stock does not give the same twice")
+    if isinstance(want.error, SystemError):  # torch 2.9 now and then, with a generator's state
+        pytest.skip(f"stock breaks inside torch: {want.error}")
     with fast():
         for options in option_sets or (DEFAULT, *FORCED.values()):
             with fastserial.options(**options):
