@@ -93,7 +93,15 @@ def deepspeed(session: nox.Session) -> None:
     cpu = {"DS_ACCELERATOR": "cpu"}
     build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
     session.run("python", "-c", build, env=cpu)
-    default = ["tests/deepspeed", "tests/test_engines.py", "tests/test_fastpersist.py"]
+    default = [
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "tests/deepspeed",
+        "tests/test_engines.py",
+        "tests/test_fastpersist.py",
+    ]
     session.run("pytest", *(session.posargs or default), env=cpu)
 
 

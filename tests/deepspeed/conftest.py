@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -94,14 +96,21 @@ def large_sectors(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["losetup", "--detach", device], check=True)
 
 
+def free_port() -> int:
+    """Return a port that nobody uses, and that the kernel gives nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 @pytest.fixture(scope="session")
 def launch() -> Callable[..., list[dict[str, Any]]]:
     """Runs `train.py` on one or two ranks and returns what they said."""
 
     def run(world: int, *arguments: object, env: Mapping[str, str] = {}) -> list[dict[str, Any]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         shared = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
