@@ -8,6 +8,7 @@ import pytest
 
 from fastserial import engines
 from fastserial.engines import Engine
+from fastserial.engines.aio import AioEngine
 from fastserial.engines.deepspeed import DeepSpeedEngine
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
@@ -18,6 +19,17 @@ class TestThreads(EngineTests):
     @pytest.fixture(params=[1, 4])
     def engine(self, request: pytest.FixtureRequest) -> Iterator[Engine]:
         engine = ThreadsEngine(request.param)
+        yield engine
+        engine.close()
+
+
+class TestAio(EngineTests):
+    @pytest.fixture(params=[1, 4])
+    def engine(self, request: pytest.FixtureRequest) -> Iterator[Engine]:
+        missing = AioEngine.unavailable()
+        if missing is not None:
+            pytest.skip(missing)
+        engine = AioEngine(request.param)
         yield engine
         engine.close()
 
