@@ -8,7 +8,6 @@ import pytest
 
 from fastserial import engines
 from fastserial.engines import Engine
-from fastserial.engines.aio import AioEngine
 from fastserial.engines.deepspeed import DeepSpeedEngine
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
@@ -19,17 +18,6 @@ class TestThreads(EngineTests):
     @pytest.fixture(params=[1, 4])
     def engine(self, request: pytest.FixtureRequest) -> Iterator[Engine]:
         engine = ThreadsEngine(request.param)
-        yield engine
-        engine.close()
-
-
-class TestAio(EngineTests):
-    @pytest.fixture(params=[1, 4])
-    def engine(self, request: pytest.FixtureRequest) -> Iterator[Engine]:
-        missing = AioEngine.unavailable()
-        if missing is not None:
-            pytest.skip(missing)
-        engine = AioEngine(request.param)
         yield engine
         engine.close()
 

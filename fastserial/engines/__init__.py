@@ -29,7 +29,6 @@ __all__ = [
 
 _BUILTIN = {
     "threads": "fastserial.engines.threads:ThreadsEngine",
-    "aio": "fastserial.engines.aio:AioEngine",
     "null": "fastserial.engines.null:NullEngine",
     "deepspeed": "fastserial.engines.deepspeed:DeepSpeedEngine",
 }
