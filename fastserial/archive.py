@@ -6,17 +6,17 @@ hands over all storages in one call.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from fastserial import oracle
 from fastserial.checksums import crc32
-from fastserial.containers.extents import COPIED_BYTES, PACKED_STORAGE, Memory
+from fastserial.containers.batch import storage_batch
+from fastserial.containers.extents import COPIED_BYTES, COPIED_STORAGES, Memory
 from fastserial.containers.zip import ZipLayout
 from fastserial.foreign import SequentialWriter
-from fastserial.staging import HostMemory, storage_memory, synchronize
+from fastserial.staging import HostMemory, bytes_at, host_bytes, storage_memory, synchronize
 from fastserial.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ class ZipArchive:
         self._layout = ZipLayout(archive, oracle.alignment(), oracle.checksums_wanted())
         self._archive = archive
         self._finished = False
-        self._held: list[object] = []  # what the layout knows the addresses of
         writer.label("zip")
 
     @property
@@ -80,36 +79,24 @@ class ZipArchive:
         """Add a record whose bytes are left out (`skip_data`)."""
         self._layout.add_hole(name, size)
 
-    def save_torch_storage_object_list(
-        self,
-        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
-        save_size: bool,
-        names: Sequence[str],
-    ) -> None:
-        """Add all storages at once, as records called `names`; a zip has no size prefix."""
-        storages = [storage for storage, _ in storage_obj_list]
-        self._held.append(storages)
-        sizes = [storage.nbytes() for storage in storages]
-        self._writer.count_storages(len(sizes), sum(sizes))
-        if sum(sizes) <= COPIED_BYTES and all(found.device.type == "cpu" for found in storages):
-            for name, storage, nbytes in zip(names, storages, sizes, strict=True):
-                text = ctypes.string_at(storage.data_ptr(), nbytes)
+    def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
+        """Add all storages at once, as records called `names`."""
+        batch = storage_batch(storages)
+        sizes, addresses = batch.sizes, batch.addresses
+        nbytes = sum(sizes)
+        self._writer.count_storages(len(sizes), nbytes)
+        few = len(sizes) <= COPIED_STORAGES and nbytes <= COPIED_BYTES
+        if few and all(address or not size for address, size in zip(addresses, sizes, strict=True)):
+            for name, address, size in zip(names, addresses, sizes, strict=True):
+                text = bytes_at(address, size)
                 self._layout.add_bytes(name, text, crc32(text))
             return
         synchronize(storages)
-        add_small = self._layout.add_small
-        for name, storage, nbytes in zip(names, storages, sizes, strict=True):
-            if 0 < nbytes <= PACKED_STORAGE and storage.device.type == "cpu":
-                address = storage.data_ptr()
-                add_small(name, address, nbytes, ctypes.string_at(address, min(nbytes, _HEAD)))
-            else:
-                self._add_memory(name, storage_memory(storage))
+        self._layout.add_storages(names, batch)
 
     def _add_memory(self, name: str, memory: Memory) -> None:
-        head = ctypes.create_string_buffer(_HEAD) if memory.nbytes >= _HEAD else None
-        if head is not None:
-            memory.copy_to(ctypes.addressof(head), 0, _HEAD)
-        self._layout.add_memory(name, memory, head.raw if head is not None else b"")
+        head = host_bytes(memory, _HEAD) if memory.nbytes >= _HEAD else b""
+        self._layout.add_memory(name, memory, head)
 
     def write_end_of_file(self) -> None:
         """Write the archive. Idempotent.

@@ -19,6 +19,7 @@ import torch
 
 from fastserial.archive import ZipArchive
 from fastserial.config import Config, current
+from fastserial.containers.batch import batch_of
 from fastserial.containers.extents import Data, Extent, Memory
 from fastserial.containers.legacy import storage_extents
 from fastserial.containers.safetensors import TYPE_NAMES, header_bytes
@@ -194,10 +195,9 @@ class _StreamWriter(FastFileWriter):
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
         save_size: bool = True,
     ) -> int:
-        memories = [
-            (self.places.memory(storage), dtype.itemsize) for storage, dtype in storage_obj_list
-        ]
-        extents = storage_extents(memories, self.tell(), save_size)
+        batch = batch_of([self.places.memory(storage) for storage, _ in storage_obj_list])
+        element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
+        extents = storage_extents(batch, element_sizes, self.tell(), save_size)
         self.write_extents(extents)
         return sum(extent.length for extent in extents)
 
@@ -221,13 +221,8 @@ class _StreamArchive(ZipArchive):
         else:
             super().write_record(name, data, size)
 
-    def save_torch_storage_object_list(
-        self,
-        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
-        save_size: bool,
-        names: Sequence[str],
-    ) -> None:
-        for name, (storage, _) in zip(names, storage_obj_list, strict=True):
+    def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
+        for name, storage in zip(names, storages, strict=True):
             self._add_memory(name, self._places.memory(storage))
 
 

@@ -18,6 +18,7 @@ from fastserial import oracle
 from fastserial.archive import ZipArchive
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
 from fastserial.foreign import SequentialWriter
+from fastserial.staging import device_types
 from fastserial.targets import FileTarget, PathTarget, StockWay, file_target, path_target
 from fastserial.writer import FastFileWriter
 
@@ -92,14 +93,13 @@ def save_zip_storages(
     archive: Any, storages: Mapping[str, torch.UntypedStorage], keys: Sequence[str]
 ) -> bool:
     """Hand all storages of a zip checkpoint over; False leaves them to torch's loop."""
-    hand_over = getattr(archive, "save_torch_storage_object_list", None)
-    if hand_over is None or torch.serialization._serialization_tls.skip_data:
+    add_storages = getattr(archive, "add_storages", None)
+    if add_storages is None or torch.serialization._serialization_tls.skip_data:
         return False
     found = [storages[key] for key in keys]
     if not _all_have_bytes(found):
         return False
-    names = [f"data/{key}" for key in keys]
-    hand_over([(storage, torch.uint8) for storage in found], save_size=False, names=names)
+    add_storages(found, [f"data/{key}" for key in keys])
     return True
 
 
@@ -120,7 +120,7 @@ def save_legacy_storages(
 
 
 def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:
-    return not any(storage.device.type in _BODILESS for storage in storages)
+    return _BODILESS.isdisjoint(device_types(storages))
 
 
 def _classify(target: Any) -> PathTarget | FileTarget | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from fastserial.errors import EngineError
@@ -17,10 +18,24 @@ from fastserial.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Buffer", "BufferPool", "HostMemory", "StorageMemory", "storage_memory", "synchronize"]
+    from fastserial.containers.extents import Memory
 
-# ctypes.memmove drops the GIL while it copies.
+__all__ = [
+    "Buffer",
+    "BufferPool",
+    "HostMemory",
+    "StorageMemory",
+    "device_types",
+    "host_bytes",
+    "storage_memory",
+    "synchronize",
+]
+
+# ctypes.memmove drops the GIL while it copies; `bytes_at(address, length)`, a copy, does not.
 memmove = ctypes.memmove
+bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_size_t, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 
 
 class Buffer:
@@ -129,6 +144,18 @@ class StorageMemory:
         host.copy_(self._bytes[start : start + length])
 
 
+def host_bytes(memory: Memory, length: int) -> bytes:
+    """Return the first bytes of a memory, wherever it is."""
+    buffer = ctypes.create_string_buffer(length)
+    memory.copy_to(ctypes.addressof(buffer), 0, length)
+    return buffer.raw
+
+
+def device_types(storages: Iterable[torch.UntypedStorage]) -> set[str]:
+    """Return the types of the devices that storages are on."""
+    return {device.type for device in set(map(attrgetter("device"), storages))}
+
+
 def storage_memory(storage: torch.UntypedStorage) -> HostMemory | StorageMemory:
     """Return the memory of a storage on the host or a device."""
     if storage.device.type == "cpu":
@@ -143,7 +170,9 @@ def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
     """
     import torch
 
-    for device in {storage.device for storage in storages if storage.device.type != "cpu"}:
+    for device in set(map(attrgetter("device"), storages)):
+        if device.type == "cpu":
+            continue
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         elif hasattr(torch, "accelerator") and torch.accelerator.is_available():

@@ -32,11 +32,11 @@ from fastserial.containers.extents import (
     Sealed,
     Source,
 )
-from fastserial.containers.zip import CRC_AT
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
+from fastserial.packing import fill_packed
 from fastserial.readback import ReadBack
-from fastserial.staging import BufferPool, memmove
+from fastserial.staging import BufferPool
 from fastserial.statistics import TransferTally
 
 __all__ = ["BlockWriter", "Part", "fill", "staged"]
@@ -70,7 +70,7 @@ def fill(parts: list[Part], view: memoryview, address: int) -> None:
             _fill_data(source, part, view, address, at)
         elif isinstance(source, Packed):
             if length == source.length:
-                _fill_packed(source, ledger, view, address, at)
+                fill_packed(source, ledger, view, address, at)
             else:
                 view[at : at + length] = _packed_piece(source, ledger, start, length)
         elif isinstance(source, Literal):
@@ -105,26 +105,6 @@ def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int
         copy(address + at + done, start + done, size)
         crc = crc32(view[at + done : at + done + size], crc)
     ledger.add(source.record, start, length, crc)
-
-
-def _fill_packed(
-    source: Packed, ledger: CrcLedger | None, view: memoryview, address: int, at: int
-) -> None:
-    wanted = source.first is not None and ledger is not None
-    crcs: list[int] = []
-    crc = 0
-    for data, size, gap in zip(source.addresses, source.sizes, [*source.gaps, b""], strict=True):
-        end = at + size
-        memmove(address + at, data, size)
-        if wanted:
-            crc = crc32(view[at:end])
-            crcs.append(crc)
-        at = end + len(gap)
-        view[end:at] = gap
-        if wanted and gap:
-            _CRC.pack_into(view, end + CRC_AT, crc)
-    if ledger is not None and source.first is not None:
-        ledger.add_many(source.first, crcs)
 
 
 def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:

@@ -22,13 +22,14 @@ from fastserial import filesystem, tuned
 from fastserial.checksums import CrcLedger
 from fastserial.commit import Replacement
 from fastserial.config import Config
+from fastserial.containers.batch import storage_batch
 from fastserial.containers.extents import Extent, Hole, Literal, total_length
 from fastserial.containers.legacy import storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
-from fastserial.staging import storage_memory, synchronize
+from fastserial.staging import synchronize
 from fastserial.statistics import WriterStatistics
 from fastserial.targets import FileTarget, PathTarget, StockWay, file_target, path_target
 from fastserial.transfer import BlockWriter
@@ -212,12 +213,10 @@ class FastFileWriter:
             WriteError: the disk is full or failed.
         """
         self._check_open()
-        synchronize([storage for storage, _ in storage_obj_list])
-        extents = storage_extents(
-            ((storage_memory(storage), dtype.itemsize) for storage, dtype in storage_obj_list),
-            self.tell(),
-            save_size,
-        )
+        storages = [storage for storage, _ in storage_obj_list]
+        synchronize(storages)
+        element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
+        extents = storage_extents(storage_batch(storages), element_sizes, self.tell(), save_size)
         self._write_extents(extents, None)
         self.settle()
         nbytes = total_length(extents)

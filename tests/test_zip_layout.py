@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import zlib
 from typing import Any
@@ -10,9 +11,13 @@ import pytest
 import torch
 
 from fastserial import oracle
-from fastserial.containers.extents import Computed, Extent, Literal
+from fastserial.checksums import CrcLedger
+from fastserial.containers.batch import Batch
+from fastserial.containers.extents import Computed, Extent, Hole, Literal
 from fastserial.containers.zip import MAX_ALIGNMENT, ZipLayout, archive_name
 from fastserial.errors import LayoutError
+from fastserial.staging import HostMemory
+from fastserial.transfer import Part, staged
 
 HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
 ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if HAS_ALIGNMENT else [64]
@@ -104,6 +109,41 @@ def test_equals_torch(seed: int) -> None:
         records.append((f"data/{index}", data))
     alignment = rnd.choice(ALIGNMENTS)
     assert ours(records, alignment).pieces == theirs(records, alignment).pieces
+
+
+@pytest.mark.parametrize("crc", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_storages_in_one_go(seed: int, crc: bool) -> None:
+    """Small and large, empty and quirky ones, before and behind 4 GiB, laid out and filled."""
+    rnd = random.Random(seed)
+    far = rnd.choice([0, U32 - rnd.randrange(200_000), U32])
+    texts: list[bytes] = []
+    for _ in range(rnd.choice([1, 10, 60])):
+        length = rnd.choice([0, 1, 4, 7, 8, 100, 100, 4096, 9000, 70_000])
+        texts.append(rnd.choice([b"", b"", b"PK\x07\x08"]) + rnd.randbytes(length))
+    names = [f"data/{index}" for index in range(len(texts))]
+    first: list[tuple[str, bytes | int]] = [("data.pkl", b"abc"), ("hole", far)]
+    alignment = rnd.choice(ALIGNMENTS)
+
+    layout = ZipLayout("archive", alignment, crc)
+    layout.add_bytes("data.pkl", b"abc", zlib.crc32(b"abc"))
+    layout.add_hole("hole", far)
+    buffers = [ctypes.create_string_buffer(text, len(text)) if text else None for text in texts]
+    addresses = [ctypes.addressof(buffer) if buffer is not None else 0 for buffer in buffers]
+    memories = [HostMemory(*pair, None) for pair in zip(addresses, map(len, texts), strict=True)]
+    if rnd.random() < 0.3:  # as if they were on a device
+        addresses = [0] * len(texts)
+    layout.add_storages(names, Batch(addresses, [len(t) for t in texts], memories.__getitem__))
+    plan = oracle.finish(layout)
+    ledger = CrcLedger(plan.sizes, plan.crcs)
+    sink = Sink()
+    for extent in plan.extents:
+        sink.seek(extent.offset)
+        if not isinstance(extent.source, Hole):
+            sink.write(staged([Part(extent.source, 0, extent.length, ledger)]))
+
+    records = [*first, *zip(names, texts, strict=True)]
+    assert sink.pieces == theirs(records, alignment, crc).pieces
 
 
 def test_without_checksums() -> None:

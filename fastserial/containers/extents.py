@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Protocol
 
 __all__ = [
     "COPIED_BYTES",
+    "COPIED_STORAGES",
     "PACKED_BYTES",
     "PACKED_STORAGE",
     "Computed",
@@ -37,7 +39,8 @@ __all__ = [
 
 PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with others,
 PACKED_BYTES = 512 * 1024  # into pieces of about this many
-COPIED_BYTES = 64 * 1024  # all storages together up to this many bytes are copied at once
+COPIED_BYTES = 64 * 1024  # up to this many bytes, and
+COPIED_STORAGES = 8  # so many storages in all, they are copied at once
 
 
 class Memory(Protocol):
@@ -86,17 +89,18 @@ class Sealed:
 class Packed:
     """Small host storages, one behind the other, as one piece: few objects for many tensors.
 
-    `gaps[i]` are the container's bytes between storage i and the next. If `first` is not None, it
-    is the index of the first storage's record, the CRC-32s of all are wanted, and each gap begins
-    with the data descriptor of the storage before it. `owners` keep the memory valid.
+    Behind storage i come its data descriptor, if there is a `seal` to pack it, and `gaps[i]`. If
+    `first` is not None, it is the index of the first storage's record, and the CRC-32s of all are
+    wanted. `owner` keeps the memory valid.
     """
 
     length: int
     first: int | None
-    addresses: list[int]
-    sizes: list[int]
-    gaps: list[bytes]
-    owners: list[object]
+    addresses: Sequence[int]
+    sizes: Sequence[int]
+    gaps: Sequence[bytes]
+    seal: Struct | None
+    owner: object
     # A piece cut by the end of a block is made as a whole, and kept until all of it was used.
     made: bytearray | None = None
     used: int = 0

@@ -7,18 +7,11 @@ order of the sorted keys, an int64 element count (little-endian) and the raw byt
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
+from operator import floordiv
 
-from fastserial.containers.extents import (
-    PACKED_BYTES,
-    PACKED_STORAGE,
-    Data,
-    Extent,
-    Literal,
-    Memory,
-    Packed,
-)
-from fastserial.staging import HostMemory
+from fastserial.containers.batch import Batch
+from fastserial.containers.extents import Data, Extent, Literal, Packed
 
 __all__ = ["storage_extents"]
 
@@ -26,38 +19,34 @@ _COUNT = struct.Struct("<q")
 
 
 def storage_extents(
-    storages: Iterable[tuple[Memory, int]], offset: int, save_size: bool
+    batch: Batch, element_sizes: Sequence[int], offset: int, save_size: bool
 ) -> list[Extent]:
     """Lay storages out one behind the other.
 
     Args:
-        storages: memory and element size (bytes) of each.
+        batch: the storages.
+        element_sizes: bytes of one element of each.
         offset: where the first extent starts (bytes).
         save_size: put the element count before each storage.
     """
-    sources: list[Literal | Data | Packed] = []
-    pack: Packed | None = None
-    for memory, element_size in storages:
-        nbytes = memory.nbytes
+    sizes = batch.sizes
+    if save_size:
         # As torch: bytes beyond the last whole element are written, but not counted.
-        count = _COUNT.pack(nbytes // element_size) if save_size else b""
-        is_small = 0 < nbytes <= PACKED_STORAGE and isinstance(memory, HostMemory)
-        if is_small and pack is not None and pack.length < PACKED_BYTES:
-            pack.gaps.append(count)
-            pack.length += len(count)
-        else:
-            if count:
-                sources.append(Literal(count))
-            pack = Packed(0, None, [], [], [], []) if is_small else None
-            if pack is not None:
-                sources.append(pack)
-        if pack is not None and isinstance(memory, HostMemory):
-            pack.addresses.append(memory.address)
-            pack.sizes.append(nbytes)
-            pack.owners.append(memory.owner)
-            pack.length += nbytes
-        elif nbytes:
-            sources.append(Data(memory, nbytes, None))
+        counts = list(map(_COUNT.pack, map(floordiv, sizes, element_sizes)))
+    else:
+        counts = [b""] * len(sizes)
+    sources: list[Literal | Data | Packed] = []
+    for first, stop, packed in batch.pieces():
+        if counts[first]:
+            sources.append(Literal(counts[first]))
+        if packed:
+            part = sizes[first:stop]
+            gaps = [*counts[first + 1 : stop], b""]
+            length = sum(part) + sum(map(len, gaps))
+            addresses = batch.addresses[first:stop]
+            sources.append(Packed(length, None, addresses, part, gaps, None, batch))
+        elif sizes[first]:
+            sources.append(Data(batch.memory(first), sizes[first], None))
     extents: list[Extent] = []
     for source in sources:
         extents.append(Extent(offset, source.length, source))

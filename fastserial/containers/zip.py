@@ -13,12 +13,14 @@ A data descriptor comes after its data, so the layout does not depend on checksu
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import cast
 
+from fastserial.containers.batch import Batch
 from fastserial.containers.extents import (
-    PACKED_BYTES,
     Computed,
     Data,
     Extent,
@@ -41,7 +43,8 @@ _U16 = 0xFFFF
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
 _ID_DIGITS = 20
-CRC_AT = 4  # of a data descriptor
+_QUIRK_BYTES = 8  # a storage of fewer is not taken for a descriptor
+_CRC_AT = 4  # of a data descriptor
 _UTF8 = 0x0800
 _FLAGS = _UTF8 | 0x0008  # a data descriptor follows
 _MADE_BY = 0x031E
@@ -49,7 +52,11 @@ _MADE_BY = 0x031E
 _LOCAL_START = struct.pack("<4sHHHHHIII", b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0)
 _LOCAL_START_EMPTY = struct.pack("<4sHHHHHIII", b"PK\x03\x04", 0, _UTF8, 0, 0, 0, 0, 0, 0)
 _LENGTHS = struct.Struct("<HH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+# The first 16 bytes of a central entry tell nothing but the flags; then come CRC-32, both sizes,
+# the lengths of name and extra field, and the offset of the local header.
+_CENTRAL_START = struct.pack("<4sHHHHHH", b"PK\x01\x02", 0, 0, _FLAGS, 0, 0, 0)
+_CENTRAL_START_EMPTY = struct.pack("<4sHHHHHH", b"PK\x01\x02", 0, 0, _UTF8, 0, 0, 0)
+_CENTRAL = struct.Struct("<16sIIIHH10xI")
 _DESCRIPTOR = struct.Struct("<4sIII")
 _DESCRIPTOR64 = struct.Struct("<4sIQQ")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
@@ -72,6 +79,14 @@ def archive_name(path: str) -> str:
 def fold(seed: int, value: int) -> int:
     """Return torch's hash_combine of two 64-bit values."""
     return (seed ^ (value + 0x9E3779B9 + ((seed << 6) & _U64) + (seed >> 2))) & _U64
+
+
+def fold_all(values: Iterable[int]) -> int:
+    """Return what `fold` makes of 0 and the values, one after the other."""
+    seed = 0
+    for value in values:
+        seed = (seed ^ (value + 0x9E3779B9 + ((seed << 6) & _U64) + (seed >> 2))) & _U64
+    return seed
 
 
 @dataclass(slots=True)
@@ -111,7 +126,8 @@ class ZipLayout:
         self.names: list[str] = []
         self._prefix = archive.encode() + b"/"
         self._alignment = alignment
-        self._padding: dict[int, bytes] = {}
+        # Local headers without the name, before and after it, by its length and the padding.
+        self._forms: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         # Per record: full name, size and offset of the local header (bytes), CRC-32 if known.
         self._full_names: list[bytes] = []
         self._sizes: list[int] = []
@@ -122,15 +138,12 @@ class ZipLayout:
         self._directory_bytes = 0
         self._extents: list[Extent] = []
         self._cursor = 0
-        # Container bytes not yet in an extent, the record whose CRC they begin with, and the
-        # open pack of small storages before them.
+        # Container bytes not yet in an extent, and the record whose CRC they begin with.
         self._bytes = bytearray()
         self._sealed_by: int | None = None
-        self._pack: Packed | None = None
 
     def add_bytes(self, name: str, data: bytes, crc: int) -> None:
         """Add a record whose bytes and CRC-32 are known."""
-        self._end_pack()
         self._open(name, len(data), crc if self.checksums else 0)
         if data:
             self._append(data)
@@ -138,37 +151,94 @@ class ZipLayout:
 
     def add_memory(self, name: str, memory: Memory, head: bytes) -> None:
         """Add a storage; `head` holds its first 8 bytes, if it has as many."""
-        self._end_pack()
         self._open(name, memory.nbytes, None if self.checksums and memory.nbytes else 0)
         if memory.nbytes:
-            self._emit(Data(memory, memory.nbytes, len(self.names) - 1 if self.checksums else None))
-            self._seal()
+            self._put(memory, len(self.names) - 1)
             self._close(head)
 
-    def add_small(self, name: str, address: int, nbytes: int, head: bytes) -> None:
-        """Add a storage of 1 to `PACKED_STORAGE` bytes at a host address, which must stay valid."""
-        self._open(name, nbytes, None if self.checksums else 0)
-        pack = self._pack
-        if pack is None or pack.length >= PACKED_BYTES:
-            self._end_pack()
-            self._flush()
-            first = len(self.names) - 1 if self.checksums else None
-            pack = self._pack = Packed(0, first, [], [], [], [])
-        else:
-            gap = bytes(self._bytes)
-            self._bytes.clear()
-            pack.gaps.append(gap)
-            pack.length += len(gap)
-        pack.addresses.append(address)
-        pack.sizes.append(nbytes)
-        pack.length += nbytes
-        self._cursor += nbytes
-        self._seal()
-        self._close(head)
+    def add_storages(self, names: Sequence[str], batch: Batch) -> None:
+        """Add storages as records called `names`; the batch's memory must stay valid."""
+        record = len(self.names)
+        headers, texts = self._open_all(names, batch.sizes)
+        for index, head in batch.beginning_with(DESCRIPTOR_SIGNATURE, _QUIRK_BYTES).items():
+            self._note_quirk(record + index, head)
+        # Behind 4 GiB the descriptors are longer.
+        far = bisect_left(headers, _U32)
+        after = self._cursor
+        for first, stop, packed in batch.pieces():
+            inside = (far,) if first < far < stop else ()
+            for begin, end in pairwise((first, *inside, stop)):
+                self._cursor = headers[begin]
+                self._append(texts[begin])
+                if packed:
+                    limit = headers[end] if end < len(headers) else after
+                    self._pack(record, begin, end, batch, texts, limit)
+                elif batch.sizes[begin]:
+                    self._put(batch.memory(begin), record + begin)
+                    self._append(self._descriptor(record + begin, 0))
+
+    def _open_all(
+        self, names: Sequence[str], sizes: Sequence[int]
+    ) -> tuple[list[int], list[bytes]]:
+        """Register records in a row; return offsets (bytes) and texts of their local headers.
+
+        The cursor comes to stand behind the last record's descriptor.
+        """
+        prefix, align, forms = self._prefix, self._alignment, self._forms
+        full_names = [prefix + name.encode() for name in names]
+        headers: list[int] = []
+        texts: list[bytes] = []
+        cursor = self._cursor
+        for full_name, size in zip(full_names, sizes, strict=True):
+            headers.append(cursor)
+            length = len(full_name)
+            if 0 < size < _U32 and cursor < _U32:
+                padding = -(cursor + _LOCAL_BYTES + length) % align
+                form = forms.get((length, padding))
+                if form is None:
+                    form = self._form(length, padding)
+                texts.append(form[0] + full_name + form[1])
+                cursor += _LOCAL_BYTES + length + padding + size + _DESCRIPTOR.size
+            else:
+                text = self._header(full_name, size, cursor)
+                texts.append(text)
+                is_zip64 = size >= _U32 or cursor >= _U32
+                cursor += len(text) + size
+                if size:
+                    cursor += _DESCRIPTOR64.size if is_zip64 else _DESCRIPTOR.size
+        self._cursor = cursor
+        self.names += names
+        self._full_names += full_names
+        self._sizes += sizes
+        self._headers += headers
+        self._crcs += (
+            [None if size else 0 for size in sizes] if self.checksums else [0] * len(sizes)
+        )
+        self._directory_bytes += _CENTRAL.size * len(names) + sum(map(len, full_names))
+        return headers, texts
+
+    def _pack(
+        self,
+        record: int,
+        begin: int,
+        end: int,
+        batch: Batch,
+        texts: Sequence[bytes],
+        limit: int,
+    ) -> None:
+        """Append the storages [begin, end) of a batch as one piece, up to byte `limit`."""
+        self._flush()
+        start, length = self._cursor, limit - self._cursor
+        first = record + begin if self.checksums else None
+        seal = _DESCRIPTOR if self._headers[record + begin] < _U32 else _DESCRIPTOR64
+        addresses, sizes = batch.addresses[begin:end], batch.sizes[begin:end]
+        gaps = [*texts[begin + 1 : end], b""]
+        pack = Packed(length, first, addresses, sizes, gaps, seal, batch)
+        self._extents.append(Extent(start, length, pack))
+        self._cursor = limit
 
     def add_hole(self, name: str, nbytes: int) -> None:
         """Add a record of `nbytes` bytes that are not written and have no CRC-32."""
-        self._end_pack()
         self._open(name, nbytes, 0)
         if nbytes:
             self._emit(Hole(nbytes))
@@ -182,7 +252,6 @@ class ZipLayout:
             crc_of: CRC-32 of bytes.
         """
         checksums = self.checksums
-        self._end_pack()
         self._open(ID_RECORD, 2 * _ID_DIGITS, 0)
         sizes, quirks = self._sizes, self._quirks
         last = len(sizes) - 1
@@ -191,12 +260,16 @@ class ZipLayout:
         length += _END64.size + _END64_LOCATOR.size + _END.size
 
         def make(crcs: Sequence[int]) -> bytes:
-            combined = 0
-            for record in range(last):
-                if sizes[record]:
-                    if record in quirks:
-                        combined = fold(combined, quirks[record])
-                    combined = fold(combined, crcs[record])
+            values = [crc for crc, size in zip(crcs, sizes, strict=True) if size][:-1]
+            if quirks:
+                columns = enumerate(zip(crcs[:last], sizes, strict=False))
+                pairs = (
+                    (quirks[record], crc) if record in quirks else (crc,)
+                    for record, (crc, size) in columns
+                    if size
+                )
+                values = [value for pair in pairs for value in pair]
+            combined = fold_all(values)
             text = f"{names_hash}{combined:0{_ID_DIGITS}d}".encode()
             id_crc = crc_of(text) if checksums else 0
             tail = text + self._descriptor(last, id_crc)
@@ -217,25 +290,12 @@ class ZipLayout:
         self._bytes += data
         self._cursor += len(data)
 
-    def _seal(self) -> None:
-        """Note that the descriptor to come waits for the CRC-32 of the last record's data."""
-        if self.checksums:
-            self._sealed_by = len(self.names) - 1
-
-    def _end_pack(self) -> None:
-        """Turn the open pack into an extent; the bytes behind it stay pending."""
-        pack = self._pack
-        if pack is not None:
-            start = self._cursor - len(self._bytes) - pack.length
-            self._extents.append(Extent(start, pack.length, pack))
-            self._pack = None
-
     def _flush(self) -> None:
         """Turn the pending bytes into an extent."""
         if self._bytes:
             data = bytes(self._bytes)
             sealed_by = self._sealed_by
-            source = Literal(data) if sealed_by is None else Sealed(data, sealed_by, CRC_AT)
+            source = Literal(data) if sealed_by is None else Sealed(data, sealed_by, _CRC_AT)
             self._extents.append(Extent(self._cursor - len(data), len(data), source))
             self._bytes.clear()
             self._sealed_by = None
@@ -245,23 +305,17 @@ class ZipLayout:
         self._extents.append(Extent(self._cursor, source.length, source))
         self._cursor += source.length
 
+    def _put(self, memory: Memory, record: int) -> None:
+        """Append a storage; the descriptor to come waits for its CRC-32."""
+        self._emit(Data(memory, memory.nbytes, record if self.checksums else None))
+        if self.checksums:
+            self._sealed_by = record
+
     def _open(self, name: str, size: int, crc: int | None) -> None:
         """Append a record's local header; its data comes next."""
         full_name = self._prefix + name.encode()
         header = self._cursor
-        zip64 = b""
-        if size >= _U32 or header >= _U32:
-            # The compressed size is not known yet when torch writes the local header.
-            zip64 = _zip64(size, 0, header)
-            self._directory_bytes += len(zip64)
-        before = header + _LOCAL_BYTES + len(full_name) + len(zip64)
-        padding = -before % self._alignment
-        filler = self._padding.get(padding)
-        if filler is None:
-            filler = self._padding[padding] = _FB.pack(b"FB", padding) + b"Z" * padding
-        lengths = _LENGTHS.pack(len(full_name), len(zip64) + len(filler))
-        start = _LOCAL_START if size else _LOCAL_START_EMPTY
-        self._append(b"".join((start, lengths, full_name, zip64, filler)))
+        self._append(self._header(full_name, size, header))
         self._directory_bytes += _CENTRAL.size + len(full_name)
         self.names.append(name)
         self._full_names.append(full_name)
@@ -269,13 +323,42 @@ class ZipLayout:
         self._headers.append(header)
         self._crcs.append(crc)
 
+    def _header(self, full_name: bytes, size: int, header: int) -> bytes:
+        """Return the local header at byte `header`, and count its part of the directory."""
+        length = len(full_name)
+        before = header + _LOCAL_BYTES + length
+        if 0 < size < _U32 and header < _U32:
+            start, filler = self._form(length, -before % self._alignment)
+            return start + full_name + filler
+        zip64 = b""
+        if size >= _U32 or header >= _U32:
+            # The compressed size is not known yet when torch writes the local header.
+            zip64 = _zip64(size, 0, header)
+            self._directory_bytes += len(zip64)
+        filler = _filler(-(before + len(zip64)) % self._alignment)
+        lengths = _LENGTHS.pack(length, len(zip64) + len(filler))
+        start = _LOCAL_START if size else _LOCAL_START_EMPTY
+        return b"".join((start, lengths, full_name, zip64, filler))
+
+    def _form(self, length: int, padding: int) -> tuple[bytes, bytes]:
+        """Return what is before and after a name of `length` bytes in a plain local header."""
+        form = self._forms.get((length, padding))
+        if form is None:
+            filler = _filler(padding)
+            form = (_LOCAL_START + _LENGTHS.pack(length, len(filler)), filler)
+            self._forms[length, padding] = form
+        return form
+
     def _close(self, head: bytes) -> None:
         """Append the last record's data descriptor, and note the quirk."""
         record = len(self.names) - 1
-        if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= 8:
-            # torch takes any one write that begins like a descriptor for one.
-            self._quirks[record] = int.from_bytes(head[4:8], "little")
+        if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= _QUIRK_BYTES:
+            self._note_quirk(record, head)
         self._append(self._descriptor(record, self._crcs[record] or 0))
+
+    def _note_quirk(self, record: int, head: bytes) -> None:
+        # torch takes any one write that begins like a descriptor for one.
+        self._quirks[record] = int.from_bytes(head[4:8], "little")
 
     def _descriptor(self, record: int, crc: int) -> bytes:
         size = self._sizes[record]
@@ -285,21 +368,17 @@ class ZipLayout:
 
     def _directory(self, start: int, crcs: Sequence[int]) -> bytes:
         """Return the central directory, which starts at byte `start`, and the end records."""
-        parts: list[bytes] = []
-        columns = zip(self._full_names, self._sizes, self._headers, crcs, strict=True)
-        for name, size, header, crc in columns:
-            extra = b""
-            flags = _FLAGS if size else _UTF8
-            short, near = size, header
-            if size >= _U32 or header >= _U32:
-                extra = _zip64(size, size, header)
-                short, near = min(size, _U32), min(header, _U32)
-            central = _CENTRAL.pack(
-                b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, short, short, len(name), len(extra),
-                0, 0, 0, 0, near,
-            )  # fmt: skip
-            parts += (central, name, extra) if extra else (central, name)
-        directory = b"".join(parts)
+        sizes, headers, names = self._sizes, self._headers, self._full_names
+        starts = [_CENTRAL_START if size else _CENTRAL_START_EMPTY for size in sizes]
+        short = [min(size, _U32) for size in sizes]
+        near = [min(header, _U32) for header in headers]
+        extras = [
+            b"" if size < _U32 and header < _U32 else _zip64(size, size, header)
+            for size, header in zip(sizes, headers, strict=True)
+        ]
+        lengths = (map(len, names), map(len, extras))
+        entries = map(_CENTRAL.pack, starts, crcs, short, short, *lengths, near)
+        directory = b"".join(chain.from_iterable(zip(entries, names, extras, strict=True)))
         end, count, length = start + len(directory), len(self.names), len(directory)
         few = min(count, _U16)
         return b"".join(
@@ -310,6 +389,11 @@ class ZipLayout:
                 _END.pack(b"PK\x05\x06", 0, 0, few, few, min(length, _U32), min(start, _U32), 0),
             )
         )
+
+
+def _filler(padding: int) -> bytes:
+    """Return the extra field that brings the data to its alignment."""
+    return _FB.pack(b"FB", padding) + b"Z" * padding
 
 
 def _zip64(size: int, compressed: int, header: int) -> bytes:

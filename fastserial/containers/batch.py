@@ -1,0 +1,102 @@
+"""Many storages as columns: a checkpoint may hold a million, and an object for each takes time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+from operator import add
+from typing import TYPE_CHECKING
+
+from fastserial.containers.extents import PACKED_BYTES, PACKED_STORAGE, Memory
+from fastserial.staging import HostMemory, bytes_at, device_types, host_bytes, storage_memory
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Batch", "batch_of", "storage_batch"]
+
+_AROUND = 128  # about how many container bytes come with a storage
+
+
+@dataclass(slots=True)
+class Batch:
+    """Storages in the order of the file.
+
+    Attributes:
+        addresses: of their bytes in host memory, 0 where they are not there or empty.
+        sizes: bytes of each.
+        memory: the memory of the storage at an index; the addresses are valid as long as this is
+            kept.
+    """
+
+    addresses: Sequence[int]
+    sizes: Sequence[int]
+    memory: Callable[[int], Memory]
+
+    def pieces(self) -> Iterator[tuple[int, int, bool]]:
+        """Cut the batch up: (first, one past the last, whether to pack them) of each piece.
+
+        Small host storages come packed, some `PACKED_BYTES` in a piece; any other one alone.
+        """
+        columns = enumerate(zip(self.addresses, self.sizes, strict=True))
+        alone = [
+            index
+            for index, (address, size) in columns
+            if not address or not 0 < size <= PACKED_STORAGE
+        ]
+        count = len(self.sizes)
+        ends = list(accumulate(map(add, self.sizes, repeat(_AROUND))))
+        first = 0
+        for index in (*alone, count):
+            while first < index:
+                before = ends[first - 1] if first else 0
+                stop = min(bisect_left(ends, before + PACKED_BYTES) + 1, index)
+                yield first, stop, True
+                first = stop
+            if index < count:
+                yield index, index + 1, False
+                first = index + 1
+
+    def beginning_with(self, mark: bytes, length: int) -> dict[int, bytes]:
+        """Return the first `length` bytes of the storages that begin with `mark`, by index.
+
+        Those of fewer than `length` bytes do not count.
+        """
+        columns = zip(self.addresses, self.sizes, strict=True)
+        readable = [len(mark) if address and size >= length else 0 for address, size in columns]
+        marks = list(map(bytes_at, self.addresses, readable))
+        found: dict[int, bytes] = {}
+        if mark in marks:
+            for index, text in enumerate(marks):
+                if text == mark:
+                    found[index] = bytes_at(self.addresses[index], length)
+        if 0 in self.addresses:
+            for index, size in enumerate(self.sizes):
+                if size >= length and not self.addresses[index]:
+                    head = host_bytes(self.memory(index), length)
+                    if head.startswith(mark):
+                        found[index] = head
+        return found
+
+
+def storage_batch(storages: Sequence[torch.UntypedStorage]) -> Batch:
+    """Return the memory of many storages, which it keeps alive."""
+    from torch import UntypedStorage
+
+    sizes = list(map(UntypedStorage.nbytes, storages))
+    if device_types(storages) <= {"cpu"}:
+        addresses = list(map(UntypedStorage.data_ptr, storages))
+    else:
+        addresses = [s.data_ptr() if s.device.type == "cpu" else 0 for s in storages]
+    return Batch(addresses, sizes, lambda index: storage_memory(storages[index]))
+
+
+def batch_of(memories: Sequence[Memory]) -> Batch:
+    """Return memories of any kind as a batch."""
+    addresses = [
+        memory.address if isinstance(memory, HostMemory) and memory.nbytes else 0
+        for memory in memories
+    ]
+    return Batch(addresses, [memory.nbytes for memory in memories], memories.__getitem__)
