@@ -31,7 +31,11 @@ class ZipArchive:
     """A context manager that lays out one archive and writes it when left without an exception."""
 
     def __init__(
-        self, writer: FastFileWriter | SequentialWriter, archive: str, owns_writer: bool
+        self,
+        writer: FastFileWriter | SequentialWriter,
+        archive: str,
+        owns_writer: bool,
+        alignment: int | None = None,
     ) -> None:
         """Start an archive at the writer's position.
 
@@ -39,13 +43,16 @@ class ZipArchive:
             writer: where the archive goes.
             archive: the name torch puts before the records' names.
             owns_writer: close the writer at the end, and discard it on an exception.
+            alignment: of the records' data (bytes); by default the one torch would use.
 
         Raises:
             LayoutError: the storage alignment does not fit the format.
         """
         self._writer = writer
         self._owns_writer = owns_writer
-        self._layout = ZipLayout(archive, oracle.alignment(), oracle.checksums_wanted())
+        if alignment is None:
+            alignment = oracle.alignment()
+        self._layout = ZipLayout(archive, alignment, oracle.checksums_wanted())
         self._archive = archive
         self._finished = False
         writer.label("zip")

@@ -18,6 +18,7 @@ import functools
 import os
 import stat
 from collections.abc import Iterator
+from itertools import chain
 
 from fastserial import freeing
 from fastserial.targets import PathTarget
@@ -41,6 +42,12 @@ def temporary_name(name: str, slot: int) -> str:
     if len(name) > room // _CHARACTER_MAX:
         name = os.fsdecode(os.fsencode(name)[:room])
     return f".{name}{suffix}"
+
+
+@functools.lru_cache(maxsize=64)
+def _first_names(name: str) -> tuple[str, ...]:
+    """Return the temporary names of a file that every save looks for."""
+    return tuple([temporary_name(name, slot) for slot in range(_LOOKAHEAD)])
 
 
 @functools.cache
@@ -83,10 +90,10 @@ class Replacement:
         self.fallback: str | None = None
         self.fd = -1
         self._replaced = -1
+        directory, self._base = os.path.split(target.path)
         freeing.wait_until_free()
-        self._directory = os.open(
-            os.path.dirname(target.path) or os.curdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        )
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        self._directory = os.open(directory or os.curdir, flags)
         try:
             self._sweep()
             self.fd = self._create()
@@ -132,11 +139,15 @@ class Replacement:
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def _names(self) -> Iterator[str]:
-        base = os.path.basename(self.target.path)
-        return (temporary_name(base, slot) for slot in range(_SLOTS))
+        base = self._base
+        first = _first_names(base)
+        later = range(len(first), _SLOTS)
+        return chain(first, (temporary_name(base, slot) for slot in later))
 
     def _sweep(self) -> None:
         """Remove what killed processes left of this target, so that its space is free again."""
+        if not any(map(self._exists, _first_names(self._base))):
+            return
         free = 0
         for name in self._names():
             if self._exists(name):
@@ -202,10 +213,11 @@ class Replacement:
         Raises:
             OSError: the target is still the old file, unless only the last sync failed.
         """
-        named = self.named or self._link()
-        base = os.path.basename(self.target.path)
-        self._hold(base)
-        os.rename(named, base, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        if self.named is not None or not self._link_as_target():
+            named = self.named or self._link()
+            base, directory = self._base, self._directory
+            self._hold(base)
+            os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
         self.named = None
         self.committed = True
         if self.durable:
@@ -213,8 +225,8 @@ class Replacement:
         self._close()
 
     def _hold(self, base: str) -> None:
-        """Keep the old file's space allocated until the new one is safe: see `freeing`."""
-        if self.target.mode is not None:
+        """Keep a large old file's space allocated until the new one is safe: see `freeing`."""
+        if self.target.size >= freeing.LARGE:
             flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
             with contextlib.suppress(OSError):
                 self._replaced = os.open(base, flags, dir_fd=self._directory)
@@ -227,13 +239,27 @@ class Replacement:
                 raise
             self.fallback = "the file system cannot sync a directory"
 
+    def _link_as_target(self) -> bool:
+        """Give the nameless file the target's name, if no file has it."""
+        if self.target.mode is not None:
+            return False
+        try:
+            self._name(self._base)
+        except FileExistsError:  # made since the save began
+            return False
+        return True
+
+    def _name(self, name: str) -> None:
+        """Give the nameless file a name."""
+        source = f"/proc/self/fd/{self.fd}"
+        os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
+
     def _link(self) -> str:
         """Give the nameless file a temporary name and return it."""
-        source = f"/proc/self/fd/{self.fd}"
         for name in self._names():
             self.named = name  # first: an interrupt may come right after the link is there
             try:
-                os.link(source, name, dst_dir_fd=self._directory, follow_symlinks=True)
+                self._name(name)
             except FileExistsError:
                 self.named = None
                 continue

@@ -95,7 +95,8 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _UNITS = {"": 1, "k": KiB, "kib": KiB, "m": MiB, "mib": MiB, "g": 1024 * MiB, "gib": 1024 * MiB}
 
-_installed: Mapping[str, Any] = {}
+_NOTHING: Mapping[str, Any] = {}
+_installed: Mapping[str, Any] = _NOTHING
 _scoped: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
     "fastserial_options", default=None
 )
@@ -151,15 +152,22 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-_VARIABLES = [(name, f"FASTSERIAL_{name.upper()}") for name in _PARSERS]
+_VARIABLES = {os.fsencode(f"FASTSERIAL_{name.upper()}"): name for name in _PARSERS}
 
 
 def _from_environment() -> Mapping[str, Any]:
     """Return the options that `FASTSERIAL_*` variables set; parsed again only when they change."""
     global _environment_cache
-    get = os.environ.get
+    # Each save asks. `os.environ` takes a microsecond for a variable, even for one that is not
+    # there; the dictionary behind it takes one for them all.
+    raw = getattr(os.environ, "_data", None)
+    present = _VARIABLES.keys() & (os.environb if raw is None else raw).keys()
+    if not present:
+        return _NOTHING
     found = tuple(
-        [(name, text) for name, variable in _VARIABLES if (text := get(variable)) is not None]
+        (name, os.environ[os.fsdecode(variable)])
+        for variable, name in _VARIABLES.items()
+        if variable in present
     )
     cached = _environment_cache
     if cached is not None and cached[0] == found:
@@ -203,7 +211,7 @@ def chosen(**overrides: Any) -> Mapping[str, Any]:
     """
     if overrides:
         _check_names(overrides)
-    return {**_from_environment(), **_installed, **(_scoped.get() or {}), **overrides}
+    return {**_from_environment(), **_installed, **(_scoped.get() or _NOTHING), **overrides}
 
 
 def current(**overrides: Any) -> Config:
@@ -221,7 +229,17 @@ def of(values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: an option has an impossible value.
     """
-    return replace(_DEFAULT, **values) if values else _DEFAULT
+    global _of_cache
+    if not values:
+        return _DEFAULT
+    known, config = _of_cache  # the same options come again and again
+    if len(known) == len(values) and all(
+        known.get(name, known) is value for name, value in values.items()
+    ):
+        return config
+    config = replace(_DEFAULT, **values)
+    _of_cache = (dict(values), config)
+    return config
 
 
 @contextlib.contextmanager
@@ -241,3 +259,4 @@ def options(**values: Any) -> Iterator[Config]:
 
 
 _DEFAULT = Config()
+_of_cache: tuple[Mapping[str, Any], Config] = (_NOTHING, _DEFAULT)

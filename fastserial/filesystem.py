@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import struct
 from dataclasses import dataclass
 
 __all__ = [
@@ -29,12 +30,13 @@ _AT_SYMLINK_NOFOLLOW = 0x100
 _STATX_ATTR_MOUNT_ROOT = 0x2000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
-_ATTRIBUTES_AT, _ATTRIBUTES_MASK_AT = 8, 56
+_ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156
 _FALLOC_FL_KEEP_SIZE = 1
 DEFAULT_ALIGNMENT = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_statx = getattr(_libc, "statx", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,9 @@ class DirectAlignment:
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
     """Return the alignment direct I/O needs on an open file; None: the kernel says it has none."""
-    statx = getattr(_libc, "statx", None)
-    if statx is not None:
+    if _statx is not None:
         buffer = (ctypes.c_char * _STATX_BYTES)()
-        if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) == 0:
+        if _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) == 0:
             raw = bytes(buffer)
 
             def field(at: int) -> int:
@@ -119,13 +120,10 @@ def is_mount_point(path: str, parent_device: int) -> bool:
         parent_device: `st_dev` of its directory, for kernels that do not tell (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
-    statx = getattr(_libc, "statx", None)
-    if statx is not None:
-        buffer = (ctypes.c_char * _STATX_BYTES)()
-        if statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0, buffer) == 0:
-            raw = buffer.raw
-            attributes = int.from_bytes(raw[_ATTRIBUTES_AT : _ATTRIBUTES_AT + 8], "little")
-            known = int.from_bytes(raw[_ATTRIBUTES_MASK_AT : _ATTRIBUTES_MASK_AT + 8], "little")
+    if _statx is not None:
+        buffer = ctypes.create_string_buffer(_STATX_BYTES)
+        if _statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0, buffer) == 0:
+            attributes, known = _ATTRIBUTES.unpack_from(buffer)
             if known & _STATX_ATTR_MOUNT_ROOT:
                 return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
     return os.stat(path).st_dev != parent_device

@@ -10,9 +10,9 @@ import contextlib
 import os
 import threading
 
-__all__ = ["free", "wait_until_free"]
+__all__ = ["LARGE", "free", "wait_until_free"]
 
-_LARGE = 64 * 1024 * 1024  # bytes; less is freed faster than a thread is started
+LARGE = 64 * 1024 * 1024  # bytes; less is freed faster than a thread is started
 _lock = threading.Lock()
 _threads: list[threading.Thread] = []
 
@@ -20,7 +20,7 @@ _threads: list[threading.Thread] = []
 def free(fd: int) -> None:
     """Close a descriptor that is the last to hold a file; on a thread if the file is large."""
     try:
-        large = os.fstat(fd).st_size >= _LARGE
+        large = os.fstat(fd).st_size >= LARGE
     except OSError:
         large = False
     if large:
@@ -39,6 +39,8 @@ def _close(fd: int) -> None:
 
 def wait_until_free() -> None:
     """Wait for the files that this process replaced before."""
+    if not _threads:
+        return
     with _lock:
         threads = _threads.copy()
         _threads.clear()

@@ -51,7 +51,8 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
     Raises:
         WriteError: the target cannot be written.
     """
-    if not 0 < oracle.alignment() <= MAX_ALIGNMENT:
+    alignment = oracle.alignment()
+    if not 0 < alignment <= MAX_ALIGNMENT:
         return None
     if isinstance(target, FastFileWriter):
         return ZipArchive(target, "archive", owns_writer=False)
@@ -66,7 +67,7 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
         archive = "archive"
     else:
         return None
-    return ZipArchive(FastFileWriter(found), archive, owns_writer=True)
+    return ZipArchive(FastFileWriter(found), archive, True, alignment)
 
 
 def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:

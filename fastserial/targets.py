@@ -28,12 +28,14 @@ class PathTarget:
         path: where the file is or will be, symbolic links followed; relative if `name` is.
         mode: permission bits of the file that is there, None if there is none.
         owner: its user and group.
+        size: its bytes, 0 if there is none.
     """
 
     name: str
     path: str
     mode: int | None
     owner: tuple[int, int] | None
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,8 @@ def path_target(name: str) -> PathTarget | StockWay:
     if filesystem.is_mount_point(path, parent.st_dev):
         return StockWay("the file is a mount point, so it can only be overwritten")
     mode = stat.S_IMODE(existing.st_mode)
-    return PathTarget(name, path, mode, (existing.st_uid, existing.st_gid))
+    owner = (existing.st_uid, existing.st_gid)
+    return PathTarget(name, path, mode, owner, existing.st_size)
 
 
 def _denial(directory: str, name: str) -> WriteError:
