@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from fastserial import filesystem
+from fastserial.buffered import write_all, write_buffered
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.containers.extents import (
@@ -152,6 +153,8 @@ class BlockWriter:
         self._start = offset
         self._config = config
         self._untuned: Config | None = None
+        self._expected: int | None = None
+        self._buffered = False  # as a whole, by `finish`
         self._on_progress = on_progress
         self._direct_fd = -1
         self._readback: ReadBack | None = None
@@ -183,6 +186,12 @@ class BlockWriter:
         """Append a source. Blocks that are full are queued."""
         if ledger is not None:
             self._ledgers.add(ledger)
+        if self._buffered:
+            if self.position - self._start + source.length <= self._config.small_file:
+                self._parts.append(Part(source, 0, source.length, ledger))
+                self.position += source.length
+                return
+            self._go_over_to_blocks()
         size = self._config.block_size
         start, rest = 0, source.length
         while rest:
@@ -195,10 +204,29 @@ class BlockWriter:
             if length == room:
                 self._dispatch()
 
+    def expect(self, nbytes: int) -> None:
+        """Tell how many bytes there will be, as far as known: a small file needs no engine."""
+        self._expected = nbytes
+        if self._engine is None and self._config.direct is not True:
+            whole = sum(part.length for part in self._parts) == self.position - self._start
+            self._buffered = whole and nbytes <= self._config.small_file
+
+    def _go_over_to_blocks(self) -> None:
+        """Cut what was put into blocks after all: the file is not that small."""
+        self._buffered = False
+        parts, self._parts = self._parts, []
+        self.position -= sum(part.length for part in parts)
+        for part in parts:
+            self.put(part.source, part.ledger)
+
     def settle(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
-        if any(_is_borrowed(part.source) for part in self._parts):
+        if not any(_is_borrowed(part.source) for part in self._parts):
+            return
+        if self._buffered:
+            self._write_buffered()
+        else:
             held = bytes(staged(self._parts))
             self._parts = [Part(Literal(held), 0, len(held), None)]
 
@@ -207,8 +235,7 @@ class BlockWriter:
         if self._parts:
             small = self.position - self._start <= self._config.small_file
             if self._engine is None and small and self._config.direct is not True:
-                self._write_buffered(self._parts)
-                self._parts = []
+                self._write_buffered()
             else:
                 self._dispatch()
         self._drain()
@@ -231,19 +258,20 @@ class BlockWriter:
         self._parts = []
         self._batch = []
 
-    def _write_buffered(self, parts: list[Part]) -> None:
-        source, start, length, _ = parts[0]
-        if len(parts) == 1 and isinstance(source, Literal):
-            whole = memoryview(source.data)[start : start + length]
-        else:
-            whole = memoryview(staged(parts))
-        self._write_cached(whole, self.position - len(whole))
-        self._advance(len(whole))
+    def _write_buffered(self) -> None:
+        """Write what there is through the page cache, without an engine."""
+        parts, self._parts = self._parts, []
+        length = sum(part.length for part in parts)
+        began = perf_counter()
+        self.tally.cached_bytes += length
+        write_buffered(self._fd, parts, self.position - length, staged)
+        self.tally.cached_seconds += perf_counter() - began
+        self._advance(length)
 
     def _write_cached(self, view: memoryview, offset: int) -> None:
         began = perf_counter()
         self.tally.cached_bytes += len(view)
-        _write_all(self._fd, view, offset)
+        write_all(self._fd, [view], offset)
         self.tally.cached_seconds += perf_counter() - began
 
     def _dispatch(self) -> None:
@@ -274,6 +302,11 @@ class BlockWriter:
 
     def _open(self) -> BufferPool:
         config, untuned = self._config, self._untuned
+        if self._expected is not None:  # what a short file does not use is not started
+            blocks = max(1, -(-self._expected // config.block_size))
+            if blocks < max(config.queue_depth, config.threads):
+                depth, threads = min(blocks, config.queue_depth), min(blocks, config.threads)
+                config = replace(config, queue_depth=depth, threads=threads)
         try:
             engine, pool = self._start_engine(config)
         except EngineUnavailableError as error:
@@ -405,11 +438,3 @@ def staged(parts: list[Part]) -> bytearray:
         address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
         fill(parts, memoryview(whole), address)
     return whole
-
-
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        written = os.pwrite(fd, view, offset)
-        if written == 0:
-            raise OSError(errno.EIO, f"{len(view)} bytes were not written")
-        view, offset = view[written:], offset + written

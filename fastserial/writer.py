@@ -333,6 +333,7 @@ class FastFileWriter:
             if self._needed > self._config.small_file:
                 self._use_tuned()
             self._gather()
+            self._blocks.expect(self._needed)
             self._reserve(extents, self._needed)
             for extent in extents:
                 self._blocks.put(extent.source, ledger)

@@ -165,7 +165,7 @@ STEPS = [
     ("fsync", errno.EIO, "kernel log"),
     ("fsync", errno.ENOSPC, "Free space"),
     ("fsync", errno.EDQUOT, "quota"),
-    ("pwrite", errno.ENOSPC, "Free space"),
+    ("pwritev", errno.ENOSPC, "Free space"),
     ("rename", errno.ESTALE, "mount it anew"),
     ("rename", errno.EROFS, "Remount"),
     ("rename", errno.ENOTCONN, "FUSE"),
