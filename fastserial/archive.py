@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 from fastserial import oracle
 from fastserial.checksums import crc32
 from fastserial.containers.batch import storage_batch
-from fastserial.containers.extents import COPIED_BYTES, COPIED_STORAGES, Memory
-from fastserial.containers.zip import ZipLayout
+from fastserial.containers.extents import (
+    COPIED_BYTES,
+    COPIED_STORAGES,
+    SMALL_BYTES,
+    Extent,
+    Literal,
+    Memory,
+)
+from fastserial.containers.zip import ZipLayout, ZipPlan, check_alignment
 from fastserial.foreign import SequentialWriter
 from fastserial.staging import HostMemory, bytes_at, host_bytes, storage_memory, synchronize
 from fastserial.writer import FastFileWriter
@@ -52,8 +59,14 @@ class ZipArchive:
         self._owns_writer = owns_writer
         if alignment is None:
             alignment = oracle.alignment()
-        self._layout = ZipLayout(archive, alignment, oracle.checksums_wanted())
+        check_alignment(alignment)
+        self._alignment = alignment
+        self._checksums = oracle.checksums_wanted()
         self._archive = archive
+        # Records whose bytes are known, as long as there are no others and they are small.
+        self._texts: list[tuple[str, bytes]] = []
+        self._text_bytes = 0
+        self._begun: ZipLayout | None = None
         self._finished = False
         writer.label("zip")
 
@@ -73,14 +86,31 @@ class ZipArchive:
         if isinstance(data, str):
             data = data.encode()
         if isinstance(data, bytes):
-            text = data[:size]
-            self._layout.add_bytes(name, text, crc32(text))
+            self._add_text(name, data[:size])
         elif isinstance(data, int):
             self._add_memory(name, HostMemory(data, size, None))
             self._writer.count_storages(1, size)
         else:
             self._add_memory(name, storage_memory(data))
             self._writer.count_storages(1, data.nbytes())
+
+    @property
+    def _layout(self) -> ZipLayout:
+        """The layout, once there are records that are not small."""
+        layout = self._begun
+        if layout is None:
+            layout = self._begun = ZipLayout(self._archive, self._alignment, self._checksums)
+            for name, text in self._texts:
+                layout.add_bytes(name, text, crc32(text))
+            self._texts.clear()
+        return layout
+
+    def _add_text(self, name: str, text: bytes) -> None:
+        self._text_bytes += len(text)
+        if self._begun is None and self._text_bytes <= SMALL_BYTES:
+            self._texts.append((name, text))
+        else:
+            self._layout.add_bytes(name, text, crc32(text))
 
     def write_record_metadata(self, name: str, size: int) -> None:
         """Add a record whose bytes are left out (`skip_data`)."""
@@ -95,8 +125,7 @@ class ZipArchive:
         few = len(sizes) <= COPIED_STORAGES and nbytes <= COPIED_BYTES
         if few and all(address or not size for address, size in zip(addresses, sizes, strict=True)):
             for name, address, size in zip(names, addresses, sizes, strict=True):
-                text = bytes_at(address, size)
-                self._layout.add_bytes(name, text, crc32(text))
+                self._add_text(name, bytes_at(address, size))
             return
         synchronize(storages)
         self._layout.add_storages(names, batch)
@@ -113,7 +142,14 @@ class ZipArchive:
         """
         if not self._finished:
             self._finished = True
-            self._writer.write_plan(oracle.finish(self._layout))
+            self._writer.write_plan(self._plan())
+
+    def _plan(self) -> ZipPlan:
+        if self._begun is not None:
+            return oracle.finish(self._begun)
+        parts = (self._archive, self._alignment, self._checksums, self._texts)
+        data = memoryview(oracle.small_archive(*parts))
+        return ZipPlan([Extent(0, len(data), Literal(data))], [], [], len(data))
 
     def __enter__(self) -> ZipArchive:
         return self

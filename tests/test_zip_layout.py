@@ -146,6 +146,24 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
     assert sink.pieces == theirs(records, alignment, crc).pieces
 
 
+@pytest.mark.parametrize("crc", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_small_archives_from_one_stencil(seed: int, crc: bool) -> None:
+    rnd = random.Random(seed)
+    lengths = [rnd.choice([0, 1, 4, 7, 8, 100, 4096]) for _ in range(rnd.randrange(12))]
+    names = [f"data/{index}" for index in range(len(lengths))]
+    if rnd.random() < 0.5:
+        names = [*names, "byteorder"]
+        lengths = [*lengths, 6]
+    for begin in (b"", b"PK\x07\x08", b"PK\x07\x08a"):  # the same stencil for all three
+        texts = [(begin + rnd.randbytes(length))[:length] for length in lengths]
+        small = list(zip(names, texts, strict=True))
+        alignment = rnd.choice(ALIGNMENTS)
+        sink = Sink()
+        sink.write(oracle.small_archive("archive", alignment, crc, small))
+        assert sink.pieces == theirs([*small], alignment, crc).pieces
+
+
 def test_without_checksums() -> None:
     records: list[tuple[str, bytes | int]] = [("data.pkl", b"abc"), ("data/0", b"PK\x07\x08quirk")]
     assert ours(records, 64, crc=False).pieces == theirs(records, 64, crc=False).pieces

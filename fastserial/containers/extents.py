@@ -24,6 +24,7 @@ __all__ = [
     "COPIED_STORAGES",
     "PACKED_BYTES",
     "PACKED_STORAGE",
+    "SMALL_BYTES",
     "Computed",
     "Data",
     "Extent",
@@ -41,6 +42,7 @@ PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with
 PACKED_BYTES = 512 * 1024  # into pieces of about this many
 COPIED_BYTES = 64 * 1024  # up to this many bytes, and
 COPIED_STORAGES = 8  # so many storages in all, they are copied at once
+SMALL_BYTES = 128 * 1024  # of records, the pickle among them, that go into a stencil
 
 
 class Memory(Protocol):

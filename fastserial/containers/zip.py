@@ -32,7 +32,24 @@ from fastserial.containers.extents import (
 )
 from fastserial.errors import LayoutError
 
-__all__ = ["ID_RECORD", "MAX_ALIGNMENT", "ZipLayout", "ZipPlan", "archive_name", "fold"]
+__all__ = [
+    "CENTRAL_BYTES",
+    "CENTRAL_CRC_AT",
+    "CRC_AT",
+    "DESCRIPTOR_BYTES",
+    "DESCRIPTOR_SIGNATURE",
+    "END_BYTES",
+    "ID_DIGITS",
+    "ID_RECORD",
+    "MAX_ALIGNMENT",
+    "ZipLayout",
+    "ZipPlan",
+    "archive_name",
+    "check_alignment",
+    "fold",
+    "fold_all",
+    "quirk_of",
+]
 
 ID_RECORD = ".data/serialization_id"
 DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
@@ -42,9 +59,10 @@ MAX_ALIGNMENT = 65536 - 64
 _U16 = 0xFFFF
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
-_ID_DIGITS = 20
+ID_DIGITS = 20
 _QUIRK_BYTES = 8  # a storage of fewer is not taken for a descriptor
-_CRC_AT = 4  # of a data descriptor
+CRC_AT = 4  # in a data descriptor,
+CENTRAL_CRC_AT = 16  # and in an entry of the directory
 _UTF8 = 0x0800
 _FLAGS = _UTF8 | 0x0008  # a data descriptor follows
 _MADE_BY = 0x031E
@@ -63,6 +81,8 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
 _FB = struct.Struct("<2sH")
+DESCRIPTOR_BYTES, CENTRAL_BYTES = _DESCRIPTOR.size, _CENTRAL.size
+END_BYTES = _END64.size + _END64_LOCATOR.size + _END.size  # behind the directory
 _LOCAL_BYTES = len(_LOCAL_START) + _LENGTHS.size + _FB.size
 
 
@@ -74,6 +94,26 @@ def archive_name(path: str) -> str:
     base = path[max(path.rfind("/"), path.rfind("\\")) + 1 :]
     dot = base.rfind(".")
     return base if dot < 0 else base[:dot]
+
+
+def check_alignment(alignment: int) -> None:
+    """Refuse a storage alignment (bytes) with which torch's own file would be broken.
+
+    Raises:
+        LayoutError: it is one.
+    """
+    if not 0 < alignment <= MAX_ALIGNMENT:
+        raise LayoutError(f"a storage alignment of {alignment} bytes does not fit a zip header")
+
+
+def quirk_of(head: bytes) -> int | None:
+    """Return what torch takes for a CRC-32 in the first 8 bytes of a record's data, if anything.
+
+    It takes any one write that begins like a data descriptor for one.
+    """
+    if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= _QUIRK_BYTES:
+        return int.from_bytes(head[4:8], "little")
+    return None
 
 
 def fold(seed: int, value: int) -> int:
@@ -120,8 +160,7 @@ class ZipLayout:
         Raises:
             LayoutError: torch's own file would be broken with this alignment.
         """
-        if not 0 < alignment <= MAX_ALIGNMENT:
-            raise LayoutError(f"a storage alignment of {alignment} bytes does not fit a zip header")
+        check_alignment(alignment)
         self.checksums = checksums
         self.names: list[str] = []
         self._prefix = archive.encode() + b"/"
@@ -142,6 +181,11 @@ class ZipLayout:
         self._bytes = bytearray()
         self._sealed_by: int | None = None
 
+    @property
+    def position(self) -> int:
+        """Bytes laid out so far."""
+        return self._cursor
+
     def add_bytes(self, name: str, data: bytes, crc: int) -> None:
         """Add a record whose bytes and CRC-32 are known."""
         self._open(name, len(data), crc if self.checksums else 0)
@@ -161,7 +205,7 @@ class ZipLayout:
         record = len(self.names)
         headers, texts = self._open_all(names, batch.sizes)
         for index, head in batch.beginning_with(DESCRIPTOR_SIGNATURE, _QUIRK_BYTES).items():
-            self._note_quirk(record + index, head)
+            self._quirks[record + index] = int.from_bytes(head[4:8], "little")
         # Behind 4 GiB the descriptors are longer.
         far = bisect_left(headers, _U32)
         after = self._cursor
@@ -252,12 +296,12 @@ class ZipLayout:
             crc_of: CRC-32 of bytes.
         """
         checksums = self.checksums
-        self._open(ID_RECORD, 2 * _ID_DIGITS, 0)
+        self._open(ID_RECORD, 2 * ID_DIGITS, 0)
         sizes, quirks = self._sizes, self._quirks
         last = len(sizes) - 1
         directory = self._cursor + sizes[last] + len(self._descriptor(last, 0))
         length = directory - self._cursor + self._directory_bytes
-        length += _END64.size + _END64_LOCATOR.size + _END.size
+        length += END_BYTES
 
         def make(crcs: Sequence[int]) -> bytes:
             values = [crc for crc, size in zip(crcs, sizes, strict=True) if size][:-1]
@@ -270,7 +314,7 @@ class ZipLayout:
                 )
                 values = [value for pair in pairs for value in pair]
             combined = fold_all(values)
-            text = f"{names_hash}{combined:0{_ID_DIGITS}d}".encode()
+            text = f"{names_hash}{combined:0{ID_DIGITS}d}".encode()
             id_crc = crc_of(text) if checksums else 0
             tail = text + self._descriptor(last, id_crc)
             return tail + self._directory(directory, [*crcs[:last], id_crc])
@@ -295,7 +339,7 @@ class ZipLayout:
         if self._bytes:
             data = bytes(self._bytes)
             sealed_by = self._sealed_by
-            source = Literal(data) if sealed_by is None else Sealed(data, sealed_by, _CRC_AT)
+            source = Literal(data) if sealed_by is None else Sealed(data, sealed_by, CRC_AT)
             self._extents.append(Extent(self._cursor - len(data), len(data), source))
             self._bytes.clear()
             self._sealed_by = None
@@ -352,13 +396,10 @@ class ZipLayout:
     def _close(self, head: bytes) -> None:
         """Append the last record's data descriptor, and note the quirk."""
         record = len(self.names) - 1
-        if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= _QUIRK_BYTES:
-            self._note_quirk(record, head)
+        quirk = quirk_of(head)
+        if quirk is not None:
+            self._quirks[record] = quirk
         self._append(self._descriptor(record, self._crcs[record] or 0))
-
-    def _note_quirk(self, record: int, head: bytes) -> None:
-        # torch takes any one write that begins like a descriptor for one.
-        self._quirks[record] = int.from_bytes(head[4:8], "little")
 
     def _descriptor(self, record: int, crc: int) -> bytes:
         size = self._sizes[record]
