@@ -71,16 +71,17 @@ def small_archive(
     texts.append(_VERSION)
     if "byteorder" not in names:
         texts.append(sys.byteorder.encode())
-    made = _stencil(archive, align, checksums, names, tuple(map(len, texts)))
-    return made.filled(texts, crc32)
+    name = archive.encode()
+    made = _stencil(len(name), align, checksums, names, tuple(map(len, texts)))
+    return made.filled(name, texts, crc32)
 
 
 @functools.lru_cache(maxsize=16)
 def _stencil(
-    archive: str, align: int, checksums: bool, names: tuple[str, ...], sizes: tuple[int, ...]
+    archive_bytes: int, align: int, checksums: bool, names: tuple[str, ...], sizes: tuple[int, ...]
 ) -> Stencil:
     more = ("version",) if "byteorder" in names else ("version", "byteorder")
-    return Stencil(archive, align, checksums, (*names, *more), sizes, _names_hash(names))
+    return Stencil(archive_bytes, align, checksums, (*names, *more), sizes, _names_hash(names))
 
 
 @functools.lru_cache(maxsize=8)  # the same state is saved again and again

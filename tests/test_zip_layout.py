@@ -160,7 +160,9 @@ def test_small_archives_from_one_stencil(seed: int, crc: bool) -> None:
         small = list(zip(names, texts, strict=True))
         alignment = rnd.choice(ALIGNMENTS)
         sink = Sink()
+        other = oracle.small_archive("another", alignment, crc, small)
         sink.write(oracle.small_archive("archive", alignment, crc, small))
+        assert bytes(other).replace(b"another/", b"archive/") == bytes(sink.pieces[0][1])
         assert sink.pieces == theirs([*small], alignment, crc).pieces
 
 

@@ -1,4 +1,4 @@
-"""Small archives that differ in nothing but their records' bytes: laid out once, then filled in.
+"""Small archives that differ but in name and their records' bytes: laid out once, then filled in.
 
 Training saves the same small states again and again, and to lay one out takes longer than to
 write it.
@@ -18,6 +18,7 @@ from fastserial.containers.zip import (
     END_BYTES,
     ID_DIGITS,
     ID_RECORD,
+    LOCAL_NAME_AT,
     ZipLayout,
     fold_all,
     quirk_of,
@@ -33,7 +34,7 @@ class Stencil:
 
     def __init__(
         self,
-        archive: str,
+        archive_bytes: int,
         alignment: int,
         checksums: bool,
         names: Sequence[str],
@@ -43,7 +44,8 @@ class Stencil:
         """Lay the archive out.
 
         Args:
-            archive, alignment, checksums: as for `ZipLayout`.
+            archive_bytes: length of the archive's name.
+            alignment, checksums: as for `ZipLayout`.
             names: of the records, but for the serialization id.
             sizes: of the records (bytes).
             names_hash: as for `ZipLayout.finish`.
@@ -53,13 +55,18 @@ class Stencil:
         """
         self._checksums = checksums
         self._names_hash = names_hash
+        archive = "a" * archive_bytes
         layout = ZipLayout(archive, alignment, checksums)
+        self._archive_bytes = archive_bytes
+        self._archive_at: list[int] = []
         # Where each record's data begins and ends, and where the directory repeats its CRC-32.
         self._spans: list[tuple[int, int]] = []
         for name, size in zip(names, sizes, strict=True):
+            self._archive_at.append(layout.position + LOCAL_NAME_AT)
             layout.add_bytes(name, bytes(size), 0)
             end = layout.position - DESCRIPTOR_BYTES
             self._spans.append((end - size, end))
+        self._archive_at.append(layout.position + LOCAL_NAME_AT)
         plan = layout.finish(names_hash, lambda _: 0)
         literals = [extent.source for extent in plan.extents if isinstance(extent.source, Literal)]
         self._image = b"".join([literal.data for literal in literals])
@@ -68,12 +75,18 @@ class Stencil:
         self._id_at = at - DESCRIPTOR_BYTES - 2 * ID_DIGITS
         self._listed: list[int] = []
         for length in lengths:
+            self._archive_at.append(at + CENTRAL_BYTES)
             self._listed.append(at + CENTRAL_CRC_AT)
             at += CENTRAL_BYTES + length
 
-    def filled(self, texts: Sequence[bytes], crc_of: Callable[[bytes], int]) -> bytearray:
-        """Return the archive with the records' bytes in it."""
+    def filled(
+        self, archive: bytes, texts: Sequence[bytes], crc_of: Callable[[bytes], int]
+    ) -> bytearray:
+        """Return the archive with its name and the records' bytes in it."""
         image = bytearray(self._image)
+        length = self._archive_bytes
+        for at in self._archive_at:
+            image[at : at + length] = archive
         put, checksums = _CRC.pack_into, self._checksums
         values: list[int] = []
         for text, (start, stop), listed in zip(texts, self._spans, self._listed, strict=False):

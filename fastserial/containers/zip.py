@@ -41,6 +41,7 @@ __all__ = [
     "END_BYTES",
     "ID_DIGITS",
     "ID_RECORD",
+    "LOCAL_NAME_AT",
     "MAX_ALIGNMENT",
     "ZipLayout",
     "ZipPlan",
@@ -83,7 +84,8 @@ _END = struct.Struct("<4sHHHHIIH")
 _FB = struct.Struct("<2sH")
 DESCRIPTOR_BYTES, CENTRAL_BYTES = _DESCRIPTOR.size, _CENTRAL.size
 END_BYTES = _END64.size + _END64_LOCATOR.size + _END.size  # behind the directory
-_LOCAL_BYTES = len(_LOCAL_START) + _LENGTHS.size + _FB.size
+LOCAL_NAME_AT = len(_LOCAL_START) + _LENGTHS.size  # in a local header
+_LOCAL_BYTES = LOCAL_NAME_AT + _FB.size
 
 
 def archive_name(path: str) -> str:
