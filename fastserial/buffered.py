@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fastserial.checksums import crc32
-from fastserial.containers.extents import Data
+from fastserial.containers.extents import Data, Literal
 from fastserial.staging import HostMemory
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def write_buffered(
             if gathered < _CHUNK:
                 continue
         if together:
-            put(memoryview(staged(together)))
+            put(_known(together) or memoryview(staged(together)))
             together, gathered = [], 0
         if part is not None and data is not None:
             crc = 0
@@ -78,6 +78,14 @@ def write_buffered(
             _enter(part, crc)
     if pieces:
         write()
+
+
+def _known(parts: Sequence[Part]) -> memoryview | None:
+    """Return the bytes of parts that are a single literal."""
+    source, start, length, _ = parts[0]
+    if len(parts) > 1 or not isinstance(source, Literal):
+        return None
+    return memoryview(source.data)[start : start + length]
 
 
 def _uncopied(part: Part) -> memoryview | None:

@@ -48,7 +48,8 @@ class Config:
             than `small_file`; `True` asks for it at any size; `False` goes through the page cache.
         preallocate: reserve the file's space before the first byte, so that a full disk is
             noticed early and extents are contiguous.
-        small_file: files up to this many bytes are written in one buffered write.
+        small_file: files up to this many bytes are written through the page cache, without an
+            engine, and loaded by torch itself.
         tuned: saves use what `fastserial tune` found for the device of the file, as far as the
             options it is about are not set.
         verify: read each block back after writing it and compare it with memory (about half the
@@ -67,7 +68,7 @@ class Config:
     durable: bool = True
     direct: Direct = "auto"
     preallocate: bool = True
-    small_file: int = 1 * MiB
+    small_file: int = 8 * MiB
     tuned: bool = True
     verify: bool = False
     progress: bool = False

@@ -284,7 +284,7 @@ def test_bench_tensor(tmp_path: Path) -> None:
 
 def test_json_is_shaped_as_fio_s(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    words = ["--size", "3MiB", "--runs", "1", "--no-fio", "--no-peers", "--no-loose"]
+    words = ["--size", "12MiB", "--runs", "1", "--no-fio", "--no-peers", "--no-loose"]
     done = invoke("tensor", "--folder", str(tmp_path), *words, "--no-legacy", f"--json={target}")
     assert done.exit_code == 0, done.output
     found = json.loads(target.read_text())
@@ -334,7 +334,7 @@ def test_wrong_content_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_bench_load_outputs(tmp_path: Path) -> None:
     need("safetensors")
-    words = ["--size", "4MiB", "--tensors", "5", "--runs", "1", "--no-small", "--no-fio", "--lines"]
+    words = ["--size", "12MiB", "--tensors", "5", "--runs", "1", "--no-small", "--no-fio", "--lines"]
     files = [f"--json={tmp_path / 'out.json'}", f"--csv={tmp_path / 'out.csv'}"]
     done = invoke("load", "--folder", str(tmp_path), *words, *files)
     assert done.exit_code == 0, done.output

@@ -120,7 +120,7 @@ def test_gds_says_why_not(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(EngineUnavailableError):
-        fastpersist_save(noise(2 * MIB), tmp_path / "a.pt", use_gds=True)
+        fastpersist_save(noise(12 * MIB), tmp_path / "a.pt", use_gds=True)
     with pytest.raises(EngineUnavailableError, match="CUDA"):
         get_pinned_buffer(1, use_gds=True)
 

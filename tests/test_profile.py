@@ -201,7 +201,7 @@ def test_a_file_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_command(tmp_path: Path) -> None:
     folder, trace, found = tmp_path / "disk", tmp_path / "trace.json", tmp_path / "profile.json"
     folder.mkdir()
-    words = ["--size", "4MiB", "--tensors", "5", "--runs", "1", "--legacy"]
+    words = ["--size", "12MiB", "--tensors", "5", "--runs", "1", "--legacy"]
     outputs = ["--trace", str(trace), "--json", str(found)]
     done = CliRunner().invoke(app, ["bench", "profile", "--folder", str(folder), *words, *outputs])
     assert done.exit_code == 0, done.output

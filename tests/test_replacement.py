@@ -205,9 +205,9 @@ def test_a_full_disk_tells_sizes(target: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(filesystem, "free_bytes", lambda place: 12345)
     with pytest.raises(WriteError, match="12345 are free") as caught, FastFileWriter(target) as f:
         f.save_torch_storage_object_list(
-            [(torch.zeros(1_000_000).untyped_storage(), torch.float32)], True
+            [(torch.zeros(3_000_000).untyped_storage(), torch.float32)], True
         )
-    assert caught.value.bytes_needed == 4_000_008
+    assert caught.value.bytes_needed == 12_000_008
     assert caught.value.bytes_free == 12345
     assert target.read_bytes() == b"old"
 

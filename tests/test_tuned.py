@@ -22,7 +22,7 @@ from fastserial.tunedfile import Entry, Settings
 from fastserial.writer import FastFileWriter
 
 TUNED = Settings("threads", 256 * 1024, 3, 2)
-STATE = {"a": torch.arange(500_000), "b": torch.zeros(3)}
+STATE = {"a": torch.arange(1_500_000), "b": torch.zeros(3)}
 DEFAULT = Config()
 
 
