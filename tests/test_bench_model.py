@@ -334,7 +334,17 @@ def test_wrong_content_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_bench_load_outputs(tmp_path: Path) -> None:
     need("safetensors")
-    words = ["--size", "12MiB", "--tensors", "5", "--runs", "1", "--no-small", "--no-fio", "--lines"]
+    words = "--size 12MiB --tensors 5 --runs 1 --no-small --no-fio --lines".split()
+        "--size",
+        "12MiB",
+        "--tensors",
+        "5",
+        "--runs",
+        "1",
+        "--no-small",
+        "--no-fio",
+        "--lines",
+    ]
     files = [f"--json={tmp_path / 'out.json'}", f"--csv={tmp_path / 'out.csv'}"]
     done = invoke("load", "--folder", str(tmp_path), *words, *files)
     assert done.exit_code == 0, done.output
