@@ -334,7 +334,8 @@ def test_wrong_content_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_bench_load_outputs(tmp_path: Path) -> None:
     need("safetensors")
-    words = "--size 12MiB --tensors 5 --runs 1 --no-small --no-fio --lines".split()
+    words = ["--size", "12MiB", "--tensors", "5", "--runs", "1"]
+    words += ["--no-small", "--no-fio", "--lines"]
         "--size",
         "12MiB",
         "--tensors",
