@@ -336,16 +336,6 @@ def test_bench_load_outputs(tmp_path: Path) -> None:
     need("safetensors")
     words = ["--size", "12MiB", "--tensors", "5", "--runs", "1"]
     words += ["--no-small", "--no-fio", "--lines"]
-        "--size",
-        "12MiB",
-        "--tensors",
-        "5",
-        "--runs",
-        "1",
-        "--no-small",
-        "--no-fio",
-        "--lines",
-    ]
     files = [f"--json={tmp_path / 'out.json'}", f"--csv={tmp_path / 'out.csv'}"]
     done = invoke("load", "--folder", str(tmp_path), *words, *files)
     assert done.exit_code == 0, done.output
