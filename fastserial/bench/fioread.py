@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from fastserial.bench import fio
 from fastserial.bench.errors import BenchError
 from fastserial.bench.measure import Sample
+from fastserial.bench.pages import reserved_huge_bytes
 from fastserial.bench.temperature import chill
 
 __all__ = ["FIO", "FioRead", "best_read"]
@@ -22,11 +24,15 @@ _ENGINES = ("io_uring", "libaio")
 
 @dataclass(frozen=True, slots=True)
 class FioRead:
-    """One way in which fio reads a file: engine and block size (bytes)."""
+    """One way in which fio reads a file: engine and block size (bytes).
+
+    `huge`: its buffers are reserved huge pages.
+    """
 
     path: Path
     engine: str
     block: int
+    huge: bool = False
 
     def run(self) -> Sample:
         """Read the file once.
@@ -42,11 +48,12 @@ def best_read(path: Path, missing: dict[str, str], say: Callable[[str], None]) -
     if not fio.installed():
         missing[FIO] = "not installed: apt-get install fio"
         return None
+    huge = reserved_huge_bytes() >= fio.HUGE_BYTES
     best: tuple[float, FioRead] | None = None
-    for engine in _ENGINES:
-        for block in _BLOCKS:
+    for pages in [True] * huge + [False]:
+        for engine, block in itertools.product(_ENGINES, _BLOCKS):
             say(f"looking for fio's best: {engine}, {block >> 20}MiB")
-            one = FioRead(path, engine, block)
+            one = FioRead(path, engine, block, pages)
             try:
                 chill((path,))
                 bandwidth = one.run().bandwidth
@@ -55,10 +62,10 @@ def best_read(path: Path, missing: dict[str, str], say: Callable[[str], None]) -
                 continue
             if best is None or bandwidth > best[0]:
                 best = bandwidth, one
-    if best is None:
-        return None
-    missing.pop(FIO, None)
-    return best[1]
+        if best is not None:
+            missing.pop(FIO, None)
+            return best[1]
+    return None
 
 
 def _read(how: FioRead) -> Sample:
@@ -72,6 +79,7 @@ def _read(how: FioRead) -> Sample:
         f"--bs={how.block}",
         f"--ioengine={how.engine}",
         "--iodepth=8",
+        f"--iomem={'mmaphuge' if how.huge else 'malloc'}",
         "--direct=1",
         "--thread",
         "--output-format=json",

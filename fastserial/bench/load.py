@@ -34,6 +34,7 @@ __all__ = ["LoadBench", "LoadLine", "LoadResult", "run_load"]
 
 _HEADROOM = 256 << 20
 _SMALL_COUNT = 20_000
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 TEMPERATURES = ("cold", "warm")
 _STOCK = "stock zip"
 
@@ -140,13 +141,15 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
         yardstick = best_read(saved.files.zip, missing, say) if bench.with_fio else None
         if not bench.with_fio:
             missing[FIO] = "switched off (--no-fio)"
+        if yardstick is None or yardstick.huge:
+            found = [reader for reader in found if not reader.small_pages]
         lines = _measure(found, saved, bench, yardstick, missing, say)
         small: list[LoadLine] = []
         if bench.small:
             say("making the small tensors")
             saved, _ = _save(many_small(_SMALL_COUNT), folder, False)
             found = [one for one in found if one.paths == (saved.files.zip,)]
-            found = [one for one in found if "mmap" not in one.name]
+            found = [one for one in found if "mmap" not in one.name and not one.small_pages]
             small = _measure(found, saved, bench, None, missing, say)
     return LoadResult(
         bench,
@@ -253,10 +256,17 @@ def _freshen(nbytes: int) -> None:
     """Let as much memory be there for every row.
 
     A virtual machine gives free memory back to its host, and getting it again costs more than the
-    load; which row would pay for that is chance.
+    load; which row would pay for that is chance. Small pages come from other places than huge
+    ones, so both are asked for.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    mmap.mmap(-1, nbytes, flags=flags).close()
+    for advice in (mmap.MADV_NORMAL, mmap.MADV_HUGEPAGE):
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            try:
+                memory.madvise(advice)
+                memory.madvise(_MADV_POPULATE_WRITE)
+            except OSError:  # an older kernel, or one without huge pages
+                for start in range(0, nbytes, mmap.PAGESIZE):
+                    memory[start] = 1
 
 
 def _line(

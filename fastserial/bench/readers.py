@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastserial.bench import dcp
+from fastserial.bench.pages import small_pages
 from fastserial.bench.saving import fast, stock
 from fastserial.filling import load_into
 
@@ -42,6 +43,7 @@ class Reader:
         paths: files it reads, to be put into or out of the page cache.
         load: loads everything and returns it.
         context: entered around the load and the timing.
+        small_pages: it shuns huge pages, and is compared with a fio that has none.
         modules: what is imported before the load is timed.
         prepare: makes what the load needs before it is timed, such as tensors to fill.
         group: `torch` (torch.load and this package) or `peer`.
@@ -52,6 +54,7 @@ class Reader:
     load: Callable[[Any], State]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare: Callable[[], Any] = lambda: None
+    small_pages: bool = False
     modules: tuple[str, ...] = ()
     group: str = "torch"
 
@@ -98,6 +101,13 @@ def _torch(files: Files) -> Iterator[Reader]:
 def _ours(files: Files, shapes: Shapes) -> Iterator[Reader]:
     yield Reader("fastserial zip", (files.zip,), lambda _: torch.load(files.zip), fast)
     yield Reader(
+        "fastserial zip, small pages",
+        (files.zip,),
+        lambda _: torch.load(files.zip),
+        _fast_on_small_pages,
+        small_pages=True,
+    )
+    yield Reader(
         "fastserial zip, verified",
         (files.zip,),
         lambda _: torch.load(files.zip),
@@ -110,6 +120,12 @@ def _ours(files: Files, shapes: Shapes) -> Iterator[Reader]:
         return target
 
     yield Reader("fastserial load_into", (files.zip,), fill, prepare=lambda: _empty(shapes))
+
+
+@contextmanager
+def _fast_on_small_pages() -> Iterator[None]:
+    with fast(), small_pages():
+        yield
 
 
 def _empty(shapes: Shapes) -> State:
