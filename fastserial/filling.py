@@ -7,6 +7,7 @@ through staging buffers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 
 from fastserial import config as config_module
 from fastserial.checksums import CrcLedger
+from fastserial.collection import paused_collection
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, LoadMismatchError, UnreadableTensorError
 from fastserial.loadreport import LoadReport, publish_load
@@ -29,6 +31,7 @@ from fastserial.tensorread import direct_extent, fill, meta_of
 
 __all__ = ["LoadedKeys", "load_into"]
 
+_FEW_BYTES = 32 * 1024  # per tensor, on average
 _SHOWN = 20  # mismatches that an error tells
 
 
@@ -95,10 +98,15 @@ def load_into(
     began = perf_counter()
     wanted = dict(_tensors(target))
     with FastFileReader(path, config) as reader:
-        index = read_index(reader.fd, reader.name)
-        jobs, left = _match(wanted, index, key, strict, type(target).__name__)
-        synchronize([job.target.untyped_storage() for job in jobs])
-        checked = _read(reader, _last_of_each(jobs), verify)
+        with contextlib.ExitStack() as objects:
+            objects.enter_context(paused_collection())
+            index = read_index(reader.fd, reader.name)
+            jobs, left = _match(wanted, index, key, strict, type(target).__name__)
+            passes = _last_of_each(jobs)
+            if reader.size > len(jobs) * _FEW_BYTES:
+                objects.close()  # reading may take long
+            synchronize([job.target.untyped_storage() for job in jobs])
+            checked = _read(reader, passes, verify)
         _publish(reader, index.container, checked, config, began)
     for job in jobs:
         if not job.target.is_inference():

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from fastserial import config as config_module
+from fastserial.collection import paused_collection
 from fastserial.errors import CorruptCheckpointError
 from fastserial.legacyloading import read_storages
 from fastserial.loadreport import LoadReport, publish_load
@@ -68,6 +69,7 @@ class _Load:
         self.reader: FastFileReader | None = None
         self.prefetch: Prefetch | None = None
         self.archive: FastZipReader | None = None
+        self.paused = contextlib.ExitStack()
 
     def __enter__(self) -> BinaryIO:
         file: BinaryIO = self.opener.__enter__()
@@ -78,6 +80,7 @@ class _Load:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         _open.loads.remove(self)
+        self.paused.close()
         try:
             self._finish(kind is None)
         finally:
@@ -197,6 +200,7 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
         with contextlib.suppress(OSError):
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_WILLNEED)
         load.fallback = "many small records"
+        load.paused.enter_context(paused_collection())  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
     directory = read_places(source.fd, source.size)
     if count != len(directory.records):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError
+from fastserial.hugepages import advise_huge_pages
 from fastserial.reader import FastFileReader
 from fastserial.sinks import ExpectedSink, ReadExtent, storage_sink
 from fastserial.staging import synchronize
@@ -47,6 +48,8 @@ def read_storages(
         extents.append(ReadExtent(offset, _COUNT.size, ExpectedSink(count, f"the size of {key}")))
         offset += _COUNT.size
         if nbytes:
+            if storage.device.type == "cpu":
+                advise_huge_pages(storage.data_ptr(), nbytes)
             extents.append(ReadExtent(offset, nbytes, storage_sink(storage)))
             offset += nbytes
     synchronize(untyped)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastserial.errors import CorruptCheckpointError
@@ -286,13 +286,12 @@ def _strided(
             yield from _named(visit.key, ("scales", "zero_points"), parameters[1:3])
     if storage.view is not None:
         offset += storage.view[0]
-    entry = replace(
-        _entry(visit.key, dtype, shape, stride, storage.key, offset, kind),
-        pending=_pending(arguments, _METADATA.get(name, len(arguments))),
-    )
-    if entry.span[1] > found.storages[storage.key].nbytes:
+    pending = _pending(arguments, _METADATA.get(name, len(arguments)))
+    entry = _entry(visit.key, dtype, shape, stride, storage.key, offset, kind, pending)
+    start, stop = entry.span
+    if stop > found.storages[storage.key].nbytes:
         raise CorruptCheckpointError(
-            f"its bytes {entry.span[0]} to {entry.span[1]} go past the end of storage "
+            f"its bytes {start} to {stop} go past the end of storage "
             f"{storage.key}, which has {storage.nbytes}"
         )
     found.tensors.append(entry)
@@ -321,12 +320,13 @@ def _entry(
     storage: str | None,
     offset: int,
     kind: str,
+    pending: tuple[str, ...] = (),
 ) -> TensorEntry:
     sizes, steps = _integers(shape), _integers(stride)
     if dtype is None or len(sizes) != len(steps):
         raise CorruptCheckpointError("its dtype, shape and strides make no sense")
     nbytes = -(-math.prod(sizes) // PACKED.get(dtype, 1)) * ITEM_BYTES[dtype]
-    return TensorEntry(key, dtype, sizes, steps, storage, offset, nbytes, kind)
+    return TensorEntry(key, dtype, sizes, steps, storage, offset, nbytes, kind, pending)
 
 
 def _is_count(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["different_tensors", "digest", "first_difference"]
+__all__ = ["different_tensors", "digest", "fingerprints", "first_difference"]
 
 _CHUNK = 8 << 20
 
@@ -51,9 +52,26 @@ def different_tensors(
     ]
 
 
+def fingerprints(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return type, shape and a hash of the bits of each tensor: equal if these are."""
+    return {
+        name: f"{tensor.dtype} {tuple(tensor.shape)} {_hash(tensor)}"
+        for name, tensor in state.items()
+    }
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    raw = _bytes_of(tensor)
+    data = (ctypes.c_char * len(raw)).from_address(raw.data_ptr()) if len(raw) else b""
+    return hashlib.sha256(data).hexdigest()
+
+
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    # as bytes: a NaN equals itself then
-    left, right = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (one, other))
-    return torch.equal(left, right)
+    return torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as bytes: a NaN equals itself then."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

@@ -1,45 +1,42 @@
 """`fastserial bench load`: one checkpoint, every way to load it, and fio, in the same run.
 
 Cold means that no page of the file is in the page cache, warm that all are. Rows run interleaved,
-and what each one loaded is compared with what was saved.
+each load in a process of its own, and what each one loaded is compared with what was saved.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fastserial.bench import dcp, fio
+from fastserial.bench import dcp
 from fastserial.bench.errors import BenchError
-from fastserial.bench.identical import different_tensors
+from fastserial.bench.fioread import FIO, FioRead, best_read
+from fastserial.bench.freshload import Task, load_afresh
+from fastserial.bench.identical import fingerprints
 from fastserial.bench.machine import Machine, this_machine
-from fastserial.bench.measure import Sample, measure
+from fastserial.bench.measure import Sample
 from fastserial.bench.payload import check_memory, many_small, mixed_state
-from fastserial.bench.readers import Files, Reader, readers
+from fastserial.bench.readers import Files, Reader, Shapes, readers, shapes_of
 from fastserial.bench.saving import check_torch, stock, write
 from fastserial.bench.scratch import scratch
 from fastserial.bench.settle import settle
 from fastserial.bench.summary import Spread, paired
 from fastserial.bench.temperature import chill, warm
 from fastserial.bench.units import GB
-from fastserial.loadreport import last_load_report
 from fastserial.probes import Folder, probe_folder
 
 __all__ = ["LoadBench", "LoadLine", "LoadResult", "run_load"]
 
 _HEADROOM = 256 << 20
 _SMALL_COUNT = 20_000
-_FIO_BLOCKS = (1 << 20, 4 << 20, 8 << 20)
-_FIO_ENGINES = ("io_uring", "libaio")
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 TEMPERATURES = ("cold", "warm")
-STOCK, FIO = "stock zip", "fio read"
+_STOCK = "stock zip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +104,16 @@ class LoadResult:
         return all(line.equal is not False for line in (*self.lines, *self.small))
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A state dict that lies on the disk, and what must be loaded again."""
+
+    files: Files
+    shapes: Shapes
+    nbytes: int
+    expected: Mapping[str, str]
+
+
 @dataclass(slots=True)
 class _Row:
     reader: Reader
@@ -119,30 +126,31 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
     """Run the benchmark; `say` is told what is being done.
 
     Raises:
-        BenchError: too little memory or disk, or the folder cannot be used.
+        BenchError: too little memory or disk, the folder cannot be used, or a load failed.
         PatchError: the installed torch cannot be patched.
     """
     check_torch()
     check_memory(3 * bench.nbytes)
     with scratch(bench.folder, 4 * bench.nbytes + _HEADROOM) as folder:
         say("making the data")
-        state = mixed_state(bench.nbytes, bench.tensors)
-        files, missing = _save(state, folder, bench.peers)
-        found, absent = readers(files, state)
-        missing |= absent
+        saved, missing = _save(mixed_state(bench.nbytes, bench.tensors), folder, bench.peers)
+        found, absent = readers(saved.files, saved.shapes)
+        missing = {**absent, **missing} if bench.peers else {}
         if not bench.peers:
             found = [reader for reader in found if reader.group == "torch"]
-            missing = {}
-        yardstick = _yardstick(bench, files.zip, missing, say)
-        lines = _measure(found, state, bench, yardstick, say)
+        yardstick = best_read(saved.files.zip, missing, say) if bench.with_fio else None
+        if not bench.with_fio:
+            missing[FIO] = "switched off (--no-fio)"
+        if yardstick is None or yardstick.huge:
+            found = [reader for reader in found if not reader.small_pages]
+        lines = _measure(found, saved, bench, yardstick, missing, say)
         small: list[LoadLine] = []
         if bench.small:
             say("making the small tensors")
-            state = many_small(_SMALL_COUNT)
-            files, _ = _save(state, folder, False)
-            found = [one for one in readers(files, state)[0] if one.paths == (files.zip,)]
-            found = [one for one in found if "mmap" not in one.name]
-            small = _measure(found, state, bench, None, say)
+            saved, _ = _save(many_small(_SMALL_COUNT), folder, False)
+            found = [one for one in found if one.paths == (saved.files.zip,)]
+            found = [one for one in found if "mmap" not in one.name and not one.small_pages]
+            small = _measure(found, saved, bench, None, missing, say)
     return LoadResult(
         bench,
         this_machine(),
@@ -155,7 +163,7 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
 
 def _save(
     state: dict[str, torch.Tensor], folder: Path, peers: bool
-) -> tuple[Files, dict[str, str]]:
+) -> tuple[_Saved, dict[str, str]]:
     """Write the state dict in every container, with the packages that made these formats."""
     paths = folder / "checkpoint.pt", folder / "checkpoint.legacy.pt"
     missing: dict[str, str] = {}
@@ -163,20 +171,20 @@ def _save(
         write(state, paths[0], "zip")
         write(state, paths[1], "legacy")
     safetensors, sharded = folder / "checkpoint.safetensors", folder / "dcp"
-    if not peers:
-        return Files(*paths, None, None), missing
-    try:
-        from safetensors.torch import save_file
+    if peers:
+        try:
+            from safetensors.torch import save_file
 
-        save_file(state, safetensors)
-    except ImportError:
-        missing["safetensors"] = "not installed: pip install 'fastserial[bench]'"
-    try:
-        dcp.write(state, sharded)
-    except (ImportError, RuntimeError) as error:
-        missing["DCP"] = str(error)
-    found = [path if path.exists() else None for path in (safetensors, sharded)]
-    return Files(*paths, *found), missing
+            save_file(state, safetensors)
+        except ImportError:
+            missing["safetensors"] = "not installed: pip install 'fastserial[bench]'"
+        try:
+            dcp.write(state, sharded)
+        except (ImportError, RuntimeError) as error:
+            missing["DCP"] = str(error)
+    found = [path if peers and path.exists() else None for path in (safetensors, sharded)]
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    return _Saved(Files(*paths, *found), shapes_of(state), nbytes, fingerprints(state)), missing
 
 
 # -- running -------------------------------------------------------------------------------------
@@ -184,79 +192,85 @@ def _save(
 
 def _measure(
     found: Sequence[Reader],
-    state: dict[str, torch.Tensor],
+    saved: _Saved,
     bench: LoadBench,
-    yardstick: Reader | None,
+    yardstick: FioRead | None,
+    missing: dict[str, str],
     say: Callable[[str], None],
 ) -> list[LoadLine]:
     rows = [_Row(reader, temperature) for temperature in TEMPERATURES for reader in found]
-    if yardstick is not None:
-        rows.insert(0, _Row(yardstick, "cold"))
-    nbytes = sum(tensor.nbytes for tensor in state.values())
+    fio: list[Sample] = []
     for turn in range(bench.runs + 1):
         label = f"round {turn}/{bench.runs}" if turn else "warm-up"
-        for row in rows:
+        if yardstick is not None:
+            say(f"{label}: cold, {FIO}")
+            chill((saved.files.zip,))
+            settle(bench.pause)
+            fio += [yardstick.run()] * (turn > 0)
+        for row in rows.copy():
             say(f"{label}: {row.temperature}, {row.reader.name}")
-            _run(row, state, nbytes, bench.pause, compare=turn == 0, keep=turn > 0)
+            try:
+                _run(row, saved, bench.pause, first=turn == 0)
+            except BenchError as error:
+                if row.reader.group != "peer" or turn:
+                    raise
+                missing[row.reader.name] = f"it fails here: {error}"
+                rows.remove(row)
     by_name = {(row.reader.name, row.temperature): row.samples for row in rows}
-    fio_samples = by_name.get((FIO, "cold"))
-    return [
+    lines = [
         _line(
             row,
-            by_name[STOCK, row.temperature],
-            fio_samples if row.temperature == "cold" else None,
-            nbytes,
+            by_name[_STOCK, row.temperature],
+            fio if row.temperature == "cold" else None,
         )
         for row in rows
     ]
+    if fio:
+        lines.insert(0, _line(_Row(Reader(FIO, (), dict), "cold", fio), None, fio))
+    return lines
 
 
-def _run(
-    row: _Row,
-    state: dict[str, torch.Tensor],
-    nbytes: int,
-    pause: float,
-    *,
-    compare: bool,
-    keep: bool,
-) -> None:
+def _run(row: _Row, saved: _Saved, pause: float, *, first: bool) -> None:
+    """Load once; the first is compared, the others count."""
     reader = row.reader
     (chill if row.temperature == "cold" else warm)(reader.paths)
     settle(pause)
-    _freshen(nbytes)
-    given = reader.prepare()
-    kept: list[Any] = []
-    fallback = latency = None
-    with reader.context():
-        used = measure(lambda: kept.append(reader.load(given)))
-        if reader.name.startswith("fastserial"):
-            report = last_load_report()
-            if report is not None:
-                fallback, latency = report.fallback, report.complete
-    if isinstance(kept[0], Sample):  # fio tells itself
-        row.samples += [kept[0]] * keep
+    _freshen(saved.nbytes)
+    loaded = load_afresh(Task(reader.name, saved.files, saved.shapes, first))
+    if loaded.fingerprints is not None:
+        row.equal = loaded.fingerprints == saved.expected
+    if first:
         return
-    if compare:
-        row.equal = not different_tensors(state, kept[0])
     # memory that was there before the load (`prepare`) is not in the peak
-    extra = used.extra_bytes
-    over = None if extra is None else extra - (0 if given is not None else nbytes)
-    if keep:
-        row.samples.append(Sample(nbytes, used.seconds, used.cpu_seconds, over, latency, fallback))
+    extra = loaded.usage.extra_bytes
+    over = None if extra is None else extra - (0 if loaded.was_there else saved.nbytes)
+    usage = loaded.usage
+    row.samples.append(
+        Sample(
+            saved.nbytes, usage.seconds, usage.cpu_seconds, over, loaded.latency, loaded.fallback
+        )
+    )
 
 
 def _freshen(nbytes: int) -> None:
     """Let as much memory be there for every row.
 
     A virtual machine gives free memory back to its host, and getting it again costs more than the
-    load; which row would pay for that is chance.
+    load; which row would pay for that is chance. Small pages come from other places than huge
+    ones, so both are asked for.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    mmap.mmap(-1, nbytes, flags=flags).close()
+    for advice in (mmap.MADV_NORMAL, mmap.MADV_HUGEPAGE):
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            try:
+                memory.madvise(advice)
+                memory.madvise(_MADV_POPULATE_WRITE)
+            except OSError:  # an older kernel, or one without huge pages
+                for start in range(0, nbytes, mmap.PAGESIZE):
+                    memory[start] = 1
 
 
 def _line(
-    row: _Row, stock_samples: list[Sample], fio_samples: list[Sample] | None, nbytes: int
+    row: _Row, stock_samples: list[Sample] | None, fio_samples: list[Sample] | None
 ) -> LoadLine:
     samples = row.samples
     over = [sample.extra_bytes for sample in samples if sample.extra_bytes is not None]
@@ -266,69 +280,10 @@ def _line(
         seconds=Spread.of(sample.seconds for sample in samples),
         bandwidth=Spread.of(sample.bandwidth for sample in samples),
         to_fio=paired(samples, fio_samples) if fio_samples else None,
-        to_stock=paired(samples, stock_samples) if row.reader.name != FIO else None,
+        to_stock=paired(samples, stock_samples) if stock_samples else None,
         cpu_per_gb=Spread.of(s.cpu_seconds / s.nbytes * GB for s in samples),
         over_bytes=max(over, default=None),
         equal=row.equal,
         fallback=next((sample.fallback for sample in samples if sample.fallback), None),
         samples=tuple(samples),
     )
-
-
-# -- fio -----------------------------------------------------------------------------------------
-
-
-def _yardstick(
-    bench: LoadBench, path: Path, missing: dict[str, str], say: Callable[[str], None]
-) -> Reader | None:
-    """Return fio's best variant as a row, or say why there is none."""
-    if not bench.with_fio or not fio.installed():
-        missing[FIO] = (
-            "not installed: apt-get install fio" if bench.with_fio else "switched off (--no-fio)"
-        )
-        return None
-    best: tuple[float, str, int] | None = None
-    for engine in _FIO_ENGINES:
-        for block in _FIO_BLOCKS:
-            say(f"looking for fio's best: {engine}, {block >> 20}MiB")
-            try:
-                chill((path,))
-                bandwidth = _fio_read(path, engine, block).bandwidth
-            except BenchError as error:
-                missing[FIO] = str(error)
-                continue
-            best = max(best or (0.0, engine, block), (bandwidth, engine, block))
-    if best is None:
-        return None
-    missing.pop(FIO, None)
-    _, engine, block = best
-    return Reader(FIO, (path,), lambda _: _fio_read(path, engine, block))  # type: ignore[arg-type, return-value]
-
-
-def _fio_read(path: Path, engine: str, block: int) -> Sample:
-    command = [
-        "fio",
-        "--name=fastserial-bench",
-        f"--filename={str(path).replace(':', chr(92) + ':')}",
-        "--rw=read",
-        "--readonly",
-        f"--size={path.stat().st_size // block * block}",
-        f"--bs={block}",
-        f"--ioengine={engine}",
-        "--iodepth=8",
-        "--direct=1",
-        "--thread",
-        "--output-format=json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    try:
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-        read = job["read"]
-        if done.returncode or job["error"] or not read["runtime"]:
-            raise ValueError
-    except (ValueError, LookupError):
-        words = (done.stderr or done.stdout).strip().splitlines()[:3]
-        raise BenchError(f"fio failed: {' '.join(words)}") from None
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    latency = fio.latency_of(read["clat_ns"])
-    return Sample(read["io_bytes"], read["runtime"] / 1000, cpu, None, latency)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from fastserial.bench import dcp
+from fastserial.bench.pages import small_pages
 from fastserial.bench.saving import fast, stock
 from fastserial.filling import load_into
 
-__all__ = ["Files", "Reader", "readers", "touch"]
+__all__ = ["Files", "Reader", "Shapes", "readers", "shapes_of", "touch"]
 
 State = dict[str, torch.Tensor]
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of the tensors of a state dict
 _PAGE = 4096
 
 
@@ -41,6 +43,8 @@ class Reader:
         paths: files it reads, to be put into or out of the page cache.
         load: loads everything and returns it.
         context: entered around the load and the timing.
+        small_pages: it shuns huge pages, and is compared with a fio that has none.
+        modules: what is imported before the load is timed.
         prepare: makes what the load needs before it is timed, such as tensors to fill.
         group: `torch` (torch.load and this package) or `peer`.
     """
@@ -50,20 +54,27 @@ class Reader:
     load: Callable[[Any], State]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare: Callable[[], Any] = lambda: None
+    small_pages: bool = False
+    modules: tuple[str, ...] = ()
     group: str = "torch"
 
 
-def readers(files: Files, state: State) -> tuple[list[Reader], dict[str, str]]:
+def shapes_of(state: State) -> Shapes:
+    """Return what is to be known of a state dict to make room for another."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+
+
+def readers(files: Files, shapes: Shapes) -> tuple[list[Reader], dict[str, str]]:
     """Return what can run here, and for the others why they cannot."""
-    found = [*_torch(files), *_ours(files, state)]
+    found = [*_torch(files), *_ours(files, shapes)]
     missing: dict[str, str] = {}
-    for name, module, make in _PEERS:
+    for name, module, command, make in _PEERS:
         if importlib.util.find_spec(module) is None:
-            missing[name] = f"not installed: pip install {module.replace('_', '-')}"
-        elif (reader := make(name, files, state)) is None:
-            missing[name] = "there is no file for it"
+            missing[name] = f"not installed: {command}"
+        elif isinstance(made := make(name, module, files, shapes), str):
+            missing[name] = made
         else:
-            found.append(reader)
+            found.append(made)
     return found, missing
 
 
@@ -87,8 +98,15 @@ def _torch(files: Files) -> Iterator[Reader]:
     yield Reader("stock legacy", (files.legacy,), lambda _: torch.load(files.legacy), stock)
 
 
-def _ours(files: Files, state: State) -> Iterator[Reader]:
+def _ours(files: Files, shapes: Shapes) -> Iterator[Reader]:
     yield Reader("fastserial zip", (files.zip,), lambda _: torch.load(files.zip), fast)
+    yield Reader(
+        "fastserial zip, small pages",
+        (files.zip,),
+        lambda _: torch.load(files.zip),
+        _fast_on_small_pages,
+        small_pages=True,
+    )
     yield Reader(
         "fastserial zip, verified",
         (files.zip,),
@@ -101,24 +119,35 @@ def _ours(files: Files, state: State) -> Iterator[Reader]:
         load_into(target, files.zip)
         return target
 
-    yield Reader("fastserial load_into", (files.zip,), fill, nullcontext, lambda: _empty(state))
+    yield Reader("fastserial load_into", (files.zip,), fill, prepare=lambda: _empty(shapes))
 
 
-def _empty(state: State) -> State:
+@contextmanager
+def _fast_on_small_pages() -> Iterator[None]:
+    with fast(), small_pages():
+        yield
+
+
+def _empty(shapes: Shapes) -> State:
     """Return tensors to fill, their memory already there."""
-    return {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    return {
+        name: torch.empty(shape, dtype=dtype).fill_(0) for name, (dtype, shape) in shapes.items()
+    }
 
 
 # -- peers ---------------------------------------------------------------------------------------
 
-_Make = Callable[[str, Files, State], Reader | None]
+# the row's name and module; a text says why it cannot run
+_Make = Callable[[str, str, Files, Shapes], Reader | str]
+_NO_FILE = "safetensors, which makes its file, is missing"
+_BENCH = "pip install 'fastserial[bench]'"
 
 
 def _safetensors(clone: bool) -> _Make:
-    def make(name: str, files: Files, state: State) -> Reader | None:
+    def make(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
         path = files.safetensors
         if path is None:
-            return None
+            return _NO_FILE
 
         def load(_: Any) -> State:
             from safetensors.torch import load_file
@@ -126,69 +155,87 @@ def _safetensors(clone: bool) -> _Make:
             found: State = load_file(path)
             return {k: t.clone() for k, t in found.items()} if clone else touch(found)
 
-        return Reader(name, (path,), load, group="peer")
+        return Reader(name, (path,), load, modules=("safetensors.torch",), group="peer")
 
     return make
 
 
-def _fastsafetensors(name: str, files: Files, state: State) -> Reader | None:
+def _fastsafetensors(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
     path = files.safetensors
     if path is None:
-        return None
+        return _NO_FILE
 
     def load(_: Any) -> State:
-        package: Any = importlib.import_module("fastsafetensors")
+        package: Any = importlib.import_module(module)
         with package.fastsafe_open(filenames=[str(path)], nogds=True, device="cpu") as file:
             return {key: file.get_tensor(key).clone() for key in list(file.keys())}
 
-    return Reader(name, (path,), load, group="peer")
+    return Reader(name, (path,), load, modules=(module,), group="peer")
 
 
-def _runai(name: str, files: Files, state: State) -> Reader | None:
+def _runai(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
     path = files.safetensors
     if path is None:
-        return None
+        return _NO_FILE
 
     def load(_: Any) -> State:
-        package: Any = importlib.import_module("runai_model_streamer")
+        package: Any = importlib.import_module(module)
         with package.SafetensorsStreamer() as streamer:
             streamer.stream_file(str(path))
             return {key: tensor.clone() for key, tensor in streamer.get_tensors()}
 
-    return Reader(name, (path,), load, group="peer")
+    return Reader(name, (path,), load, modules=(module,), group="peer")
 
 
-def _instanttensor(name: str, files: Files, state: State) -> Reader | None:
+def _instanttensor(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
     path = files.safetensors
-    if path is None or not torch.cuda.is_available():  # it reads to GPUs only
-        return None
+    if path is None:
+        return _NO_FILE
+    if not torch.cuda.is_available():
+        return "it loads to CUDA devices only, and there is none"
 
     def load(_: Any) -> State:
-        package: Any = importlib.import_module("instanttensor")
+        package: Any = importlib.import_module(module)
         with package.safe_open(str(path), "pt", "cuda:0") as file:
             return {key: tensor.cpu() for key, tensor in file.tensors()}
 
-    return Reader(name, (path,), load, group="peer")
+    return Reader(name, (path,), load, modules=(module,), group="peer")
 
 
-def _dcp(name: str, files: Files, state: State) -> Reader | None:
+def _dcp(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
     folder = files.dcp
     if folder is None:
-        return None
+        return "it could not save"
 
     def load(target: State) -> State:
         dcp.read(target, folder)
         return target
 
     paths = tuple(sorted(path for path in folder.iterdir() if path.suffix == ".distcp"))
-    return Reader(name, paths, load, prepare=lambda: _empty(state), group="peer")
+    prepare = lambda: _empty(shapes)  # noqa: E731
+    return Reader(name, paths, load, prepare=prepare, modules=(module,), group="peer")
 
 
-_PEERS: list[tuple[str, str, _Make]] = [
-    ("safetensors, touched", "safetensors", _safetensors(False)),
-    ("safetensors + clone", "safetensors", _safetensors(True)),
-    ("fastsafetensors + clone", "fastsafetensors", _fastsafetensors),
-    ("runai-model-streamer + clone", "runai_model_streamer", _runai),
-    ("instanttensor", "instanttensor", _instanttensor),
-    ("DCP FileSystemReader", "torch.distributed.checkpoint", _dcp),
+_PEERS: list[tuple[str, str, str, _Make]] = [
+    ("safetensors, touched", "safetensors", _BENCH, _safetensors(False)),
+    ("safetensors + clone", "safetensors", _BENCH, _safetensors(True)),
+    (
+        "fastsafetensors + clone",
+        "fastsafetensors",
+        "pip install fastsafetensors",
+        _fastsafetensors,
+    ),
+    (
+        "runai-model-streamer + clone",
+        "runai_model_streamer",
+        "pip install runai-model-streamer",
+        _runai,
+    ),
+    ("instanttensor", "instanttensor", "pip install instanttensor", _instanttensor),
+    (
+        "DCP FileSystemReader",
+        "torch.distributed.checkpoint",
+        "pip install a torch with torch.distributed",
+        _dcp,
+    ),
 ]

@@ -62,15 +62,20 @@ class Machine:
             PickleLimitError: it takes more than the limits allow.
         """
         deadline = monotonic() + self.limits.seconds
-        read = self.stream.read
+        stream = self.stream
         try:
             while True:
                 for _ in range(CHECK_EVERY):
-                    code = read(1)[0]
+                    at = stream.at  # not `read`: a call for each opcode is a fifth of the time
+                    if at >= len(stream.chunk):
+                        stream.fill(1)
+                        at = 0
+                    code = stream.chunk[at]
+                    stream.at = at + 1
                     handler = table[code]
                     if handler is None:
                         raise CorruptCheckpointError(
-                            f"byte {code:#04x} is no pickle opcode", offset=self.stream.tell() - 1
+                            f"byte {code:#04x} is no pickle opcode", offset=stream.tell() - 1
                         )
                     self.budget -= PUSH_BYTES
                     handler(self)

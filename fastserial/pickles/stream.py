@@ -13,28 +13,36 @@ _LONGEST_LINE = 64 * 1024
 
 
 class ByteStream:
-    """Bytes [start, end) of something that can be read at any offset, in chunks."""
+    """Bytes [start, end) of something that can be read at any offset, in chunks.
+
+    Attributes:
+        chunk: what was read last; its bytes from `at` on come next. `at` may lie behind its end.
+    """
 
     def __init__(self, read_at: Callable[[int, int], bytes], start: int, end: int) -> None:
         """`read_at(offset, length)` returns that many bytes, all inside [start, end)."""
         self._read_at = read_at
         self._end = end
         self._offset = start  # of the chunk's first byte
-        self._chunk = b""
-        self._at = 0
+        self.chunk = b""
+        self.at = 0
 
     def tell(self) -> int:
         """Return the offset of the next byte."""
-        return self._offset + self._at
+        return self._offset + self.at
 
-    def _fill(self, length: int) -> None:
-        """Make the chunk hold `length` bytes from the current position, or raise."""
+    def fill(self, length: int) -> None:
+        """Make the chunk begin with the next `length` bytes, and `at` zero.
+
+        Raises:
+            CorruptCheckpointError: there are not as many.
+        """
         offset = self.tell()
         if offset + length > self._end:
             raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
         size = min(max(length, _CHUNK), self._end - offset)
-        self._chunk = self._read_at(offset, size)
-        self._offset, self._at = offset, 0
+        self.chunk = self._read_at(offset, size)
+        self._offset, self.at = offset, 0
 
     def read(self, length: int) -> bytes:
         """Return the next `length` bytes.
@@ -42,12 +50,12 @@ class ByteStream:
         Raises:
             CorruptCheckpointError: there are not as many.
         """
-        at = self._at
-        if at + length > len(self._chunk):
-            self._fill(length)
+        at = self.at
+        if at + length > len(self.chunk):
+            self.fill(length)
             at = 0
-        self._at = at + length
-        return self._chunk[at : at + length]
+        self.at = at + length
+        return self.chunk[at : at + length]
 
     def skip(self, length: int) -> None:
         """Pass over `length` bytes.
@@ -57,7 +65,7 @@ class ByteStream:
         """
         if self.tell() + length > self._end:
             raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
-        self._at += length
+        self.at += length
 
     def line(self) -> bytes:
         """Return the bytes up to the next newline, which is passed over.
@@ -65,12 +73,12 @@ class ByteStream:
         Raises:
             CorruptCheckpointError: there is no newline within 64 KiB.
         """
-        found = self._chunk.find(b"\n", self._at, self._at + _LONGEST_LINE)
+        found = self.chunk.find(b"\n", self.at, self.at + _LONGEST_LINE)
         if found < 0:
-            self._fill(min(_LONGEST_LINE, self._end - self.tell()))
-            found = self._chunk.find(b"\n", 0, _LONGEST_LINE)
+            self.fill(min(_LONGEST_LINE, self._end - self.tell()))
+            found = self.chunk.find(b"\n", 0, _LONGEST_LINE)
             if found < 0:
                 raise CorruptCheckpointError("a line of the pickle has no end", offset=self.tell())
-        data = self._chunk[self._at : found]
-        self._at = found + 1
+        data = self.chunk[self.at : found]
+        self.at = found + 1
         return data

@@ -1,0 +1,113 @@
+"""One load in a process of its own, as a program that resumes from a checkpoint does it.
+
+Memory that was used before is cheaper than new memory, and huge pages that one row asked for stay
+with the process: in a shared process each row would measure the rows before it, too. The processes
+are forked from a server that has imported torch and fastserial, so imports are in no time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fastserial import hooks_load  # noqa: F401  (what the first load would import)
+from fastserial.bench.errors import BenchError
+from fastserial.bench.identical import fingerprints
+from fastserial.bench.measure import Usage, measure
+from fastserial.bench.readers import Files, Reader, Shapes, readers
+from fastserial.loadreport import last_load_report
+from fastserial.report import Latency
+
+__all__ = ["Loaded", "Task", "load_afresh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to load: a row's name, and what `readers` makes its reader from.
+
+    Attributes:
+        compare: also return fingerprints of what was loaded.
+    """
+
+    row: str
+    files: Files
+    shapes: Shapes
+    compare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one load took.
+
+    Attributes:
+        was_there: bytes of the data had memory before (tensors that are filled).
+        latency, fallback: as fastserial reports them.
+        fingerprints: of what was loaded; None if not asked for.
+    """
+
+    usage: Usage
+    was_there: bool
+    latency: Latency | None
+    fallback: str | None
+    fingerprints: Mapping[str, str] | None
+
+
+def load_afresh(task: Task) -> Loaded:
+    """Load in a new process.
+
+    Raises:
+        BenchError: the load failed, or the process died.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(task, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    found: Loaded | str | None = None
+    try:
+        found = ours.recv()
+    except EOFError:
+        pass
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.join()
+        ours.close()
+    if isinstance(found, Loaded):
+        return found
+    raise BenchError(f"{task.row}: {found or f'its process died, exit code {process.exitcode}'}")
+
+
+# -- in the new process --------------------------------------------------------------------------
+
+
+def _serve(task: Task, answer: Connection[Loaded | str, Any]) -> None:
+    try:
+        answer.send(_load(task))
+    except BaseException as error:  # told to who waits
+        answer.send("".join(traceback.format_exception_only(error)).strip())
+
+
+def _load(task: Task) -> Loaded:
+    reader = next(one for one in readers(task.files, task.shapes)[0] if one.name == task.row)
+    for module in reader.modules:
+        importlib.import_module(module)
+    given = reader.prepare()
+    kept: list[Any] = []
+    with reader.context():
+        usage = measure(lambda: kept.append(reader.load(given)))
+    latency, fallback = _reported(reader)
+    found = fingerprints(kept[0]) if task.compare else None
+    return Loaded(usage, given is not None, latency, fallback, found)
+
+
+def _reported(reader: Reader) -> tuple[Latency | None, str | None]:
+    report = last_load_report() if reader.group == "torch" else None
+    return (None, None) if report is None else (report.complete, report.fallback)
