@@ -42,7 +42,7 @@ class Config:
         block_size: bytes of one write; a multiple of 4096.
         queue_depth: blocks in flight at once. `block_size * queue_depth` is the peak of extra
             memory a save takes.
-        threads: worker threads of the `threads` engine.
+        threads: most worker threads of the `threads` engine; with few cores fewer of them write.
         durable: sync file and directory before `torch.save` returns (paths only).
         direct: `"auto"` uses direct I/O where the file system takes it and the file is larger
             than `small_file`; `True` asks for it at any size; `False` goes through the page cache.

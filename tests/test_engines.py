@@ -15,9 +15,9 @@ from fastserial.testing import EngineTests
 
 
 class TestThreads(EngineTests):
-    @pytest.fixture(params=[1, 4])
+    @pytest.fixture(params=[(1, True), (4, True), (1, False), (4, False)], ids=str)
     def engine(self, request: pytest.FixtureRequest) -> Iterator[Engine]:
-        engine = ThreadsEngine(request.param)
+        engine = ThreadsEngine(*request.param)
         yield engine
         engine.close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -80,8 +79,6 @@ def _swap(stack: contextlib.ExitStack, owner: Any, attribute: str, new: Any) -> 
 def _observed(engine: Engine, recorder: Recorder) -> Engine:
     """Hook one engine's calls, and the preparation of each of its requests."""
     submit, wait = engine.submit, engine.wait
-    fillers: dict[int, int] = {}  # thread that prepared a request, by the request's id
-    own_threads = engine.capabilities.parallel_prepare
     in_flight = 0
 
     def note(change: int) -> None:
@@ -92,7 +89,7 @@ def _observed(engine: Engine, recorder: Recorder) -> Engine:
     def observed_submit(requests: Sequence[Request]) -> None:
         note(len(requests))
         for request in requests:
-            request.prepare = _observed_prepare(request.prepare, recorder, fillers)
+            request.prepare = _observed_prepare(request.prepare, recorder)
         recorder.call("submit", submit, requests)
 
     def observed_wait(minimum: int) -> list[Completion]:
@@ -101,10 +98,9 @@ def _observed(engine: Engine, recorder: Recorder) -> Engine:
         for completion in found:
             request = completion.request
             _, started, done = request.times
-            thread = fillers.pop(id(request), None)
             # an engine without threads of ours writes while others work: no thread's time
-            if own_threads and thread is not None and done > started:
-                recorder.add(WRITE, thread, started, done)
+            if request.mover and done > started:
+                recorder.add(WRITE, request.mover, started, done)
         return found
 
     for name, function in (("submit", observed_submit), ("wait", observed_wait)):
@@ -113,10 +109,9 @@ def _observed(engine: Engine, recorder: Recorder) -> Engine:
 
 
 def _observed_prepare(
-    prepare: Callable[[Request], None] | None, recorder: Recorder, fillers: dict[int, int]
+    prepare: Callable[[Request], None] | None, recorder: Recorder
 ) -> Callable[[Request], None]:
     def observed(request: Request) -> None:
-        fillers[id(request)] = threading.get_ident()
         if prepare is not None:
             recorder.call(WORK, prepare, request)
 

@@ -78,6 +78,9 @@ class Recorder:
 
     def add(self, name: str, thread: int, start: float, end: float) -> None:
         """Enter a span without spans inside it, told by somebody else."""
+        if thread not in self.threads:
+            names = {known.ident: known.name for known in threading.enumerate()}
+            self.threads[thread] = names.get(thread, f"thread {thread}")
         self.spans.append(Span(name, thread, start, end, end - start))
 
     def _stack(self) -> list[list[float]]:

@@ -41,8 +41,9 @@ class Capabilities:
     Attributes:
         reads, writes: directions it moves bytes in.
         moves_data: the bytes really reach the file (`null` says no).
-        parallel_prepare: `Request.prepare` and `Request.finish` run on the engine's threads,
-            several at once. An engine without leaves `finish` to the submitter.
+        parallel_prepare: `Request.finish` and, as the engine sees fit, `Request.prepare` run on
+            the engine's threads, several at once. An engine without leaves `finish` to the
+            submitter.
         unaligned: takes any offset and length, not only multiples of the sector size.
         registered_buffers: gains from the buffers handed to `open`.
         device_memory: moves device memory without staging.
@@ -68,6 +69,7 @@ class Request:
             reported, by engines with `parallel_prepare`. An error in it ends the request.
         tag: the submitter's own; engines leave it alone.
         times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
+        mover: the thread that the transfer itself kept busy, 0 where there is none.
     """
 
     op: Op
@@ -79,6 +81,7 @@ class Request:
     tag: Any = None
     times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     finish: Callable[[Request, int], None] | None = None
+    mover: int = 0
 
     @property
     def view(self) -> memoryview:

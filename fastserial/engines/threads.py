@@ -15,6 +15,8 @@ from fastserial.staging import Buffer
 
 __all__ = ["ThreadsEngine", "transfer"]
 
+_FEW_CORES = 4
+
 
 def transfer(request: Request, done: int = 0) -> int:
     """Move a request's bytes with plain system calls and return how many are moved.
@@ -39,22 +41,39 @@ def transfer(request: Request, done: int = 0) -> int:
 
 
 class ThreadsEngine(Engine):
-    """A few threads that each prepare a block and then read or write it."""
+    """A few threads that read and write blocks.
+
+    Who prepares a block to be written depends on the machine. With few cores it is the submitting
+    thread, while the others wait for the device: two copies at a time would take the cores that
+    kernel and device need (on 2 cores that cost 15 to 30 % of the speed of a save). With more
+    cores each thread prepares what it then writes.
+    """
 
     name: ClassVar[str] = "threads"
     capabilities: ClassVar[Capabilities] = Capabilities(parallel_prepare=True)
 
-    def __init__(self, threads: int = 4) -> None:
+    def __init__(self, threads: int = 4, prepare_here: bool | None = None) -> None:
+        """Take `threads` threads; `prepare_here`: whether the submitting one prepares blocks."""
         super().__init__(threads)
+        if prepare_here is None:
+            prepare_here = len(os.sched_getaffinity(0)) <= _FEW_CORES
+        self._prepare_here = prepare_here
         self._work: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
+        self._queue_depth = 1
         self._in_flight = 0
         self._closing = False
 
     def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
-        count = max(1, min(self.threads, queue_depth))
-        for index in range(count):
+        self._queue_depth = queue_depth
+
+    def _start(self, op: Op) -> None:
+        count = min(self.threads, self._queue_depth)
+        if self._prepare_here and op is Op.WRITE:
+            # The other blocks are prepared, or just written: neither side waits for the other.
+            count = min(count, self._queue_depth // 2)
+        for index in range(max(1, count)):
             # Each worker sees the caller's context variables, such as scoped options.
             context = contextvars.copy_context()
             worker = threading.Thread(
@@ -64,10 +83,26 @@ class ThreadsEngine(Engine):
             worker.start()
 
     def submit(self, requests: Sequence[Request]) -> None:
+        if requests and not self._workers:
+            self._start(requests[0].op)
         for request in requests:
             request.times[0] = perf_counter()
+            error = self._prepared(request) if self._prepare_here else None
             self._in_flight += 1
-            self._work.put(request)
+            if error is None:
+                self._work.put(request)
+            else:
+                self._done.put(Completion(request, 0, error))
+
+    def _prepared(self, request: Request) -> Exception | None:
+        """Prepare a request in the submitting thread; return the error if that fails."""
+        prepare, request.prepare = request.prepare, None
+        if prepare is not None:
+            try:
+                prepare(request)
+            except Exception as error:
+                return error
+        return None
 
     def wait(self, minimum: int) -> list[Completion]:
         finished: list[Completion] = []
@@ -104,6 +139,7 @@ class ThreadsEngine(Engine):
             if request.prepare is not None:
                 request.prepare(request)
             request.times[1] = perf_counter()
+            request.mover = threading.get_ident()
             moved = transfer(request)
             request.times[2] = perf_counter()
             if request.finish is not None:

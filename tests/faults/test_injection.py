@@ -56,6 +56,7 @@ _JOBS: dict[str, dict[str, Any]] = {
     "legacy": {"zipped": False, "nbytes": 12 << 20},
     "named": {"zipped": True, "nbytes": 9_000_000, "named": True},
     "small": {"zipped": True, "nbytes": 4_000},
+    "buffered": {"zipped": True, "nbytes": 5_000_000, "options": {"small_file": 8 << 20}},
     "page cache": {"zipped": False, "nbytes": 9_000_000, "options": {"direct": False}},
 }
 _LINE = re.compile(r"^(\d+)\s+(\w+)\(")
@@ -107,6 +108,20 @@ def cases(most: dict[str, int]) -> list[tuple[str, int, str]]:
     ]
 
 
+def planned(folder: Path, zygote: Zygote) -> list[tuple[str, str, int, str]]:
+    """Save once in every way; return (job, call, which of them, error) for all that may fail."""
+    plan = []
+    for name, job in _JOBS.items():
+        path = folder / name / "x.pt"
+        path.parent.mkdir()
+        assert zygote.start(path, 1, 1, **job).wait() == 0
+        most = calls_of(zygote.start(path, 2, 1, pause=True, **job))
+        assert "fsync" in most
+        assert ("fallocate" in most) is (name not in ("small", "buffered")), name
+        plan += [(name, *case) for case in cases(most)]
+    return plan
+
+
 def settle(
     zygote: Zygote,
     path: Path,
@@ -148,14 +163,7 @@ def test_errors(
     tmp_path: Path, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
 ) -> None:
     need("strace", root=False)
-    plan = []
-    for name, job in _JOBS.items():
-        path = tmp_path / name / "x.pt"
-        path.parent.mkdir()
-        assert zygote.start(path, 1, 1, **job).wait() == 0
-        most = calls_of(zygote.start(path, 2, 1, pause=True, **job))
-        assert {"fsync", "fallocate" if job["nbytes"] > 1 << 20 else "fsync"} <= most.keys()
-        plan += [(name, *case) for case in cases(most)]
+    plan = planned(tmp_path, zygote)
     failures: list[str] = []
     for name, call, when, error in dice.sample(plan, min(trials, len(plan))):
         job, path = _JOBS[name], tmp_path / name / "x.pt"
@@ -187,14 +195,8 @@ def test_kills(
     tmp_path: Path, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
 ) -> None:
     need("strace", root=False)
-    plan = []
-    for name, job in _JOBS.items():
-        path = tmp_path / name / "x.pt"
-        path.parent.mkdir()
-        assert zygote.start(path, 1, 1, **job).wait() == 0
-        most = calls_of(zygote.start(path, 2, 1, pause=True, **job))
-        plan += [(name, call, when) for call, when in {c[:2] for c in cases(most)}]
-    for name, call, when in dice.sample(sorted(plan), min(trials, len(plan))):
+    plan = sorted({case[:3] for case in planned(tmp_path, zygote)})
+    for name, call, when in dice.sample(plan, min(trials, len(plan))):
         job, path = _JOBS[name], tmp_path / name / "x.pt"
         path.unlink()
         assert zygote.start(path, 1, 1, **job).wait() == 0
