@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Latency", "SaveReport", "format_bandwidth", "format_bytes", "last_report"]
+__all__ = ["Latency", "Report", "SaveReport", "format_bandwidth", "format_bytes", "last_report"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -62,23 +62,21 @@ class Latency:
 NO_LATENCY = Latency()
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """One finished save.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a save and a load tell alike.
 
     Attributes:
-        path: the target, or the name of the file object.
-        container: `zip`, `legacy` or `raw` (a FastFileWriter used as a plain file).
-        bytes: size of what was written.
-        seconds: from opening the target to the last sync, pickling included.
-        engine: the engine that moved the bytes; `buffered` for one plain write.
-        direct: whether direct I/O was used.
-        durable: whether file and directory were synced.
-        fallback: why the save did not go the fastest way, or None.
+        path: the file, or the name of the file object.
+        container: `zip`, `legacy`, or another format.
+        bytes: how many were moved.
+        seconds: from opening the file to its last byte or sync, the pickle included.
+        engine: the engine that moved the bytes.
+        fallback: why they did not go the fastest way, or None.
         block_size, queue_depth, threads: the settings used (bytes, blocks, threads).
-        phases: seconds per phase (`serialize`, `transfer`, `sync`, `commit`).
-        submit: latency from queueing a block until its write starts.
-        complete: latency of the write itself.
+        phases: seconds per phase.
+        submit: latency from queueing a block until its transfer starts.
+        complete: latency of the transfer itself.
     """
 
     path: str
@@ -86,8 +84,6 @@ class SaveReport:
     bytes: int
     seconds: float
     engine: str
-    direct: bool
-    durable: bool
     fallback: str | None = None
     block_size: int = 0
     queue_depth: int = 0
@@ -98,20 +94,39 @@ class SaveReport:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second over the whole save."""
+        """Bytes per second over the whole of it."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values, bandwidth included."""
         return {**asdict(self), "bandwidth": self.bandwidth}
 
-    def __str__(self) -> str:
+    def line(self, direction: str, details: str) -> str:
+        """Return the report as one line, as fio prints them."""
         line = (
-            f"WRITE: bw={format_bandwidth(self.bandwidth)}, io={format_bytes(self.bytes)}, "
-            f"run={self.seconds * 1000:.0f}msec, engine={self.engine}, direct={int(self.direct)}, "
-            f"durable={int(self.durable)}, file={self.path}"
+            f"{direction}: bw={format_bandwidth(self.bandwidth)}, io={format_bytes(self.bytes)}, "
+            f"run={self.seconds * 1000:.0f}msec, engine={self.engine}, {details}, file={self.path}"
         )
         return f"{line}, fallback={self.fallback}" if self.fallback else line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(Report):
+    """One finished save.
+
+    Attributes:
+        container: `zip`, `legacy` or `raw` (a FastFileWriter used as a plain file).
+        engine: `buffered` for one plain write.
+        direct: whether direct I/O was used.
+        durable: whether file and directory were synced.
+        phases: `serialize`, `transfer`, `sync`, `commit`.
+    """
+
+    direct: bool
+    durable: bool
+
+    def __str__(self) -> str:
+        return self.line("WRITE", f"direct={int(self.direct)}, durable={int(self.durable)}")
 
 
 _last: SaveReport | None = None

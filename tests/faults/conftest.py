@@ -8,32 +8,17 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mounts import Lab
+from proofs import Proof
 from victims import Zygote
 
 FULL = os.environ.get("FASTSERIAL_FAULTS", "") == "full"
 SEED = int(os.environ.get("FASTSERIAL_FAULTS_SEED", "20261121"))
-
-
-@dataclass
-class Proof:
-    """The counts of one row of the table."""
-
-    name: str
-    trials: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-
-    def count(self, outcome: str, trials: int = 1) -> None:
-        """Enter trials that ended as they should; what should not happen is an assertion."""
-        self.trials += trials
-        self.outcomes[outcome] += trials
 
 
 _proofs: dict[str, Proof] = {}

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Proof
 from crowd import TARGETS
+from proofs import Proof
 from states import check, listing
 
 pytestmark = pytest.mark.timeout(3600)

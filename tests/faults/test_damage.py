@@ -13,8 +13,8 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-from conftest import Proof
 from damage import Damaged, damaged, originals
+from proofs import Proof
 
 from fastserial.config import Config
 from fastserial.containers.directory import read_directory

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Proof
 from mounts import Lab, need
+from proofs import Proof
 from states import check, listing
 from victims import Zygote
 

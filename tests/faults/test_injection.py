@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Proof
 from mounts import need, run
+from proofs import Proof
 from states import check, listing
 from victims import Victim, Zygote
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Proof
+from proofs import Proof
 from states import check, listing, size_of
 from victims import Zygote
 

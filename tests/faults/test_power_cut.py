@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Proof
 from mounts import Lab, need, run
+from proofs import Proof
 from states import check, listing
 from victims import Victim, Zygote
 
