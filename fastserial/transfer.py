@@ -37,14 +37,14 @@ from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.packing import fill_packed
 from fastserial.readback import ReadBack
-from fastserial.staging import BufferPool
+from fastserial.staging import BufferPool, HostMemory
 from fastserial.statistics import TransferTally
 
 __all__ = ["BlockWriter", "Part", "fill", "staged"]
 
 _log = logging.getLogger("fastserial")
 _PAGE = 4096
-_CRC_CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum
+_CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum; copies cost less CPU, too
 _CRC = struct.Struct("<I")
 _packed_lock = threading.Lock()
 
@@ -96,16 +96,17 @@ def fill(parts: list[Part], view: memoryview, address: int) -> None:
 
 def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int) -> None:
     _, start, length, ledger = part
-    copy = source.memory.copy_to
-    if source.record is None or ledger is None:
-        copy(address + at, start, length)
-        return
+    memory = source.memory
+    wanted = source.record is not None and ledger is not None
+    step = _CHUNK if wanted or isinstance(memory, HostMemory) else length
     crc = 0
-    for done in range(0, length, _CRC_CHUNK):
-        size = min(_CRC_CHUNK, length - done)
-        copy(address + at + done, start + done, size)
-        crc = crc32(view[at + done : at + done + size], crc)
-    ledger.add(source.record, start, length, crc)
+    for done in range(0, length, step):
+        size = min(step, length - done)
+        memory.copy_to(address + at + done, start + done, size)
+        if wanted:
+            crc = crc32(view[at + done : at + done + size], crc)
+    if source.record is not None and ledger is not None:
+        ledger.add(source.record, start, length, crc)
 
 
 def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
