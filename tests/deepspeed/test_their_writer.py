@@ -153,7 +153,7 @@ def test_our_writer_takes_their_config(
     fmt: str, config: Callable[..., Any], tmp_path: Path
 ) -> None:
     """No repair, the old file replaced as a whole, the same names in the statistics."""
-    obj, path = state(), tmp_path / "a.pt"
+    obj, path = state(nbytes=12 * MIB), tmp_path / "a.pt"  # larger than `small_file`
     path.write_bytes(os.urandom(5 * MIB))
     writer = fastserial.FastFileWriter(file_path=str(path), config=config())
     torch.save(obj, writer, _use_new_zipfile_serialization=FORMATS[fmt])
