@@ -6,10 +6,10 @@ import itertools
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastserial.bench.errors import BenchError
 from fastserial.bench.measure import Sample
@@ -17,6 +17,9 @@ from fastserial.bench.rows import DURABLE, Row
 from fastserial.report import Latency
 
 __all__ = [
+    "BLOCKS",
+    "DEPTH",
+    "ENGINES",
     "HUGE_BYTES",
     "FioVariant",
     "best_variants",
@@ -24,12 +27,13 @@ __all__ = [
     "installed",
     "latency_of",
     "run_fio",
+    "run_job",
 ]
 
-_ENGINES = ("io_uring", "libaio")
-_BLOCKS = (1 << 20, 4 << 20, 8 << 20)
-_DEPTH = 8
-HUGE_BYTES = (_DEPTH + 2) * _BLOCKS[-1]  # of reserved huge pages, for its buffers
+ENGINES = ("io_uring", "libaio")
+BLOCKS = (1 << 20, 4 << 20, 8 << 20)
+DEPTH = 8
+HUGE_BYTES = (DEPTH + 2) * BLOCKS[-1]  # of reserved huge pages, for its buffers
 _ERROR_LINES = 3
 
 
@@ -44,7 +48,7 @@ class FioVariant:
     block: int
     preallocate: bool
     direct: bool = True
-    depth: int = _DEPTH
+    depth: int = DEPTH
     huge: bool = False
 
     def __str__(self) -> str:
@@ -66,11 +70,7 @@ def run_fio(variant: FioVariant, path: Path, nbytes: int) -> Sample:
     Raises:
         BenchError: fio failed, with its own words.
     """
-    command = [
-        "fio",
-        "--name=fastserial-bench",
-        # fio takes a colon for the end of a file name
-        f"--filename={str(path).replace(':', chr(92) + ':')}",
+    options = [
         "--rw=write",
         f"--size={max(1, round(nbytes / variant.block)) * variant.block}",
         f"--bs={variant.block}",
@@ -78,8 +78,31 @@ def run_fio(variant: FioVariant, path: Path, nbytes: int) -> Sample:
         f"--iodepth={variant.depth}",
         f"--direct={int(variant.direct)}",
         f"--fallocate={'native' if variant.preallocate else 'none'}",
-        f"--iomem={'mmaphuge' if variant.huge else 'malloc'}",
         "--end_fsync=1",
+    ]
+    return run_job(options, path, "write", variant.huge, str(variant))
+
+
+def run_job(
+    options: Sequence[str], path: Path, direction: Literal["read", "write"], huge: bool, what: str
+) -> Sample:
+    """Run fio once on a file and return what it tells of one direction.
+
+    Args:
+        options: of fio, beside those that are always the same.
+        huge: its buffers are reserved huge pages.
+        what: begins the message of the error.
+
+    Raises:
+        BenchError: fio failed, with its own words.
+    """
+    command = [
+        "fio",
+        "--name=fastserial-bench",
+        # fio takes a colon for the end of a file name
+        f"--filename={str(path).replace(':', chr(92) + ':')}",
+        *options,
+        f"--iomem={'mmaphuge' if huge else 'malloc'}",
         "--thread",
         "--output-format=json",
     ]
@@ -88,18 +111,13 @@ def run_fio(variant: FioVariant, path: Path, nbytes: int) -> Sample:
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     except (ValueError, LookupError):
         job = None
-    if done.returncode or job is None or job["error"] or not job["write"]["runtime"]:
+    if done.returncode or job is None or job["error"] or not job[direction]["runtime"]:
         words = (done.stderr or done.stdout).strip().splitlines()[:_ERROR_LINES]
-        raise BenchError(f"{variant} failed: {' '.join(words)}")
-    return _sample(job)
-
-
-def _sample(job: Mapping[str, Any]) -> Sample:
-    written = job["write"]
+        raise BenchError(f"{what} failed: {' '.join(words)}")
+    moved = job[direction]
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Sample(
-        written["io_bytes"], written["runtime"] / 1000, cpu, None, latency_of(written["clat_ns"])
-    )
+    latency = latency_of(moved["clat_ns"])
+    return Sample(moved["io_bytes"], moved["runtime"] / 1000, cpu, None, latency)
 
 
 def latency_of(found: Mapping[str, Any]) -> Latency:
@@ -127,7 +145,7 @@ def best_variants(try_one: Callable[[FioVariant], Sample], huge: bool = False) -
     # small pages, and then the page cache, only where nothing better works
     for direct, pages in [(True, True)] * huge + [(True, False), (False, False)]:
         best: dict[bool, tuple[float, FioVariant]] = {}
-        for engine, block, preallocate in itertools.product(_ENGINES, _BLOCKS, (True, False)):
+        for engine, block, preallocate in itertools.product(ENGINES, BLOCKS, (True, False)):
             variant = FioVariant(engine, block, preallocate, direct, huge=pages)
             try:
                 bandwidth = try_one(variant).bandwidth

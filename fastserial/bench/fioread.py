@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,6 @@ from fastserial.bench.temperature import chill
 __all__ = ["FIO", "FioRead", "best_read"]
 
 FIO = "fio read"
-_BLOCKS = (1 << 20, 4 << 20, 8 << 20)
-_ENGINES = ("io_uring", "libaio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,16 @@ class FioRead:
         Raises:
             BenchError: fio failed.
         """
-        return _read(self)
+        options = [
+            "--rw=read",
+            "--readonly",
+            f"--size={self.path.stat().st_size // self.block * self.block}",
+            f"--bs={self.block}",
+            f"--ioengine={self.engine}",
+            f"--iodepth={fio.DEPTH}",
+            "--direct=1",
+        ]
+        return fio.run_job(options, self.path, "read", self.huge, "fio")
 
 
 def best_read(path: Path, missing: dict[str, str], say: Callable[[str], None]) -> FioRead | None:
@@ -51,7 +56,7 @@ def best_read(path: Path, missing: dict[str, str], say: Callable[[str], None]) -
     huge = reserved_huge_bytes() >= fio.HUGE_BYTES
     best: tuple[float, FioRead] | None = None
     for pages in [True] * huge + [False]:
-        for engine, block in itertools.product(_ENGINES, _BLOCKS):
+        for engine, block in itertools.product(fio.ENGINES, fio.BLOCKS):
             say(f"looking for fio's best: {engine}, {block >> 20}MiB")
             one = FioRead(path, engine, block, pages)
             try:
@@ -66,33 +71,3 @@ def best_read(path: Path, missing: dict[str, str], say: Callable[[str], None]) -
             missing.pop(FIO, None)
             return best[1]
     return None
-
-
-def _read(how: FioRead) -> Sample:
-    command = [
-        "fio",
-        "--name=fastserial-bench",
-        f"--filename={str(how.path).replace(':', chr(92) + ':')}",
-        "--rw=read",
-        "--readonly",
-        f"--size={how.path.stat().st_size // how.block * how.block}",
-        f"--bs={how.block}",
-        f"--ioengine={how.engine}",
-        "--iodepth=8",
-        f"--iomem={'mmaphuge' if how.huge else 'malloc'}",
-        "--direct=1",
-        "--thread",
-        "--output-format=json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    try:
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-        read = job["read"]
-        if done.returncode or job["error"] or not read["runtime"]:
-            raise ValueError
-    except (ValueError, LookupError):
-        words = (done.stderr or done.stdout).strip().splitlines()[:3]
-        raise BenchError(f"fio failed: {' '.join(words)}") from None
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    latency = fio.latency_of(read["clat_ns"])
-    return Sample(read["io_bytes"], read["runtime"] / 1000, cpu, None, latency)
