@@ -13,9 +13,10 @@ from fastserial.bench.measure import Sample
 from fastserial.bench.pages import reserved_huge_bytes
 from fastserial.bench.temperature import chill
 
-__all__ = ["FIO", "FioRead", "best_read"]
+__all__ = ["FIO", "FIO_HUGE", "FioRead", "best_reads"]
 
 FIO = "fio read"
+FIO_HUGE = "fio read, huge pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +49,38 @@ class FioRead:
         return fio.run_job(options, self.path, "read", self.huge, "fio")
 
 
-def best_read(path: Path, missing: dict[str, str], say: Callable[[str], None]) -> FioRead | None:
-    """Return fio's fastest way to read a file; None, and why in `missing`, if there is none."""
+def best_reads(
+    path: Path, missing: dict[str, str], say: Callable[[str], None]
+) -> dict[str, FioRead]:
+    """Return fio's fastest ways to read a file by name: as it is, and on reserved huge pages.
+
+    Why one is not there is put in `missing`.
+    """
     if not fio.installed():
         missing[FIO] = "not installed: apt-get install fio"
-        return None
-    huge = reserved_huge_bytes() >= fio.HUGE_BYTES
+        return {}
+    found = {FIO: _fastest(path, False, FIO, missing, say)}
+    if reserved_huge_bytes() >= fio.HUGE_BYTES:
+        found[FIO_HUGE] = _fastest(path, True, FIO_HUGE, missing, say)
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _fastest(
+    path: Path, huge: bool, name: str, missing: dict[str, str], say: Callable[[str], None]
+) -> FioRead | None:
     best: tuple[float, FioRead] | None = None
-    for pages in [True] * huge + [False]:
-        for engine, block in itertools.product(fio.ENGINES, fio.BLOCKS):
-            say(f"looking for fio's best: {engine}, {block >> 20}MiB")
-            one = FioRead(path, engine, block, pages)
-            try:
-                chill((path,))
-                bandwidth = one.run().bandwidth
-            except BenchError as error:
-                missing[FIO] = str(error)
-                continue
-            if best is None or bandwidth > best[0]:
-                best = bandwidth, one
-        if best is not None:
-            missing.pop(FIO, None)
-            return best[1]
-    return None
+    for engine, block in itertools.product(fio.ENGINES, fio.BLOCKS):
+        say(f"looking for the best {name}: {engine}, {block >> 20}MiB")
+        one = FioRead(path, engine, block, huge)
+        try:
+            chill((path,))
+            bandwidth = one.run().bandwidth
+        except BenchError as error:
+            missing[name] = str(error)
+            continue
+        if best is None or bandwidth > best[0]:
+            best = bandwidth, one
+    if best is None:
+        return None
+    missing.pop(name, None)
+    return best[1]

@@ -15,7 +15,7 @@ import torch
 
 from fastserial.bench import dcp
 from fastserial.bench.errors import BenchError
-from fastserial.bench.fioread import FIO, FioRead, best_read
+from fastserial.bench.fioread import FIO, FioRead, best_reads
 from fastserial.bench.freshload import Task, load_afresh
 from fastserial.bench.identical import fingerprints
 from fastserial.bench.machine import Machine, this_machine
@@ -138,19 +138,19 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
         missing = {**absent, **missing} if bench.peers else {}
         if not bench.peers:
             found = [reader for reader in found if reader.group == "torch"]
-        yardstick = best_read(saved.files.zip, missing, say) if bench.with_fio else None
+        yardsticks = best_reads(saved.files.zip, missing, say) if bench.with_fio else {}
         if not bench.with_fio:
             missing[FIO] = "switched off (--no-fio)"
-        if yardstick is None or yardstick.huge:
+        if not yardsticks:
             found = [reader for reader in found if not reader.small_pages]
-        lines = _measure(found, saved, bench, yardstick, missing, say)
+        lines = _measure(found, saved, bench, yardsticks, missing, say)
         small: list[LoadLine] = []
         if bench.small:
             say("making the small tensors")
             saved, _ = _save(many_small(_SMALL_COUNT), folder, False)
             found = [one for one in found if one.paths == (saved.files.zip,)]
             found = [one for one in found if "mmap" not in one.name and not one.small_pages]
-            small = _measure(found, saved, bench, None, missing, say)
+            small = _measure(found, saved, bench, {}, missing, say)
     return LoadResult(
         bench,
         this_machine(),
@@ -194,19 +194,19 @@ def _measure(
     found: Sequence[Reader],
     saved: _Saved,
     bench: LoadBench,
-    yardstick: FioRead | None,
+    yardsticks: Mapping[str, FioRead],
     missing: dict[str, str],
     say: Callable[[str], None],
 ) -> list[LoadLine]:
     rows = [_Row(reader, temperature) for temperature in TEMPERATURES for reader in found]
-    fio: list[Sample] = []
+    fio: dict[str, list[Sample]] = {name: [] for name in yardsticks}
     for turn in range(bench.runs + 1):
         label = f"round {turn}/{bench.runs}" if turn else "warm-up"
-        if yardstick is not None:
-            say(f"{label}: cold, {FIO}")
+        for name, yardstick in yardsticks.items():
+            say(f"{label}: cold, {name}")
             chill((saved.files.zip,))
             settle(bench.pause)
-            fio += [yardstick.run()] * (turn > 0)
+            fio[name] += [yardstick.run()] * (turn > 0)
         for row in rows.copy():
             say(f"{label}: {row.temperature}, {row.reader.name}")
             try:
@@ -221,13 +221,15 @@ def _measure(
         _line(
             row,
             by_name[_STOCK, row.temperature],
-            fio if row.temperature == "cold" else None,
+            fio.get(FIO) if row.temperature == "cold" else None,
         )
         for row in rows
     ]
-    if fio:
-        lines.insert(0, _line(_Row(Reader(FIO, (), dict), "cold", fio), None, fio))
-    return lines
+    told = [
+        _line(_Row(Reader(name, (), dict), "cold", samples), None, fio.get(FIO))
+        for name, samples in fio.items()
+    ]
+    return told + lines
 
 
 def _run(row: _Row, saved: _Saved, pause: float, *, first: bool) -> None:
