@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING
 from fastserial import oracle
 from fastserial.checksums import crc32
 from fastserial.containers.batch import storage_batch
-from fastserial.containers.extents import (
-    COPIED_BYTES,
-    COPIED_STORAGES,
-    SMALL_BYTES,
-    Extent,
-    Literal,
-    Memory,
-)
-from fastserial.containers.zip import ZipLayout, ZipPlan, check_alignment
+from fastserial.containers.extents import SMALL_BYTES, Memory
+from fastserial.containers.zip import ZipLayout, check_alignment
 from fastserial.foreign import SequentialWriter
-from fastserial.staging import HostMemory, bytes_at, host_bytes, storage_memory, synchronize
+from fastserial.staging import HostMemory, host_bytes, storage_memory, synchronize
 from fastserial.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -119,13 +112,11 @@ class ZipArchive:
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
         batch = storage_batch(storages)
-        sizes, addresses = batch.sizes, batch.addresses
-        nbytes = sum(sizes)
-        self._writer.count_storages(len(sizes), nbytes)
-        few = len(sizes) <= COPIED_STORAGES and nbytes <= COPIED_BYTES
-        if few and all(address or not size for address, size in zip(addresses, sizes, strict=True)):
-            for name, address, size in zip(names, addresses, sizes, strict=True):
-                self._add_text(name, bytes_at(address, size))
+        self._writer.count_storages(len(batch.sizes), sum(batch.sizes))
+        copied = batch.copied()
+        if copied is not None:
+            for name, text in zip(names, copied, strict=True):
+                self._add_text(name, text)
             return
         synchronize(storages)
         self._layout.add_storages(names, batch)
@@ -140,16 +131,14 @@ class ZipArchive:
         Raises:
             WriteError: the disk is full or failed.
         """
-        if not self._finished:
-            self._finished = True
-            self._writer.write_plan(self._plan())
-
-    def _plan(self) -> ZipPlan:
+        if self._finished:
+            return
+        self._finished = True
         if self._begun is not None:
-            return oracle.finish(self._begun)
-        parts = (self._archive, self._alignment, self._checksums, self._texts)
-        data = memoryview(oracle.small_archive(*parts))
-        return ZipPlan([Extent(0, len(data), Literal(data))], [], [], len(data))
+            self._writer.write_plan(oracle.finish(self._begun))
+        else:
+            parts = (self._archive, self._alignment, self._checksums, self._texts)
+            self._writer.write_small(oracle.small_archive(*parts))
 
     def __enter__(self) -> ZipArchive:
         return self

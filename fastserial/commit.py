@@ -95,7 +95,8 @@ class Replacement:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self._directory = os.open(directory or os.curdir, flags)
         try:
-            self._sweep()
+            # A nameless file gets a temporary name only where it replaces another.
+            self._sweep(_LOOKAHEAD if target.mode is not None else 1)
             self.fd = self._create()
             self._copy_attributes()
         except BaseException:
@@ -107,19 +108,14 @@ class Replacement:
         if not _can_link():
             return self._create_named(flags)
         try:
-            fd = os.open(".", flags | os.O_TMPFILE, 0o666, dir_fd=self._directory)
+            return os.open(".", flags | os.O_TMPFILE, 0o666, dir_fd=self._directory)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
             return self._create_named(flags)
-        try:
-            _lock(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
 
     def _create_named(self, flags: int) -> int:
+        self._sweep(_LOOKAHEAD)
         for name in self._names():
             try:
                 fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._directory)
@@ -144,9 +140,12 @@ class Replacement:
         later = range(len(first), _SLOTS)
         return chain(first, (temporary_name(base, slot) for slot in later))
 
-    def _sweep(self) -> None:
-        """Remove what killed processes left of this target, so that its space is free again."""
-        if not any(map(self._exists, _first_names(self._base))):
+    def _sweep(self, look: int) -> None:
+        """Remove what killed processes left of this target, so that its space is free again.
+
+        Does nothing if there is none of the first `look` temporary names.
+        """
+        if not any(map(self._exists, _first_names(self._base)[:look])):
             return
         free = 0
         for name in self._names():
@@ -256,6 +255,7 @@ class Replacement:
 
     def _link(self) -> str:
         """Give the nameless file a temporary name and return it."""
+        _lock(self.fd)
         for name in self._names():
             self.named = name  # first: an interrupt may come right after the link is there
             try:

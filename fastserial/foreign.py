@@ -65,6 +65,10 @@ class SequentialWriter:
                     self._flush()
         self._flush()
 
+    def write_small(self, data: bytearray) -> None:
+        """Write a whole archive that is put together already."""
+        self._target.write(data)
+
     def settle(self) -> None:
         """Do nothing: a foreign writer has copied what it was given."""
 

@@ -212,6 +212,17 @@ class BlockWriter:
             whole = sum(part.length for part in self._parts) == self.position - self._start
             self._buffered = whole and nbytes <= self._config.small_file
 
+    def write_only(self, data: bytearray) -> bool:
+        """Write all there will be in one call; False if it is not the first, or not that little."""
+        config = self._config
+        little = 0 < len(data) <= config.small_file and config.direct is not True
+        if not little or self.position != self._start:
+            return False
+        self._write_cached(memoryview(data), self.position)
+        self.position += len(data)
+        self._advance(len(data))
+        return True
+
     def _go_over_to_blocks(self) -> None:
         """Cut what was put into blocks after all: the file is not that small."""
         self._buffered = False

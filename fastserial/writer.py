@@ -13,6 +13,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -24,7 +25,7 @@ from fastserial.commit import Replacement
 from fastserial.config import Config
 from fastserial.containers.batch import storage_batch
 from fastserial.containers.extents import Extent, Hole, Literal, total_length
-from fastserial.containers.legacy import storage_extents
+from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.progress import progress_bar
@@ -178,10 +179,7 @@ class FastFileWriter:
         with memoryview(data).cast("B") as view:
             length = len(view)
             if length < _GATHER:
-                self._gathered += view
-                if len(self._gathered) >= _GATHER:
-                    self._use_tuned()
-                    self._gather()
+                self._append(view)
                 return length
             began = perf_counter()
             with _Guarded(self):
@@ -214,12 +212,20 @@ class FastFileWriter:
         """
         self._check_open()
         storages = [storage for storage, _ in storage_obj_list]
-        synchronize(storages)
         element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
-        extents = storage_extents(storage_batch(storages), element_sizes, self.tell(), save_size)
-        self._write_extents(extents, None)
-        self.settle()
-        nbytes = total_length(extents)
+        batch = storage_batch(storages)
+        copied = batch.copied()
+        if copied is not None:
+            counts = element_counts(batch.sizes, element_sizes, save_size)
+            data = b"".join(chain.from_iterable(zip(counts, copied, strict=True)))
+            self._append(data)
+            nbytes = len(data)
+        else:
+            synchronize(storages)
+            extents = storage_extents(batch, element_sizes, self.tell(), save_size)
+            self._write_extents(extents, None)
+            self.settle()
+            nbytes = total_length(extents)
         self._statistics.count_storages(len(storage_obj_list), nbytes)
         return nbytes
 
@@ -232,6 +238,14 @@ class FastFileWriter:
         self._check_open()
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self._write_extents(plan.extents, ledger)
+
+    def write_small(self, data: bytearray) -> None:
+        """Append a whole zip archive that is put together already; `data` is the writer's now."""
+        self._check_open()
+        if self._gathered:
+            self._gathered += data
+        else:
+            self._gathered = data
 
     def settle(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -251,11 +265,14 @@ class FastFileWriter:
         if self._closed:
             return
         self._statistics.close += 1
+        if self._needed is None:
+            self._needed = self.tell()
         with _Guarded(self):
-            self._gather()
             began = perf_counter()
             self._phases.setdefault("serialize", began - self._began)
-            self._blocks.finish()
+            if not self._blocks.write_only(self._gathered):
+                self._gather()
+                self._blocks.finish()
             written = perf_counter()
             self._add_transfer(began)
             self._blocks.close()
@@ -363,6 +380,14 @@ class FastFileWriter:
         if self._replacement is None:
             self._size_before = os.fstat(self._fd).st_size
         filesystem.preallocate(self._fd, self._start, needed)
+
+    def _append(self, data: bytes | memoryview) -> None:
+        """Append less than `_GATHER` bytes."""
+        self._gathered += data
+        if len(self._gathered) >= _GATHER:
+            with _Guarded(self):
+                self._use_tuned()
+                self._gather()
 
     def _gather(self) -> None:
         if self._gathered:

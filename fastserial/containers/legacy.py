@@ -13,9 +13,19 @@ from operator import floordiv
 from fastserial.containers.batch import Batch
 from fastserial.containers.extents import Data, Extent, Literal, Packed
 
-__all__ = ["storage_extents"]
+__all__ = ["element_counts", "storage_extents"]
 
 _COUNT = struct.Struct("<q")
+
+
+def element_counts(
+    sizes: Sequence[int], element_sizes: Sequence[int], save_size: bool
+) -> list[bytes]:
+    """Return what is before each storage: its element count, or nothing without `save_size`."""
+    if not save_size:
+        return [b""] * len(sizes)
+    # As torch: bytes beyond the last whole element are written, but not counted.
+    return list(map(_COUNT.pack, map(floordiv, sizes, element_sizes)))
 
 
 def storage_extents(
@@ -30,11 +40,7 @@ def storage_extents(
         save_size: put the element count before each storage.
     """
     sizes = batch.sizes
-    if save_size:
-        # As torch: bytes beyond the last whole element are written, but not counted.
-        counts = list(map(_COUNT.pack, map(floordiv, sizes, element_sizes)))
-    else:
-        counts = [b""] * len(sizes)
+    counts = element_counts(sizes, element_sizes, save_size)
     sources: list[Literal | Data | Packed] = []
     for first, stop, packed in batch.pieces():
         if counts[first]:
