@@ -270,7 +270,9 @@ class FastFileWriter:
         with _Guarded(self):
             began = perf_counter()
             self._phases.setdefault("serialize", began - self._began)
-            if not self._blocks.write_only(self._gathered):
+            if self._blocks.write_only(self._gathered):
+                self._gathered = bytearray()
+            else:
                 self._gather()
                 self._blocks.finish()
             written = perf_counter()

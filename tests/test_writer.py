@@ -48,8 +48,29 @@ def test_is_a_plain_file(tmp_path: Path, size: int, options: dict[str, Any], kin
         assert not path.exists()
     assert path.read_bytes() == data
     assert writer.closed
+    assert writer.tell() == size
     assert writer.report is not None
     assert writer.report.bytes == size
+
+
+def test_small_storages_in_several_calls(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    expected = b""
+    with FastFileWriter(path) as writer:
+        for seed in range(7):
+            given = [
+                (torch.full((3_000 + i,), seed + i).untyped_storage(), torch.int64) for i in (0, 1)
+            ]
+            raw = [bytes(storage) for storage, _ in given]
+            count = [len(text) // 8 for text in raw]
+            told = b"".join(
+                n.to_bytes(8, "little") + text for n, text in zip(count, raw, strict=True)
+            )
+            assert writer.save_torch_storage_object_list(given) == len(told)
+            given[0][0].fill_(255)  # they are the caller's again
+            expected += told
+        assert writer.tell() == len(expected)
+    assert path.read_bytes() == expected
 
 
 def test_bytes_given_may_change_after_the_call(tmp_path: Path) -> None:
