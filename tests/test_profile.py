@@ -62,9 +62,10 @@ def test_a_call_that_raises_is_recorded() -> None:
 
 def test_one_track_per_thread() -> None:
     recorder = Recorder()
+    together = threading.Barrier(3)  # the identifier of a thread that has ended is given out again
 
     def work() -> None:
-        recorder.call("work", time.sleep, 0.001)
+        recorder.call("work", together.wait)
 
     def main() -> None:
         threads = [threading.Thread(target=work, name=f"helper-{i}") for i in range(3)]

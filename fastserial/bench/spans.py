@@ -40,7 +40,7 @@ class Recorder:
 
     Attributes:
         spans: in the order in which they ended.
-        threads: names of the threads by identifier.
+        threads: names of the threads by identifier; one that ended may leave it to another.
         levels: values over time, such as blocks in flight: (seconds, value).
     """
 
