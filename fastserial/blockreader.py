@@ -199,9 +199,9 @@ class BlockReader:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        if self._direct_fd >= 0:
-            os.close(self._direct_fd)
-            self._direct_fd = -1
+        fd, self._direct_fd = self._direct_fd, -1  # first: an interrupt must not close it twice
+        if fd >= 0:
+            os.close(fd)
 
     # -- one block -----------------------------------------------------------------------------
 

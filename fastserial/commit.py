@@ -276,10 +276,11 @@ class Replacement:
         self._close()
 
     def _close(self) -> None:
-        for fd in (self.fd, self._directory):
+        open_fds, replaced = (self.fd, self._directory), self._replaced
+        self.fd = self._directory = self._replaced = -1  # first: no interrupt closes them twice
+        for fd in open_fds:
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
-        if self._replaced >= 0:
-            freeing.free(self._replaced)
-        self.fd = self._directory = self._replaced = -1
+        if replaced >= 0:
+            freeing.free(replaced)

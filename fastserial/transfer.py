@@ -261,12 +261,12 @@ class BlockWriter:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        if self._direct_fd >= 0:
-            os.close(self._direct_fd)
-            self._direct_fd = -1
-        if self._readback is not None:
-            self._readback.close()
-            self._readback = None
+        fd, self._direct_fd = self._direct_fd, -1  # first: an interrupt must not close it twice
+        if fd >= 0:
+            os.close(fd)
+        readback, self._readback = self._readback, None
+        if readback is not None:
+            readback.close()
         self._parts = []
         self._batch = []
 

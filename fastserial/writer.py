@@ -405,7 +405,8 @@ class FastFileWriter:
         try:
             self.abort()
         except OSError as another:
-            error = another
+            if isinstance(error, Exception):  # an interrupt stays one
+                error = another
         if isinstance(error, OSError) and not isinstance(error, WriteError):
             raise self._write_error(error) from error
 

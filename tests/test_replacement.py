@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial import commit, filesystem
+from fastserial import commit, config, filesystem
 from fastserial.commit import Replacement, temporary_name
 from fastserial.errors import MissingDirectoryError, WriteError
 from fastserial.targets import PathTarget, StockWay, path_target
@@ -194,6 +194,44 @@ def test_an_error_says_what_happened_and_keeps_the_old_file(
     assert "the previous file is intact" in str(error)
     assert remedy in str(error)
     assert target.read_bytes() == b"old"
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_an_interrupt_while_files_are_closed(
+    target: Path, named: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays an interrupt; no descriptor is closed twice: by then it may be another file's."""
+    way = config.current(small_file=0, block_size=65536, verify=verify)
+    real = os.close
+    twice: list[int] = []
+    for last in range(20):
+        target.write_bytes(b"old")
+        countdown = [last]
+
+        def close(fd: int, countdown: list[int] = countdown) -> None:
+            try:
+                real(fd)
+            except OSError:
+                twice.append(fd)
+                raise
+            countdown[0] -= 1
+            if countdown[0] == -1:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", close)
+            try:
+                with FastFileWriter(target, way) as writer:
+                    writer.write(bytes(300_000))
+            except KeyboardInterrupt:
+                assert countdown[0] <= -1
+            else:
+                break
+        assert target.read_bytes() in (b"old", bytes(300_000))
+        assert twice == []
+    assert 3 <= last < 19
+    assert target.read_bytes() == bytes(300_000)
     assert os.listdir(target.parent) == ["x.pt"]
 
 
