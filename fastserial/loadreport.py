@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import dataclass
 
 from fastserial.config import Config
@@ -39,14 +38,12 @@ class LoadReport(Report):
 
 
 _last: LoadReport | None = None
-_lock = threading.Lock()
 
 
 def publish_load(report: LoadReport, config: Config) -> None:
     """Make a report the process's last one, and hand it to `on_load`."""
     global _last
-    with _lock:
-        _last = report
+    _last = report
     _log.info("%s", report)
     if config.on_load is not None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -130,14 +129,12 @@ class SaveReport(Report):
 
 
 _last: SaveReport | None = None
-_lock = threading.Lock()
 
 
 def publish(report: SaveReport) -> None:
     """Make a report the process's last one."""
     global _last
-    with _lock:
-        _last = report
+    _last = report
 
 
 def last_report() -> SaveReport | None:
