@@ -210,7 +210,10 @@ class BlockWriter:
         self._expected = nbytes
         if self._engine is None and self._config.direct is not True:
             whole = sum(part.length for part in self._parts) == self.position - self._start
-            self._buffered = whole and nbytes <= self._config.small_file
+            buffered = whole and nbytes <= self._config.small_file
+            if self._buffered and not buffered:
+                self._go_over_to_blocks()
+            self._buffered = buffered
 
     def write_only(self, data: bytearray) -> bool:
         """Write all there will be in one call; False if it is not the first, or not that little."""

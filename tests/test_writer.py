@@ -10,6 +10,7 @@ import os
 import threading
 import zlib
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -71,6 +72,38 @@ def test_small_storages_in_several_calls(tmp_path: Path) -> None:
             expected += told
         assert writer.tell() == len(expected)
     assert path.read_bytes() == expected
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_calls_in_any_order(tmp_path: Path, seed: int) -> None:
+    """What is small, and what goes into blocks, changes from call to call."""
+    random = Random(seed)
+    way = config.current(
+        block_size=random.choice([4096, 16384, 65536]),
+        small_file=random.choice([0, 100_000, 300_000, 1_000_000]),
+        queue_depth=random.choice([1, 3]),
+        durable=False,
+    )
+    expected = bytearray()
+    with FastFileWriter(tmp_path / "f", way) as writer:
+        for _ in range(random.randint(1, 6)):
+            texts = [
+                random.randbytes(random.choice([0, 8, 1000, 65_536, 70_000, 200_000]))
+                for _ in range(random.randint(1, 3))
+            ]
+            if random.random() < 0.5:
+                for text in texts:
+                    writer.write(text)
+                    expected += text
+            else:
+                made = [torch.tensor(list(text), dtype=torch.uint8) for text in texts]
+                storages = [(tensor.untyped_storage(), torch.uint8) for tensor in made]
+                writer.save_torch_storage_object_list(storages, save_size=False)
+                expected += b"".join(texts)
+                for tensor in made:
+                    tensor.fill_(0)  # they are the caller's again
+            assert writer.tell() == len(expected)
+    assert (tmp_path / "f").read_bytes() == expected
 
 
 def test_bytes_given_may_change_after_the_call(tmp_path: Path) -> None:
