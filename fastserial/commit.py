@@ -276,11 +276,14 @@ class Replacement:
         self._close()
 
     def _close(self) -> None:
-        open_fds, replaced = (self.fd, self._directory), self._replaced
-        self.fd = self._directory = self._replaced = -1  # first: no interrupt closes them twice
-        for fd in open_fds:
+        # Each is forgotten just before it is closed: an interrupt may not close it twice, nor leave
+        # the others open.
+        for name in ("fd", "_directory"):
+            fd = getattr(self, name)
+            setattr(self, name, -1)
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
+        replaced, self._replaced = self._replaced, -1
         if replaced >= 0:
             freeing.free(replaced)

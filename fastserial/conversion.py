@@ -21,7 +21,7 @@ from fastserial.archive import ZipArchive
 from fastserial.config import Config, current
 from fastserial.containers.batch import batch_of
 from fastserial.containers.extents import Data, Extent, Memory
-from fastserial.containers.legacy import storage_extents
+from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.safetensors import TYPE_NAMES, header_bytes
 from fastserial.containers.zip import archive_name
 from fastserial.errors import ConvertError, CorruptCheckpointError
@@ -197,7 +197,8 @@ class _StreamWriter(FastFileWriter):
     ) -> int:
         batch = batch_of([self.places.memory(storage) for storage, _ in storage_obj_list])
         element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
-        extents = storage_extents(batch, element_sizes, self.tell(), save_size)
+        counts = element_counts(batch.sizes, element_sizes, save_size)
+        extents = storage_extents(batch, counts, self.tell())
         self.write_extents(extents)
         return sum(extent.length for extent in extents)
 

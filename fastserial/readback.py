@@ -57,7 +57,7 @@ class ReadBack:
             )
 
     def close(self) -> None:
-        """Free the descriptor and the memory."""
-        for fd in self._fds.values():
-            os.close(fd)
+        """Free the descriptors and the memory. Idempotent."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
         self._pool.close()

@@ -267,9 +267,9 @@ class BlockWriter:
         fd, self._direct_fd = self._direct_fd, -1  # first: an interrupt must not close it twice
         if fd >= 0:
             os.close(fd)
-        readback, self._readback = self._readback, None
-        if readback is not None:
-            readback.close()
+        if self._readback is not None:
+            self._readback.close()
+            self._readback = None
         self._parts = []
         self._batch = []
 
@@ -296,6 +296,8 @@ class BlockWriter:
         if all(type(part.source) is Hole for part in parts):
             self._advance(length)
             return
+        if length > self._config.block_size:  # copies have no bounds of their own
+            raise EngineError(f"{length} bytes do not fit a block of {self._config.block_size}")
         pool = self._pool or self._open()
         while not pool.free:
             self._submit()

@@ -179,7 +179,11 @@ class FastFileWriter:
         with memoryview(data).cast("B") as view:
             length = len(view)
             if length < _GATHER:
-                self._append(view)
+                self._gathered += view
+                if len(self._gathered) >= _GATHER:
+                    with _Guarded(self):
+                        self._use_tuned()
+                        self._gather()
                 return length
             began = perf_counter()
             with _Guarded(self):
@@ -214,18 +218,15 @@ class FastFileWriter:
         storages = [storage for storage, _ in storage_obj_list]
         element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
         batch = storage_batch(storages)
-        copied = batch.copied()
+        counts = element_counts(batch.sizes, element_sizes, save_size)
+        nbytes = sum(batch.sizes) + sum(map(len, counts))
+        copied = batch.copied() if self._stays_little(nbytes) else None
         if copied is not None:
-            counts = element_counts(batch.sizes, element_sizes, save_size)
-            data = b"".join(chain.from_iterable(zip(counts, copied, strict=True)))
-            self._append(data)
-            nbytes = len(data)
+            self._gathered += b"".join(chain.from_iterable(zip(counts, copied, strict=True)))
         else:
             synchronize(storages)
-            extents = storage_extents(batch, element_sizes, self.tell(), save_size)
-            self._write_extents(extents, None)
+            self._write_extents(storage_extents(batch, counts, self.tell()), None)
             self.settle()
-            nbytes = total_length(extents)
         self._statistics.count_storages(len(storage_obj_list), nbytes)
         return nbytes
 
@@ -240,12 +241,16 @@ class FastFileWriter:
         self._write_extents(plan.extents, ledger)
 
     def write_small(self, data: bytearray) -> None:
-        """Append a whole zip archive that is put together already; `data` is the writer's now."""
+        """Append a whole zip archive that is put together already; it must stay until `settle`.
+
+        Raises:
+            WriteError: the disk is full or failed.
+        """
         self._check_open()
-        if self._gathered:
+        if self._stays_little(len(data)):
             self._gathered += data
         else:
-            self._gathered = data
+            self._write_extents([Extent(0, len(data), Literal(memoryview(data)))], None)
 
     def settle(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -265,8 +270,7 @@ class FastFileWriter:
         if self._closed:
             return
         self._statistics.close += 1
-        if self._needed is None:
-            self._needed = self.tell()
+        self._needed = max(self._needed or 0, self.tell())
         with _Guarded(self):
             began = perf_counter()
             self._phases.setdefault("serialize", began - self._began)
@@ -383,13 +387,12 @@ class FastFileWriter:
             self._size_before = os.fstat(self._fd).st_size
         filesystem.preallocate(self._fd, self._start, needed)
 
-    def _append(self, data: bytes | memoryview) -> None:
-        """Append less than `_GATHER` bytes."""
-        self._gathered += data
-        if len(self._gathered) >= _GATHER:
-            with _Guarded(self):
-                self._use_tuned()
-                self._gather()
+    def _stays_little(self, nbytes: int) -> bool:
+        """Return whether all so far and `nbytes` more may be gathered, for one write at `close`."""
+        config = self._config
+        limit = min(_GATHER - 1, config.small_file)
+        nothing_put = self._blocks.position == self._start
+        return nothing_put and self.tell() + nbytes <= limit and config.direct is not True
 
     def _gather(self) -> None:
         if self._gathered:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial import commit, config, filesystem
+from fastserial import commit, config, filesystem, freeing
 from fastserial.commit import Replacement, temporary_name
 from fastserial.errors import MissingDirectoryError, WriteError
 from fastserial.targets import PathTarget, StockWay, path_target
@@ -57,6 +57,33 @@ def test_what_killed_processes_left_is_removed(target: Path, named: bool, slots:
     write(target, b"new")
     assert os.listdir(target.parent) == ["x.pt"]
     assert target.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("slots", [[0], [0, 1, 2], [0, 5]])
+def test_also_where_there_is_no_file_to_replace(
+    target: Path, named: bool, slots: list[int]
+) -> None:
+    target.unlink()
+    for slot in slots:
+        (target.parent / temporary_name("x.pt", slot)).write_bytes(b"left")
+    write(target, b"new")
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+def test_a_new_file_looks_for_one_name_only(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two saves at once, the second one killed, and the checkpoint deleted since."""
+    target.unlink()
+    left = target.parent / temporary_name("x.pt", 1)
+    left.write_bytes(b"left")
+    write(target, b"new")
+    assert left.exists()
+    write(target, b"newer")
+    assert not left.exists()
+    target.unlink()
+    left.write_bytes(b"left")
+    monkeypatch.setattr(commit, "_can_link", lambda: False)  # temporary names are usual here
+    write(target, b"new")
+    assert not left.exists()
 
 
 def test_a_failing_save_removes_them_too(target: Path) -> None:
@@ -203,8 +230,11 @@ def test_an_interrupt_while_files_are_closed(
 ) -> None:
     """It stays an interrupt; no descriptor is closed twice: by then it may be another file's."""
     way = config.current(small_file=0, block_size=65536, verify=verify)
+    monkeypatch.setattr(freeing, "LARGE", 1)
+    monkeypatch.setattr(freeing, "free", lambda fd: os.close(fd))
     real = os.close
     twice: list[int] = []
+    before = os.listdir("/proc/self/fd")
     for last in range(20):
         target.write_bytes(b"old")
         countdown = [last]
@@ -230,6 +260,7 @@ def test_an_interrupt_while_files_are_closed(
                 break
         assert target.read_bytes() in (b"old", bytes(300_000))
         assert twice == []
+        assert os.listdir("/proc/self/fd") == before
     assert 3 <= last < 19
     assert target.read_bytes() == bytes(300_000)
     assert os.listdir(target.parent) == ["x.pt"]

@@ -191,8 +191,10 @@ def test_small_files_do_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("looked up")
 
     monkeypatch.setattr(tuned, "applied", refuse)
-    torch.save({"a": torch.zeros(1000)}, tmp_path / "a.pt")
-    torch.save({"a": torch.zeros(1000)}, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
+    for count in (1000, 16384):  # the second is as much as storages are copied together
+        for use_zip in (True, False):
+            state = {"a": torch.zeros(count)}
+            torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=use_zip)
 
 
 def test_nearer_options_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

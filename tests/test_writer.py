@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
 import io
 import os
+import resource
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +32,15 @@ SIZES = [0, 1, 4095, 4096, 4097, 64 * 1024, 64 * 1024 + 1, 1_000_003]
 def noise(size: int, seed: int = 0) -> bytes:
     generator = torch.Generator().manual_seed(seed)
     return bytes(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).numpy())
+
+
+@contextlib.contextmanager
+def installed(**values: Any) -> Iterator[None]:
+    fastserial.install(**values)
+    try:
+        yield
+    finally:
+        fastserial.uninstall()
 
 
 def names_in(folder: Path) -> list[str]:
@@ -104,6 +116,81 @@ def test_any_calls_in_any_order(tmp_path: Path, seed: int) -> None:
                     tensor.fill_(0)  # they are the caller's again
             assert writer.tell() == len(expected)
     assert (tmp_path / "f").read_bytes() == expected
+
+
+@pytest.mark.parametrize("use_zip", [True, False])
+def test_many_small_saves_into_one_writer_take_no_memory(tmp_path: Path, use_zip: bool) -> None:
+    state = {"a": torch.zeros(12_000)}
+    way = config.current(block_size=65536, queue_depth=2, small_file=200_000, durable=False)
+    with installed(), FastFileWriter(tmp_path / "f", way) as writer:
+        for _ in range(20):
+            torch.save(state, writer, _use_new_zipfile_serialization=use_zip)
+            assert len(writer._gathered) < 65536
+            assert sum(part.length for part in writer._blocks._parts) <= 200_000
+    assert writer.report is not None
+    assert writer.report.bytes == writer.tell() > 20 * 48_000
+
+
+@pytest.mark.parametrize("use_zip", [True, False])
+@pytest.mark.parametrize("way", [{"small_file": 0}, {"small_file": 4096}, {"direct": True}])
+def test_few_bytes_that_are_not_small(
+    tmp_path: Path, use_zip: bool, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go the way of large files: space reserved, and an engine no larger than they need."""
+    reserved: list[int] = []
+    depths: list[int] = []
+    real, opened = filesystem.preallocate, ThreadsEngine.open
+
+    def preallocate(fd: int, offset: int, length: int) -> bool:
+        reserved.append(length)
+        return real(fd, offset, length)
+
+    def open_engine(engine: ThreadsEngine, buffers: Any, queue_depth: int) -> None:
+        depths.append(queue_depth)
+        opened(engine, buffers, queue_depth)
+
+    monkeypatch.setattr(filesystem, "preallocate", preallocate)
+    monkeypatch.setattr(ThreadsEngine, "open", open_engine)
+    path = tmp_path / "f"
+    with installed(), fastserial.options(**way):
+        torch.save({"a": torch.zeros(12_000)}, path, _use_new_zipfile_serialization=use_zip)
+    assert depths == [1]
+    if "small_file" in way:
+        assert len(reserved) == 1
+        assert 48_000 < reserved[0] <= path.stat().st_size
+
+
+def test_a_full_disk_keeps_what_was_in_the_callers_file(tmp_path: Path) -> None:
+    """Reserved space is given back."""
+    path = tmp_path / "f"
+    state = {"a": torch.zeros(12_000)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for use_zip in (True, False):
+        with open(path, "wb", buffering=0) as file:
+            file.write(bytes(40))
+            with installed(), fastserial.options(small_file=0):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+                try:
+                    with pytest.raises(WriteError, match="incomplete"):
+                        torch.save(state, file, _use_new_zipfile_serialization=use_zip)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert path.stat().st_size == 40
+
+
+@pytest.mark.parametrize("use_zip", [True, False])
+def test_an_error_tells_what_all_saves_need(tmp_path: Path, use_zip: bool) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with installed(), pytest.raises(WriteError) as caught, FastFileWriter(tmp_path / "f") as writer:
+        torch.save({"a": torch.zeros(25_000)}, writer, _use_new_zipfile_serialization=use_zip)
+        torch.save({"a": torch.zeros(12_000)}, writer, _use_new_zipfile_serialization=use_zip)
+        whole = writer.tell()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, before[1]))
+        try:
+            writer.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.bytes_needed == whole > 148_000
 
 
 def test_bytes_given_may_change_after_the_call(tmp_path: Path) -> None:

@@ -28,19 +28,15 @@ def element_counts(
     return list(map(_COUNT.pack, map(floordiv, sizes, element_sizes)))
 
 
-def storage_extents(
-    batch: Batch, element_sizes: Sequence[int], offset: int, save_size: bool
-) -> list[Extent]:
+def storage_extents(batch: Batch, counts: Sequence[bytes], offset: int) -> list[Extent]:
     """Lay storages out one behind the other.
 
     Args:
         batch: the storages.
-        element_sizes: bytes of one element of each.
+        counts: what comes before each, from `element_counts`.
         offset: where the first extent starts (bytes).
-        save_size: put the element count before each storage.
     """
     sizes = batch.sizes
-    counts = element_counts(sizes, element_sizes, save_size)
     sources: list[Literal | Data | Packed] = []
     for first, stop, packed in batch.pieces():
         if counts[first]:
