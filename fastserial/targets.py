@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import io
@@ -13,7 +14,15 @@ from typing import Any, BinaryIO
 from fastserial import filesystem
 from fastserial.errors import REMEDIES, WriteError, write_error
 
-__all__ = ["FileTarget", "PathTarget", "StockWay", "file_target", "path_target"]
+__all__ = [
+    "FileTarget",
+    "PathTarget",
+    "StockWay",
+    "file_target",
+    "free_bytes_for",
+    "path_target",
+    "writable_target",
+]
 
 _MAX_LINKS = 40  # as the kernel's own limit
 _SPECIAL = ("/proc/", "/dev/fd/")
@@ -183,3 +192,34 @@ def file_target(file: Any) -> FileTarget | StockWay:
         return StockWay(f"the file's position is not known: {error}")
     name = getattr(raw, "name", None)
     return FileTarget(name if isinstance(name, str) else f"<fd {fd}>", raw, fd, offset)
+
+
+def writable_target(target: str | os.PathLike[str] | BinaryIO) -> PathTarget | FileTarget:
+    """Return what a FastFileWriter can write.
+
+    Raises:
+        WriteError: it cannot be written, or only torch's own way.
+    """
+    found: PathTarget | FileTarget | StockWay
+    if isinstance(target, str | os.PathLike):
+        name = os.fspath(target)
+        found = path_target(name)
+    else:
+        name = repr(target)
+        found = file_target(target)
+    if isinstance(found, StockWay):
+        raise write_error(errno.EINVAL, name, f"a FastFileWriter cannot write this: {found.reason}")
+    return found
+
+
+def free_bytes_for(target: PathTarget | FileTarget, fd: int) -> int | None:
+    """Return the bytes free where the target lies, None if that cannot be told any more.
+
+    Args:
+        fd: of the file that is written.
+    """
+    with contextlib.suppress(OSError):
+        if isinstance(target, PathTarget):
+            return filesystem.free_bytes(os.path.dirname(target.path) or os.curdir)
+        return filesystem.free_bytes(fd)
+    return None

@@ -208,18 +208,20 @@ class BlockWriter:
     def expect(self, nbytes: int) -> None:
         """Tell how many bytes there will be, as far as known: a small file needs no engine."""
         self._expected = nbytes
-        if self._engine is None and self._config.direct is not True:
+        if self._engine is None:
             whole = sum(part.length for part in self._parts) == self.position - self._start
-            buffered = whole and nbytes <= self._config.small_file
+            buffered = whole and self.is_small(nbytes)
             if self._buffered and not buffered:
                 self._go_over_to_blocks()
             self._buffered = buffered
 
+    def is_small(self, nbytes: int) -> bool:
+        """Return whether a file of so many bytes needs no engine."""
+        return nbytes <= self._config.small_file and self._config.direct is not True
+
     def write_only(self, data: bytearray) -> bool:
         """Write all there will be in one call; False if it is not the first, or not that little."""
-        config = self._config
-        little = 0 < len(data) <= config.small_file and config.direct is not True
-        if not little or self.position != self._start:
+        if not data or self.position != self._start or not self.is_small(len(data)):
             return False
         self._write_cached(memoryview(data), self.position)
         self.position += len(data)
@@ -248,8 +250,7 @@ class BlockWriter:
     def finish(self) -> None:
         """Write what is left and wait for everything."""
         if self._parts:
-            small = self.position - self._start <= self._config.small_file
-            if self._engine is None and small and self._config.direct is not True:
+            if self._engine is None and self.is_small(self.position - self._start):
                 self._write_buffered()
             else:
                 self._dispatch()

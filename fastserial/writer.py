@@ -32,7 +32,7 @@ from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import synchronize
 from fastserial.statistics import WriterStatistics
-from fastserial.targets import FileTarget, PathTarget, StockWay, file_target, path_target
+from fastserial.targets import FileTarget, PathTarget, free_bytes_for, writable_target
 from fastserial.transfer import BlockWriter
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class FastFileWriter:
         if chosen is None or (target is not None and file_path is not None):
             raise TypeError("give a FastFileWriter one target")
         if not isinstance(chosen, PathTarget | FileTarget):
-            chosen = _resolve(chosen)
+            chosen = writable_target(chosen)
         self._target = target = chosen
         if config is not None and not isinstance(config, Config):
             from fastserial.fastpersist_config import options_of  # rarely wanted
@@ -389,10 +389,9 @@ class FastFileWriter:
 
     def _stays_little(self, nbytes: int) -> bool:
         """Return whether all so far and `nbytes` more may be gathered, for one write at `close`."""
-        config = self._config
-        limit = min(_GATHER - 1, config.small_file)
+        whole = self.tell() + nbytes
         nothing_put = self._blocks.position == self._start
-        return nothing_put and self.tell() + nbytes <= limit and config.direct is not True
+        return nothing_put and whole < _GATHER and self._blocks.is_small(whole)
 
     def _gather(self) -> None:
         if self._gathered:
@@ -419,7 +418,7 @@ class FastFileWriter:
         text = error.strerror or str(error)
         needed = free = None
         if number in _FULL:
-            needed, free = self._needed, _free_bytes(self._target, self._fd)
+            needed, free = self._needed, free_bytes_for(self._target, self._fd)
             if needed is not None:
                 text += f" (the save needs {needed} bytes"
                 text += f", {free} are free)" if free is not None else ")"
@@ -484,25 +483,3 @@ class _Guarded:
     ) -> None:
         if error is not None:
             self._writer._give_up(error)
-
-
-def _resolve(target: str | os.PathLike[str] | BinaryIO) -> PathTarget | FileTarget:
-    found: PathTarget | FileTarget | StockWay
-    if isinstance(target, str | os.PathLike):
-        name = os.fspath(target)
-        found = path_target(name)
-    else:
-        name = repr(target)
-        found = file_target(target)
-    if isinstance(found, StockWay):
-        raise write_error(errno.EINVAL, name, f"a FastFileWriter cannot write this: {found.reason}")
-    return found
-
-
-def _free_bytes(target: PathTarget | FileTarget, fd: int) -> int | None:
-    """Return the bytes free where the target lies, None if that cannot be told any more."""
-    with contextlib.suppress(OSError):
-        if isinstance(target, PathTarget):
-            return filesystem.free_bytes(os.path.dirname(target.path) or os.curdir)
-        return filesystem.free_bytes(fd)
-    return None

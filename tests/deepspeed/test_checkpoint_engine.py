@@ -92,7 +92,7 @@ def test_latest_waits_for_the_slowest(launch: Launch, tmp_path: Path) -> None:
     times = {path.name: path.stat().st_ctime_ns for path in (tmp_path / "global_step1").iterdir()}
     latest = (tmp_path / "latest").stat().st_ctime_ns
     assert latest >= max(times.values())  # the clock of files ticks every few milliseconds
-    assert "zero_pp_rank_1" in max(times, key=times.__getitem__)
+    assert max(times.values()) - min(times.values()) > 2e9
 
 
 # --- DeepSpeed's own "writer": {"type": "fast"} (0.19.8 on CPU) -------------------------------
