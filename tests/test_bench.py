@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastserial
-from fastserial.bench import fio, ramdisk, rotation
+from fastserial.bench import comparison, fio, payload, ramdisk, rotation
 from fastserial.bench.errors import BenchError
 from fastserial.bench.fio import FioVariant
 from fastserial.bench.identical import different_tensors, digest, first_difference
@@ -272,6 +272,17 @@ def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert word in asked
 
 
+def test_fio_with_fresh_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    fake_fio(tmp_path, monkeypatch, f"echo \"$@\" > {log}\necho '{json.dumps({'jobs': [WORDS]})}'")
+    variant = fio.fresh_variant(FioVariant("libaio", 1 << 20, True, huge=True))
+    assert str(variant) == "fio libaio 1MiB, fresh data, prealloc"
+    fio.run_fio(variant, tmp_path / "file", 100 << 20)
+    asked = log.read_text()
+    for word in ("--iodepth=100", "--iomem=malloc", "--size=104857600"):
+        assert word in asked
+
+
 @pytest.mark.parametrize("script", ["echo no engine >&2; exit 1", "exit 0", "echo '{}'"])
 def test_fio_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     fake_fio(tmp_path, monkeypatch, script)
@@ -341,6 +352,25 @@ def test_fio_without_direct_io() -> None:
 
     with pytest.raises(BenchError, match="nothing works"):
         fio.best_variants(fail)
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+def test_fresh_data_stands_beside_the_yardstick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roomy: bool
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    touch = 'for word; do case $word in --filename=*) : > "${word#--filename=}";; esac; done'
+    fake_fio(tmp_path, monkeypatch, f"{touch}\necho '{json.dumps({'jobs': [WORDS]})}'")
+    monkeypatch.setattr(comparison, "settle", lambda pause: None)
+    if not roomy:
+        monkeypatch.setattr(payload, "meminfo", lambda: {"MemAvailable": 1 << 20})
+    found = comparison.compare(lambda small_pages: [], "nothing", 8 << 20, folder, CALM)
+    fresh = [line for line in found.lines if "fresh data" in line.name]
+    assert [line.to_fio for line in fresh] == ([Spread(1.0, 1.0, 1.0)] if roomy else [])
+    assert len(found.lines) == 2 + len(fresh)
+    assert list(found.missing) == ([] if roomy else ["fio, fresh data"])
+    assert list(folder.iterdir()) == []
 
 
 # --- the disk in memory -----------------------------------------------------------------------

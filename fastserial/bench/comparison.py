@@ -14,6 +14,7 @@ from fastserial.bench.errors import BenchError
 from fastserial.bench.machine import Machine, this_machine
 from fastserial.bench.measure import Sample
 from fastserial.bench.pages import reserved_huge_bytes
+from fastserial.bench.payload import check_memory
 from fastserial.bench.rotation import Plan, rotate
 from fastserial.bench.rows import Row
 from fastserial.bench.settle import settle
@@ -75,10 +76,23 @@ def compare(
     Raises:
         WriteError: a save failed.
     """
-    yardsticks, problem = _yardsticks(folder, nbytes, plan.pause, with_fio, say)
+
+    def once(variant: fio.FioVariant) -> Sample:
+        say(f"looking for fio's best: {variant}")
+        path = folder / "fio"
+        settle(plan.pause)
+        try:
+            return fio.run_fio(variant, path, nbytes)
+        finally:
+            path.unlink(missing_ok=True)
+
+    yardsticks, problem = _yardsticks(once, with_fio)
+    fresh, fresh_problem = _fresh(once, yardsticks, nbytes)
     small_pages = any(not variant.huge for variant in yardsticks)
     fio_rows = [fio.fio_row(variant, nbytes) for variant in yardsticks]
-    measured = rotate([*fio_rows, *make_rows(small_pages)], folder, plan, say)
+    beside = [fio.fio_row(variant, nbytes) for variant in fresh]
+    measured = rotate([*fio_rows, *beside, *make_rows(small_pages)], folder, plan, say)
+    absent = {FIO: problem, f"{FIO}, fresh data": fresh_problem}
     return Comparison(
         data,
         plan.runs,
@@ -86,31 +100,35 @@ def compare(
         probe_folder(folder.parent),
         _plain(tuned.config_for(folder.parent)),
         tuple(summarize(measured, [row.name for row in fio_rows])),
-        {**({FIO: problem} if problem else {}), **(missing or {})},
+        {**{name: why for name, why in absent.items() if why}, **(missing or {})},
         small_pages,
     )
 
 
 def _yardsticks(
-    folder: Path, nbytes: int, pause: float, wanted: bool, say: Callable[[str], None]
+    try_one: Callable[[fio.FioVariant], Sample], wanted: bool
 ) -> tuple[list[fio.FioVariant], str | None]:
     """Return fio's best variants, or why there are none."""
     if not wanted:
         return [], "switched off (--no-fio)"
     if not fio.installed():
         return [], "not installed: apt-get install fio"
-
-    def once(variant: fio.FioVariant) -> Sample:
-        say(f"looking for fio's best: {variant}")
-        path = folder / "fio"
-        settle(pause)
-        try:
-            return fio.run_fio(variant, path, nbytes)
-        finally:
-            path.unlink(missing_ok=True)
-
     try:
-        return fio.best_variants(once, reserved_huge_bytes() >= fio.HUGE_BYTES), None
+        return fio.best_variants(try_one, reserved_huge_bytes() >= fio.HUGE_BYTES), None
+    except BenchError as error:
+        return [], str(error)
+
+
+def _fresh(
+    try_one: Callable[[fio.FioVariant], Sample], yardsticks: list[fio.FioVariant], nbytes: int
+) -> tuple[list[fio.FioVariant], str | None]:
+    """Return the fastest of fio's best variants with fresh data, or why there is none."""
+    if not yardsticks:
+        return [], None
+    variants = [fio.fresh_variant(variant) for variant in yardsticks]
+    try:
+        check_memory(nbytes, "save less")
+        return [max(variants, key=lambda variant: try_one(variant).bandwidth)], None
     except BenchError as error:
         return [], str(error)
 

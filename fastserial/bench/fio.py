@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ __all__ = [
     "FioVariant",
     "best_variants",
     "fio_row",
+    "fresh_variant",
     "installed",
     "latency_of",
     "run_fio",
@@ -41,7 +42,8 @@ _ERROR_LINES = 3
 class FioVariant:
     """One way to run fio: engine, block size (bytes), preallocation, direct I/O, depth.
 
-    `huge`: its buffers are reserved huge pages.
+    `huge`: its buffers are reserved huge pages. `fresh`: each block of the file has a buffer of its
+    own (all are queued at once), so that no memory is written twice, as in saving a checkpoint.
     """
 
     engine: str
@@ -50,11 +52,13 @@ class FioVariant:
     direct: bool = True
     depth: int = DEPTH
     huge: bool = False
+    fresh: bool = False
 
     def __str__(self) -> str:
         extras = ", prealloc" if self.preallocate else ""
         extras += ("" if self.direct else ", buffered") + (", huge pages" if self.huge else "")
-        return f"fio {self.engine} {self.block >> 20}MiB×{self.depth}{extras}"
+        depth = ", fresh data" if self.fresh else f"×{self.depth}"
+        return f"fio {self.engine} {self.block >> 20}MiB{depth}{extras}"
 
 
 def installed() -> bool:
@@ -70,12 +74,13 @@ def run_fio(variant: FioVariant, path: Path, nbytes: int) -> Sample:
     Raises:
         BenchError: fio failed, with its own words.
     """
+    blocks = max(1, round(nbytes / variant.block))
     options = [
         "--rw=write",
-        f"--size={max(1, round(nbytes / variant.block)) * variant.block}",
+        f"--size={blocks * variant.block}",
         f"--bs={variant.block}",
         f"--ioengine={variant.engine}",
-        f"--iodepth={variant.depth}",
+        f"--iodepth={blocks if variant.fresh else variant.depth}",
         f"--direct={int(variant.direct)}",
         f"--fallocate={'native' if variant.preallocate else 'none'}",
         "--end_fsync=1",
@@ -157,6 +162,11 @@ def best_variants(try_one: Callable[[FioVariant], Sample], huge: bool = False) -
         if best:
             return [variant for _, variant in best.values()]
     raise problem
+
+
+def fresh_variant(best: FioVariant) -> FioVariant:
+    """Return the variant that writes data as a checkpoint's are: fresh, and on ordinary pages."""
+    return replace(best, huge=False, fresh=True)
 
 
 def fio_row(variant: FioVariant, nbytes: int) -> Row:
