@@ -86,12 +86,12 @@ def test_one_rank_cannot_save(launch: Launch, tmp_path: Path, full: int) -> None
 
 
 def test_latest_waits_for_the_slowest(launch: Launch, tmp_path: Path) -> None:
-    """It is not older than any file of the checkpoint."""
+    """It is younger than every file of the checkpoint."""
     at = ["--stage", 1, "--folder", tmp_path, "--via", "enable", "--slow-rank", 1]
     check_exit(launch(2, *SHORT, *at))
     times = {path.name: path.stat().st_ctime_ns for path in (tmp_path / "global_step1").iterdir()}
     latest = (tmp_path / "latest").stat().st_ctime_ns
-    assert latest >= max(times.values())  # the clock of files ticks every few milliseconds
+    assert latest > max(times.values())
     assert max(times.values()) - min(times.values()) > 2e9
 
 
