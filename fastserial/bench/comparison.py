@@ -24,6 +24,7 @@ from fastserial.probes import Folder, probe_folder
 __all__ = ["FIO", "Comparison", "compare"]
 
 FIO = "fio"
+_SWITCHED_OFF = {FIO: "switched off (--no-fio)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,51 +87,38 @@ def compare(
         finally:
             path.unlink(missing_ok=True)
 
-    yardsticks, problem = _yardsticks(once, with_fio)
-    fresh, fresh_problem = _fresh(once, yardsticks, nbytes)
+    yardsticks, beside, absent = _variants(once, nbytes) if with_fio else ([], [], _SWITCHED_OFF)
     small_pages = any(not variant.huge for variant in yardsticks)
-    fio_rows = [fio.fio_row(variant, nbytes) for variant in yardsticks]
-    beside = [fio.fio_row(variant, nbytes) for variant in fresh]
-    measured = rotate([*fio_rows, *beside, *make_rows(small_pages)], folder, plan, say)
-    absent = {FIO: problem, f"{FIO}, fresh data": fresh_problem}
+    fio_rows = [fio.fio_row(variant, nbytes) for variant in [*yardsticks, *beside]]
+    measured = rotate([*fio_rows, *make_rows(small_pages)], folder, plan, say)
     return Comparison(
         data,
         plan.runs,
         this_machine(),
         probe_folder(folder.parent),
         _plain(tuned.config_for(folder.parent)),
-        tuple(summarize(measured, [row.name for row in fio_rows])),
-        {**{name: why for name, why in absent.items() if why}, **(missing or {})},
+        tuple(summarize(measured, [str(variant) for variant in yardsticks])),
+        {**absent, **(missing or {})},
         small_pages,
     )
 
 
-def _yardsticks(
-    try_one: Callable[[fio.FioVariant], Sample], wanted: bool
-) -> tuple[list[fio.FioVariant], str | None]:
-    """Return fio's best variants, or why there are none."""
-    if not wanted:
-        return [], "switched off (--no-fio)"
+def _variants(
+    try_one: Callable[[fio.FioVariant], Sample], nbytes: int
+) -> tuple[list[fio.FioVariant], list[fio.FioVariant], dict[str, str]]:
+    """Return fio's best variants, the faster of them with fresh data, and what is missing, why."""
     if not fio.installed():
-        return [], "not installed: apt-get install fio"
+        return [], [], {FIO: "not installed: apt-get install fio"}
     try:
-        return fio.best_variants(try_one, reserved_huge_bytes() >= fio.HUGE_BYTES), None
+        best = fio.best_variants(try_one, reserved_huge_bytes() >= fio.HUGE_BYTES)
     except BenchError as error:
-        return [], str(error)
-
-
-def _fresh(
-    try_one: Callable[[fio.FioVariant], Sample], yardsticks: list[fio.FioVariant], nbytes: int
-) -> tuple[list[fio.FioVariant], str | None]:
-    """Return the fastest of fio's best variants with fresh data, or why there is none."""
-    if not yardsticks:
-        return [], None
-    variants = [fio.fresh_variant(variant) for variant in yardsticks]
+        return [], [], {FIO: str(error)}
+    variants = [fio.fresh_variant(variant) for variant in best]
     try:
         check_memory(nbytes, "save less")
-        return [max(variants, key=lambda variant: try_one(variant).bandwidth)], None
+        return best, [max(variants, key=lambda variant: try_one(variant).bandwidth)], {}
     except BenchError as error:
-        return [], str(error)
+        return best, [], {f"{FIO}, fresh data": str(error)}
 
 
 def _plain(options: config.Config) -> dict[str, Any]:
