@@ -7,7 +7,6 @@ arguments are part of every file in `patches/`.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from fastserial.archive import ZipArchive
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
 from fastserial.foreign import SequentialWriter
 from fastserial.staging import device_types
-from fastserial.targets import FileTarget, PathTarget, StockWay, file_target, path_target
+from fastserial.targets import FileTarget, PathTarget, StockWay, target_of
 from fastserial.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -125,14 +124,7 @@ def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:
 
 
 def _classify(target: Any) -> PathTarget | FileTarget | None:
-    found: PathTarget | FileTarget | StockWay
-    if isinstance(target, str | os.PathLike):
-        name = os.fspath(target)
-        if not isinstance(name, str):
-            return None
-        found = path_target(name)
-    else:
-        found = file_target(target)
+    found = target_of(target)
     if isinstance(found, StockWay):
         _log.debug("torch writes %r itself: %s", target, found.reason)
         return None

@@ -21,6 +21,7 @@ __all__ = [
     "file_target",
     "free_bytes_for",
     "path_target",
+    "target_of",
     "writable_target",
 ]
 
@@ -194,20 +195,27 @@ def file_target(file: Any) -> FileTarget | StockWay:
     return FileTarget(name if isinstance(name, str) else f"<fd {fd}>", raw, fd, offset)
 
 
+def target_of(target: Any) -> PathTarget | FileTarget | StockWay:
+    """Decide how to write to what was given to `torch.save`, a path or a file object.
+
+    Raises:
+        WriteError: nothing can be written there.
+    """
+    if not isinstance(target, str | os.PathLike):
+        return file_target(target)
+    name = os.fspath(target)
+    return path_target(name) if isinstance(name, str) else StockWay("its path is bytes, not text")
+
+
 def writable_target(target: str | os.PathLike[str] | BinaryIO) -> PathTarget | FileTarget:
     """Return what a FastFileWriter can write.
 
     Raises:
         WriteError: it cannot be written, or only torch's own way.
     """
-    found: PathTarget | FileTarget | StockWay
-    if isinstance(target, str | os.PathLike):
-        name = os.fspath(target)
-        found = path_target(name)
-    else:
-        name = repr(target)
-        found = file_target(target)
+    found = target_of(target)
     if isinstance(found, StockWay):
+        name = os.fsdecode(target) if isinstance(target, str | os.PathLike) else repr(target)
         raise write_error(errno.EINVAL, name, f"a FastFileWriter cannot write this: {found.reason}")
     return found
 

@@ -35,7 +35,7 @@ IN_FLIGHT = "blocks in flight"
 
 # What is hooked, and what its own time (without hooked functions it calls) is called.
 _STEPS: tuple[tuple[Any, str, str], ...] = (
-    (hooks, "path_target", "open target"),
+    (hooks, "target_of", "open target"),
     (commit.Replacement, "__init__", "open target"),
     (archive.ZipArchive, "write_record", "layout"),
     (archive.ZipArchive, "add_storages", "layout"),
