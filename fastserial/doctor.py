@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fastserial import __version__, boot, config, engines, patching, tuned
+from fastserial import __version__, boot, config, engines, hugepages, patching, tuned
 from fastserial.config import Config
 from fastserial.engines import EngineStatus
 from fastserial.errors import ConfigError, FastserialError, PatchError
@@ -96,6 +96,7 @@ class Boot:
 class Diagnosis:
     """All that the doctor found. Sizes are bytes; `memlock` is None if unlimited.
 
+    `small_pages` is why buffers get no huge pages, or None if they do.
     `tuned` is what `fastserial tune` found for the folder, in force or not.
     """
 
@@ -112,6 +113,7 @@ class Diagnosis:
     unknown_variables: tuple[str, ...]
     packages: tuple[Package, ...]
     memlock: int | None
+    small_pages: str | None
     folder: Folder | None
     findings: tuple[Finding, ...] = ()
     tuned: Entry | None = None
@@ -154,6 +156,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
         unknown_variables=_unknown_variables(),
         packages=_packages(),
         memlock=_memlock(),
+        small_pages=hugepages.refused(),
         folder=probe_folder(folder) if folder is not None else None,
         tuned=entry,
         tuned_problem=tuned_problem,

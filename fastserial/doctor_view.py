@@ -54,6 +54,8 @@ def _lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "libraries" if not index else "", f"{name}: {package.version or 'not there'}"
     limit = "unlimited" if found.memlock is None else format_bytes(found.memlock)
     yield "locked memory", f"{limit} (ulimit -l)"
+    refused = found.small_pages
+    yield "huge pages", f"none: {refused}" if refused else "given when asked for"
     if found.folder is not None:
         yield from _folder(found.folder)
 

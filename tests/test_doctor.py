@@ -18,7 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial import doctor, filesystem, probes
+from fastserial import doctor, filesystem, hugepages, probes
+from fastserial.bench.pages import small_pages
 from fastserial.cli import app
 from fastserial.config import Config
 from fastserial.doctor import Boot, Diagnosis, Finding, Package, Torch, examine
@@ -52,7 +53,7 @@ def healthy() -> Diagnosis:
         patch.setattr(doctor, "_torch", lambda: patched)
         patch.setattr(doctor, "_boot", lambda: Boot(None, None, True))
         patch.setattr(doctor, "_unknown_variables", lambda: ())
-        return dataclasses.replace(examine(), folder=folder, findings=())
+        return dataclasses.replace(examine(), folder=folder, small_pages=None, findings=())
 
 
 def texts(found: Diagnosis, **options: Any) -> list[Finding]:
@@ -103,7 +104,8 @@ def test_readable(tmp_path: Path) -> None:
     assert not fastserial.installed()
 
 
-def test_without_a_folder() -> None:
+def test_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugepages, "refused", lambda: None)
     found = examine()
     assert found.folder is None
     assert found.fast
@@ -186,6 +188,21 @@ def test_leaves_torch_as_it_was() -> None:
     with fastserial.options(threads=2):
         option = next(o for o in examine().options if o.name == "threads")
     assert (option.value, option.source) == (2, "options()")
+
+
+def test_huge_pages_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with small_pages():
+        assert "PR_SET_THP_DISABLE" in str(examine().small_pages)
+    switch = tmp_path / "enabled"
+    monkeypatch.setattr(hugepages, "SWITCH", switch)
+    assert "no transparent huge pages" in str(examine().small_pages)
+    for setting, refused in [
+        ("[always] madvise never", False),
+        ("always [madvise] never", False),
+        ("always madvise [never]", True),
+    ]:
+        switch.write_text(setting + "\n")
+        assert (examine().small_pages is not None) is refused
 
 
 def test_on_report_in_json() -> None:
@@ -288,6 +305,7 @@ def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, 
         ({"engine": "x", "engines": (EngineStatus("x", "no libx", None),)}, "no libx", True),
         ({"options_problem": "FASTSERIAL_DIRECT: what?"}, "FASTSERIAL_DIRECT", True),
         ({"unknown_variables": ("FASTSERIAL_X",)}, "FASTSERIAL_X", False),
+        ({"small_pages": "the kernel says never"}, "huge pages", True),
         ({"boot": Boot("0", False, True)}, "off", True),
         ({"boot": Boot("1", True, False)}, "no effect", True),
         ({"boot": Boot("maybe", None, True)}, "neither", True),

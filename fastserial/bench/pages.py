@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fastserial.bench.meminfo import meminfo
+from fastserial.hugepages import PR_GET_THP_DISABLE
 
 __all__ = ["reserved_huge_bytes", "small_pages"]
 
-_PR_SET_THP_DISABLE, _PR_GET_THP_DISABLE = 41, 42
+_PR_SET_THP_DISABLE = 41
 _POOLS = Path("/sys/kernel/mm/hugepages")
 
 
@@ -38,7 +39,7 @@ def small_pages() -> Iterator[None]:
         OSError: the kernel refuses.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    before = prctl(_PR_GET_THP_DISABLE, 0, 0, 0, 0)
+    before = prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0)
     if before < 0 or prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "huge pages cannot be switched off for this process")
     try:
