@@ -96,7 +96,8 @@ def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
 def _about_memory(found: Diagnosis) -> Iterator[Finding]:
     if found.small_pages is not None:
         yield Finding(
-            f"no huge pages for buffers ({found.small_pages}): direct I/O takes up to half as long again",
+            f"no huge pages for buffers ({found.small_pages}): direct I/O takes up to half as long "
+            "again",
             f"as root: echo madvise > {SWITCH}; and start the program where they are not switched "
             "off for it",
             True,
