@@ -20,6 +20,7 @@ import torch
 
 from fastserial import config as config_module
 from fastserial.collection import paused_collection
+from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
 from fastserial.legacyloading import read_storages
 from fastserial.loadreport import LoadReport, publish_load
@@ -212,13 +213,22 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
     if source.size <= config.small_file or not records:
         load.fallback = "a small file" if records else "no storages"
     else:
-        reader = load.open_reader(source)
-        load.prefetch = Prefetch(reader, records, verify)
-        load.prefetch.start()
-        load.ours = True
-    load.archive = FastZipReader(stock, source.name, limit, directory, load.prefetch, verify)
+        _read_ahead(load, source, records)
+    prefetch = load.prefetch if load.ours else None
+    load.archive = FastZipReader(stock, source.name, limit, directory, prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive
+
+
+def _read_ahead(load: _Load, source: FileSource, records: Sequence[RecordEntry]) -> None:
+    """Start reading the records; if that cannot be, torch's reader gives all of them."""
+    try:
+        reader = load.open_reader(source)
+        load.prefetch = Prefetch(reader, records, load.config.verify_on_load)
+        load.prefetch.start()
+        load.ours = True
+    except Exception as error:  # no such engine, no thread: what is read is verified all the same
+        load.fallback = str(error)
 
 
 def load_legacy_storages(

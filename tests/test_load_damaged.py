@@ -24,6 +24,7 @@ import fastserial
 from fastserial.containers.directory import read_directory
 from fastserial.errors import CorruptCheckpointError
 from fastserial.loadreport import last_load_report
+from fastserial.prefetch import Prefetch
 
 DIRECT, VERIFIED = FORCED["direct"], FORCED["verified"]
 _CENTRAL = 46
@@ -164,6 +165,38 @@ def test_undamaged_is_verified(tmp_path: Path) -> None:
     report = last_load_report()
     assert report is not None
     assert not report.verified
+
+
+@pytest.mark.parametrize("trouble", ["engine", "thread"])
+def test_verified_although_torch_reads(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an engine that reads, or without a thread, checksums are compared all the same."""
+    options = {**VERIFIED, "engine": "null"} if trouble == "engine" else VERIFIED
+
+    def failing(self: Prefetch) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if trouble == "thread":
+        monkeypatch.setattr(Prefetch, "start", failing)
+    data = checkpoint()
+    path = tmp_path / "f.pt"
+    path.write_bytes(data)
+    with fast(**options):
+        torch.load(path)
+    report = last_load_report()
+    assert report is not None
+    assert (report.verified, report.engine, report.bytes) == (True, "torch", 0)
+    assert report.fallback
+    for name, (start, end, _) in places(data, tmp_path).items():
+        if not name.startswith("data/") or start == end:
+            continue
+        broken = bytearray(data)
+        broken[(start + end) // 2] ^= 0x10
+        path.write_bytes(broken)
+        with fast(**options), pytest.raises(CorruptCheckpointError) as caught:
+            torch.load(path)
+        assert caught.value.record == name
 
 
 def test_truncated_everywhere(tmp_path: Path) -> None:
