@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -23,7 +25,8 @@ class LazyCheckpoint:
     """An open checkpoint whose tensors are read when they are asked for.
 
     Keys are joined by dots where dictionaries, lists or objects are nested: `model.0.weight`. The
-    pickle is read, but never executed. Safe for use by several threads.
+    pickle is read, but never executed. Safe for use by several threads, and in forked children
+    such as the workers of a `DataLoader`. One that nobody uses any more is closed.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class LazyCheckpoint:
         """
         self._device = torch.device(device)
         self._lock = threading.Lock()
-        self._reader = FastFileReader(path, config)
+        self._spent = False  # the reader failed, or its threads are in the parent process
+        self._use(FastFileReader(path, config))
         try:
             self._index = read_index(self._reader.fd, self._reader.name)
         except BaseException:
             self._reader.close()
             raise
+        _all.add(self)
 
     @property
     def container(self) -> str:
@@ -112,21 +117,56 @@ class LazyCheckpoint:
     ) -> None:
         self.close()
 
+    def _use(self, reader: FastFileReader) -> None:
+        self._reader = reader
+        self._closing = weakref.finalize(self, reader.close)  # its threads would keep it open
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[FastFileReader]:
+        """Lend the reader to one thread; a reader is of no more use after an error."""
+        with self._lock:
+            if self._spent and not self._reader.closed:
+                old, closing = self._reader, self._closing
+                self._use(old.reopened())
+                self._spent = False
+                closing.detach()
+                old.close()
+            try:
+                yield self._reader
+            except BaseException:
+                self._spent = True
+                raise
+
+    def _forked(self) -> None:
+        self._lock = threading.Lock()
+        self._spent = True
+
     def _read(self, place: TensorPlace, view: torch.Tensor) -> torch.Tensor:
         base = place.storage.offset + place.first
-        with self._lock:
+        with self._reading() as reader:
             if self._device.type == "cpu":
-                return apply_pending(fetch(self._reader, base, view), place.pending)
+                return apply_pending(fetch(reader, base, view), place.pending)
             if is_dense(view):  # through staging, without a copy on the host
                 out = torch.empty_strided(
                     view.shape, view.stride(), dtype=view.dtype, device=self._device
                 )
                 extent = direct_extent(base, view, out)
                 if extent is not None:
-                    self._reader.read_into([extent])
+                    reader.read_into([extent])
                     return apply_pending(out, place.pending)
-            found = fetch(self._reader, base, view)
+            found = fetch(reader, base, view)
             return resolved(found, place.pending).to(self._device)
+
+
+_all: weakref.WeakSet[LazyCheckpoint] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for file in list(_all):
+        file._forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class TensorSlice:

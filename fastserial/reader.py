@@ -125,6 +125,16 @@ class FastFileReader:
             number = error.errno or errno.EIO
             raise OSError(number, error.strerror or str(error), self.name) from error
 
+    def reopened(self) -> FastFileReader:
+        """Return another reader of the same file, which is still to be as this one found it.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        other = FastFileReader(self.fd, self.config, self.name)
+        other.size, other._stamp = self.size, self._stamp
+        return other
+
     def close(self) -> None:
         """Close the file, waiting only for reads under way. Idempotent."""
         if self._closed:

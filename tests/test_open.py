@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import errno
+import os
 import random
+import signal
 import threading
 import warnings
 from pathlib import Path
@@ -15,13 +19,15 @@ from corpus import CASES, MIB, Case, noise
 from identity import saver, stock
 
 import fastserial
+from fastserial.config import Config
+from fastserial.engines import threads
 from fastserial.errors import (
     CheckpointKeyError,
     CorruptCheckpointError,
     FastserialError,
     UnreadableTensorError,
 )
-from fastserial.lazyfile import open_checkpoint
+from fastserial.lazyfile import LazyCheckpoint, open_checkpoint
 
 
 def state() -> dict[str, Any]:
@@ -238,16 +244,74 @@ def test_errors(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes(tmp_path: Path) -> None:
-    import os
-
     path = tmp_path / "f.pt"
     with stock():
         torch.save({"x": noise(90_000)}, path)
     os.utime(path, (1, 1))
     with open_checkpoint(path) as file:
         os.truncate(path, 50_000)
-        with pytest.raises(CorruptCheckpointError):
-            file.get_tensor("x")
+        for _ in range(2):  # nor is it taken for unchanged later
+            with pytest.raises(CorruptCheckpointError):
+                file.get_tensor("x")
+
+
+def test_other_tensors_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad place on the disk leaves the rest of the file readable."""
+    path = tmp_path / "f.pt"
+    want = {str(i): noise(200_000 + i) for i in range(6)}
+    with stock():
+        torch.save(want, path)
+    real = threads.transfer
+
+    def failing(request: Any, done: int = 0) -> int:
+        if bad[0] <= request.offset < bad[1]:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(request, done)
+
+    monkeypatch.setattr(threads, "transfer", failing)
+    config = Config(small_file=0, block_size=4096, queue_depth=3)
+    with LazyCheckpoint(path, config=config) as file:
+        place = file._index.place("1").storage
+        bad = (place.offset, place.offset + place.nbytes)
+        for _ in range(5):
+            with pytest.raises(OSError, match="Input/output"):
+                file.get_tensor("1")
+            for key in ("0", "5"):
+                assert same(file.get_tensor(key), want[key])
+
+
+def test_in_a_forked_child(tmp_path: Path) -> None:
+    """As in the workers of a DataLoader whose dataset has the file open."""
+    path = tmp_path / "f.pt"
+    want = {str(i): noise(200_000 + i) for i in range(3)}
+    with stock():
+        torch.save(want, path)
+    with open_checkpoint(path) as file:
+        assert same(file.get_tensor("0"), want["0"])
+        file._lock.acquire()  # another thread of the parent reads
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads
+            child = os.fork()
+        if not child:
+            signal.alarm(30)
+            torch.set_num_threads(1)  # as those workers do: OpenMP does not survive a fork
+            equal = False
+            with contextlib.suppress(BaseException):
+                equal = all(same(file.get_tensor(key), want[key]) for key in ("1", "2"))
+            os._exit(0 if equal else 1)
+        file._lock.release()
+        assert os.waitpid(child, 0)[1] == 0
+        assert same(file.get_tensor("1"), want["1"])
+
+
+def test_left_open(tmp_path: Path) -> None:
+    """A file that nobody uses any more keeps neither threads nor descriptors."""
+    path = tmp_path / "f.pt"
+    with stock():
+        torch.save({"x": noise(300_000)}, path)
+    before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+    open_checkpoint(path).get_tensor("x")
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_threads(tmp_path: Path) -> None:
@@ -264,10 +328,10 @@ def test_threads(tmp_path: Path) -> None:
                 if not torch.equal(file.get_tensor(key), want[key]):
                     wrong.append(key)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-        for thread in threads:
+        workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in workers:
             thread.start()
-        for thread in threads:
+        for thread in workers:
             thread.join()
     assert not wrong
 
