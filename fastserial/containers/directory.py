@@ -186,8 +186,8 @@ def read_directory(fd: int, size: int | None = None, *, headers: bool = True) ->
         fd: a descriptor that can be read at any offset.
         size: bytes of the archive, which starts at byte 0; by default those of the file.
         headers: read each record's local header, which alone tells where the data starts.
-            Without, it is taken from where the next record starts, which is right for files that
-            torch wrote, and three reads do for any number of records.
+            Without, it is taken from where the next record starts, which is right for records that
+            torch wrote, and three reads do for any number of them; others' headers are read.
 
     Raises:
         CorruptCheckpointError: there is no whole directory, or it is not to be trusted.
@@ -427,7 +427,12 @@ def _header_end(fd: int, entry: _Entry) -> int:
 
 
 def _implied(entry: _Entry, limit: int) -> int | None:
-    """Return where the data starts if data and descriptor end where the next record begins."""
+    """Return where the data starts if data and descriptor end where the next record begins.
+
+    That holds for what torch wrote; None for a record of another writer.
+    """
+    if any(entry.stamp):
+        return None
     least = entry.header_offset + _LOCAL.size + len(entry.full_name)
     descriptor = 0
     if entry.flags & HAS_DESCRIPTOR:
