@@ -19,6 +19,7 @@ import pytest
 import torch
 from corpus import CASES, MIB, Case, noise
 from identity import saver, stock
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fastserial
 from fastserial.config import Config
@@ -314,6 +315,22 @@ def test_left_open(tmp_path: Path) -> None:
     before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
     open_checkpoint(path).get_tensor("x")
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_fake_and_meta_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    with stock():
+        torch.save({"x": torch.randn(300, 20).t(), "small": torch.ones(3)}, path)
+    with open_checkpoint(path) as file:
+        with FakeTensorMode():
+            for key, shape in (("x", (20, 300)), ("small", (3,))):
+                found = file.get_tensor(key)
+                assert isinstance(found, FakeTensor)
+                assert found.shape == shape
+        assert torch.equal(file.get_tensor("small"), torch.ones(3))
+    with open_checkpoint(path, "meta") as file:
+        meta = file.get_tensor("x")
+        assert (meta.device.type, meta.shape, meta.stride()) == ("meta", (20, 300), (1, 20))
 
 
 class Stream(io.BytesIO):
