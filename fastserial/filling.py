@@ -183,7 +183,7 @@ def _objection(target: torch.Tensor, place: TensorPlace) -> str | None:
     dtype = str(target.dtype).removeprefix("torch.")
     if type(target) is not torch.Tensor and type(target) is not torch.nn.Parameter:
         return f"a {type(target).__name__} cannot be filled in place"
-    if target.layout is not torch.strided or target.is_quantized:
+    if target.layout is not torch.strided or target.is_quantized or target.is_nested:
         return "only plain tensors can be filled in place"
     if target.device.type == "meta":
         return "it has no memory yet (device meta): use to_empty() first"
@@ -191,6 +191,8 @@ def _objection(target: torch.Tensor, place: TensorPlace) -> str | None:
         return f"its dtype is {dtype}, in the checkpoint {place.dtype}"
     if tuple(target.shape) != place.shape:
         return f"its shape is {tuple(target.shape)}, in the checkpoint {place.shape}"
+    if any(size > 1 and step == 0 for size, step in zip(place.shape, target.stride(), strict=True)):
+        return "several of its elements are one in memory (expand): clone() it first"
     return None
 
 

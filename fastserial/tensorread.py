@@ -67,6 +67,8 @@ def direct_extent(base: int, view: torch.Tensor, target: torch.Tensor) -> ReadEx
     """
     if not is_dense(view) or not _same_layout(view, target):
         return None
+    if target.is_conj() or target.is_neg():  # its memory holds other values than it shows
+        return None
     nbytes = target.numel() * target.itemsize
     sink: Sink
     if target.device.type == "cpu":
@@ -122,7 +124,10 @@ def fill(
         raw = torch.empty(span // view.itemsize, dtype=view.dtype, device="cpu")
         reader.read_into([ReadExtent(_first(base, view), span, _host(raw))])
         found = resolved(raw.as_strided(view.shape, view.stride()), pending)
-        _as_integers(target).copy_(_as_integers(found))
+        if target.is_neg():
+            target.copy_(found)
+        else:
+            _as_integers(target).copy_(_as_integers(found))
         return
     dim = max(range(view.dim()), key=lambda d: (view.shape[d] > 1, view.stride(d)))
     row = view.stride(dim) * view.itemsize

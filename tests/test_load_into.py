@@ -146,6 +146,21 @@ def test_targets_that_share_memory(tmp_path: Path) -> None:
     assert torch.equal(memory, want)
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_targets_that_are_conjugated_or_negated(verify: bool, tmp_path: Path) -> None:
+    """What is read is what the target then shows, whatever its memory holds."""
+    source = {"z": torch.randn(70, 9, dtype=torch.complex64), "x": torch.randn(500)}
+    path = saved(tmp_path, source)
+    for name in ("conj", "neg", "both"):
+        z = torch.zeros(70, 9, dtype=torch.complex64)
+        z = z if name == "neg" else z.conj()
+        z = z if name == "conj" else torch._neg_view(z)
+        target = {"z": z, "x": torch.zeros(500, dtype=torch.complex64).conj().imag}
+        assert target["x"].is_neg()
+        load_into(target, path, verify=verify)
+        assert equal(target, source), name
+
+
 def test_mismatches_change_nothing(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(4), "extra": torch.ones(1), "n": 5})
     cases: list[tuple[dict[str, torch.Tensor], str]] = [
@@ -172,6 +187,10 @@ def test_mismatches_change_nothing(tmp_path: Path) -> None:
             "meta",
         ),
         ({"a": torch.zeros(3).to_sparse(), "b": torch.zeros(4), "extra": torch.zeros(1)}, "plain"),
+        (
+            {"a": torch.zeros(1).expand(3), "b": torch.zeros(4), "extra": torch.zeros(1)},
+            "a: several of its elements are one in memory",
+        ),
     ]
     for target, text in cases:
         with pytest.raises(LoadMismatchError, match=text) as caught:
