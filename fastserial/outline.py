@@ -37,6 +37,8 @@ _LONGEST_KEY = 4096
 _MOST_DIMENSIONS = 1024
 _LARGEST = 2**63
 _MOST_PROBLEMS = 100
+_MOST_METADATA = 64
+_SHOWN_PARTS = 16  # of a key that is a tuple
 _STRIDED = {
     "torch._utils._rebuild_tensor": None,
     "torch._utils._rebuild_tensor_v2": None,
@@ -172,6 +174,7 @@ def _walk(root: Any, found: Outline, limits: Limits) -> None:
         elif id(value) not in inside:
             inside.add(id(value))
             rest.append(visit._replace(leaving=True))
+            known = len(found.tensors)
             try:
                 children = list(_children(visit, found))
             except CorruptCheckpointError as error:
@@ -179,6 +182,7 @@ def _walk(root: Any, found: Outline, limits: Limits) -> None:
                     found.problems.append(f"tensor {visit.key or '(root)'}: {error.message}")
                 continue
             budget -= len(children) + len(visit.key) // 8 + 1
+            budget -= sum(len(tensor.shape) for tensor in found.tensors[known:])
             rest.extend(
                 _Visit(key, child, kind, visit.depth + 1, False)
                 for key, child, kind in reversed(children)
@@ -192,13 +196,17 @@ _Child = tuple[str, Any, str]
 def _join(key: str, name: Any) -> str:
     if type(name) is bytes:
         text = name.decode("utf-8", "backslashreplace")
-    elif type(name) in (str, int, float, bool, Global) or name is None:
-        text = str(name)
-    elif type(name) is tuple and all(type(part) in (str, int) for part in name):
-        text = "(" + ", ".join(str(part) for part in name[:16]) + ")"
+    elif type(name) is tuple:
+        text = "(" + ", ".join(map(_text, name[:_SHOWN_PARTS])) + ")"
     else:
-        text = "?"
+        text = _text(name)
     return (f"{key}.{text}" if key else text)[:_LONGEST_KEY]
+
+
+def _text(name: Any) -> str:
+    """Return what a simple value reads like; others may take forever to write out."""
+    simple = type(name) in (str, float, bool, Global) or name is None
+    return str(name) if simple or (type(name) is int and abs(name) < _LARGEST) else "?"
 
 
 def _children(visit: _Visit, found: Outline) -> Iterator[_Child]:
@@ -256,7 +264,7 @@ def _of_state(key: str, states: Any) -> Iterator[_Child]:
 
 def _layout(symbol: Any) -> str:
     arguments = symbol.arguments if type(symbol) is Call else ()
-    return str(arguments[0]) if type(arguments) is tuple and arguments else ""
+    return _text(arguments[0]) if type(arguments) is tuple and arguments else ""
 
 
 def _bare_storage(key: str, symbol: Persistent, found: Outline) -> None:
@@ -300,7 +308,7 @@ def _strided(
 
 def _pending(arguments: tuple[Any, ...], at: int) -> tuple[str, ...]:
     metadata = arguments[at] if at < len(arguments) else None
-    items = metadata.items if type(metadata) is Mapping else ()
+    items = metadata.items[:_MOST_METADATA] if type(metadata) is Mapping else ()
     return tuple(name for name, flag in items if name in ("conj", "neg") and flag is True)
 
 
@@ -340,7 +348,7 @@ def _tuple(value: Any, length: int) -> tuple[Any, ...]:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    if type(value) is Call and str(value.function) == "torch.Size":
+    if type(value) is Call and _text(value.function) == "torch.Size":
         value = _tuple(value.arguments, 1)[0]
     if type(value) in (tuple, list) and len(value) <= _MOST_DIMENSIONS:
         sizes = tuple(value)

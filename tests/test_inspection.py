@@ -237,3 +237,36 @@ def test_values_too_deep_are_cut_off() -> None:
     found = of(value, STORAGE)
     assert not found.complete
     assert not found.tensors
+
+
+def doubled(depth: int) -> Any:
+    """A value that is short in a pickle and endless when written out."""
+    value: Any = None
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+def test_values_that_are_endless_when_written_out() -> None:
+    endless = doubled(100)
+    sized = tensor_of(STORAGE, 0, Call(endless, ((2,),)), (1,))
+    layout = Call(Global("torch.serialization", "_get_layout"), (endless,))
+    sparse = Call(Global("torch._utils", "_rebuild_sparse_tensor"), (layout, ()))
+    found = of(Mapping([("w", sized), ("s", sparse), (endless, 1), ((1, endless), 2)]), STORAGE)
+    assert len(found.problems) == 1
+    assert not found.tensors
+
+
+def test_keys_that_are_numbers_of_any_size() -> None:
+    huge = 1 << 50_000
+    tensor = tensor_of(STORAGE, 0, (2,), (1,))
+    found = of(Mapping([(huge, tensor), ((7, huge), tensor), (-3, tensor)]), STORAGE)
+    assert [one.key for one in found.tensors] == ["?", "(7, ?)", "-3"]
+
+
+def test_dimensions_count_as_visits() -> None:
+    wide = [1] * 1000
+    value = [tensor_of(STORAGE, 0, wide, wide)] * 1000
+    found = of(value, STORAGE, limits=Limits(visits=20_000))
+    assert not found.complete
+    assert len(found.tensors) < 25

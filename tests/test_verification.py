@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from fastserial import cli_inspect, verification
 from fastserial.config import Config
 from fastserial.containers.directory import RecordEntry, read_directory
+from fastserial.containers.legacy_read import LegacyStorage, read_legacy
 from fastserial.errors import CorruptCheckpointError
 from fastserial.verification import VerifyReport, checkpoints_in, verify
 
@@ -293,6 +294,33 @@ def test_hostile_directories(name: str, tmp_path: Path) -> None:
                 continue
             for record in directory.records:
                 assert 0 <= record.data_offset <= record.data_end <= len(ZIP)
+
+
+@pytest.mark.parametrize("kind", ["endless", "number", "unknown", "twice"])
+def test_hostile_lists_of_storages(kind: str, tmp_path: Path) -> None:
+    """Of a legacy file; one that is short in a pickle may be endless when written out."""
+    endless: Any = None
+    for _ in range(100):
+        endless = (endless, endless)
+    data = stock_bytes([torch.ones(3)], _use_new_zipfile_serialization=False)
+    (key,) = (storage.key for storage in legacy_storages(data, tmp_path / "y.pt"))
+    keys: list[Any] = {
+        "endless": [key, endless],
+        "number": [key, 1 << 50_000],
+        "unknown": [key, "z"],
+        "twice": [key, key],
+    }[kind]
+    listed = pickle.dumps([key], 2)
+    assert data.count(listed) == 1
+    report = check(tmp_path / "x.pt", data.replace(listed, pickle.dumps(keys, 2)))
+    assert report.status == "damaged"
+    assert "listed" in report.problems[0].message
+
+
+def legacy_storages(data: bytes, path: Path) -> list[LegacyStorage]:
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        return read_legacy(file.fileno()).storages
 
 
 # -- what is no damage ---------------------------------------------------------------------------

@@ -113,13 +113,14 @@ def _keys(value: object, table: dict[str, StorageEntry]) -> list[str]:
     if type(value) is not list:
         raise CorruptCheckpointError("the list of storages is damaged")
     keys = [key.decode("ascii", "replace") if type(key) is bytes else key for key in value]
-    if len(set(map(str, keys))) < len(keys):
-        raise CorruptCheckpointError("a storage is listed twice")
     for key in keys:
         if type(key) is not str or key not in table:
             raise CorruptCheckpointError(
-                "a storage is listed that no tensor is in", record=str(key)
+                "a storage is listed that no tensor is in",
+                record=key if type(key) is str else None,
             )
+    if len(set(keys)) < len(keys):
+        raise CorruptCheckpointError("a storage is listed twice")
     missing = table.keys() - set(keys)
     if missing:
         raise CorruptCheckpointError(
