@@ -133,6 +133,7 @@ class ThreadsEngine(Engine):
         while (request := self._work.get()) is not None:
             if not self._closing:
                 self._done.put(self._serve(request))
+            request = None  # while it waits for the next, this one's memory may go
 
     def _serve(self, request: Request) -> Completion:
         try:
