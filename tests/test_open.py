@@ -217,7 +217,9 @@ def test_corpus(case: Case, fmt: str, tmp_path: Path) -> None:
 
 def test_errors(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    quantized = torch.quantize_per_tensor(torch.randn(9), 0.1, 0, torch.qint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it, but only once per process
+        quantized = torch.quantize_per_tensor(torch.randn(9), 0.1, 0, torch.qint8)
     with stock():
         torch.save({"x": torch.ones(9), "q": quantized, "m": torch.empty(3, device="meta")}, path)
     file = open_checkpoint(path)
