@@ -21,13 +21,11 @@ from fastserial.containers.safetensors import read_header
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.patching import get_original
 from fastserial.prefetchplan import new_storage
-from fastserial.reading import read_record
-from fastserial.tensorindex import contiguous_stride
+from fastserial.tensorindex import contiguous_stride, is_little_endian
 from fastserial.ziploading import read_places
 
 __all__ = ["Mapped", "map_checkpoint"]
 
-_SMALL_RECORD = 64
 _BIG_ENDIAN = "the file is of a big-endian machine: load and save it with torch"
 
 
@@ -102,8 +100,7 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
 
 def _map_zip(fd: int, size: int, whole: torch.UntypedStorage) -> tuple[Any, dict[int, int]]:
     directory = read_places(fd, size)
-    order = directory.find("byteorder")
-    if order is not None and read_record(fd, order, _SMALL_RECORD) != b"little":
+    if not is_little_endian(fd, directory):
         raise ConvertError(_BIG_ENDIAN)
     if directory.find("constants.pkl") is not None:
         raise ConvertError("a TorchScript archive is no checkpoint of torch.save")

@@ -9,7 +9,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fastserial.containers.directory import STORED, is_zip
+from torch.serialization import LoadEndianness, get_default_load_endianness
+
+from fastserial.containers.directory import STORED, Directory, is_zip
 from fastserial.containers.legacy_read import is_legacy, read_legacy
 from fastserial.containers.safetensors import read_header
 from fastserial.errors import CheckpointKeyError, CorruptCheckpointError, UnreadableTensorError
@@ -18,7 +20,7 @@ from fastserial.reading import read_record, zip_outline
 from fastserial.storagetable import ITEM_BYTES, PACKED
 from fastserial.ziploading import read_places
 
-__all__ = ["StoragePlace", "TensorIndex", "TensorPlace", "read_index"]
+__all__ = ["StoragePlace", "TensorIndex", "TensorPlace", "is_little_endian", "read_index"]
 
 _SMALL_RECORD = 64
 
@@ -123,8 +125,7 @@ def _of_zip(fd: int) -> TensorIndex:
     found = zip_outline(fd, directory)
     if found is None:
         raise CorruptCheckpointError("the archive holds no pickle: not a checkpoint of torch")
-    order = directory.find("byteorder")
-    if order is not None and read_record(fd, order, _SMALL_RECORD) != b"little":
+    if not is_little_endian(fd, directory):
         raise UnreadableTensorError("the file is of a big-endian machine: use torch.load")
     storages = {
         record.name.removeprefix("data/"): StoragePlace(
@@ -134,6 +135,19 @@ def _of_zip(fd: int) -> TensorIndex:
         if record.method == STORED and record.name.startswith("data/")
     }
     return TensorIndex("zip", _entries(found, storages))
+
+
+def is_little_endian(fd: int, directory: Directory) -> bool:
+    """Return whether `torch.load` takes the storages of a zip for little-endian.
+
+    Raises:
+        CorruptCheckpointError: the record that tells is damaged.
+        OSError: it cannot be read.
+    """
+    record = directory.find("byteorder")
+    if record is not None:
+        return read_record(fd, record, _SMALL_RECORD) == b"little"
+    return get_default_load_endianness() is not LoadEndianness.BIG  # torch before 2.1 wrote none
 
 
 def _of_legacy(fd: int) -> TensorIndex:

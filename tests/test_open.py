@@ -26,6 +26,7 @@ from fastserial.config import Config
 from fastserial.engines import threads
 from fastserial.errors import (
     CheckpointKeyError,
+    ConvertError,
     CorruptCheckpointError,
     FastserialError,
     UnreadableTensorError,
@@ -333,6 +334,27 @@ def test_fake_and_meta_tensors(tmp_path: Path) -> None:
     with open_checkpoint(path, "meta") as file:
         meta = file.get_tensor("x")
         assert (meta.device.type, meta.shape, meta.stride()) == ("meta", (20, 300), (1, 20))
+
+
+def test_files_that_do_not_tell_their_byte_order(tmp_path: Path) -> None:
+    """They are taken for what torch is told to take them for."""
+    path = tmp_path / "f.pt"
+    with stock():
+        torch.save({"x": torch.arange(9)}, tmp_path / "new.pt")
+    with zipfile.ZipFile(tmp_path / "new.pt") as new, zipfile.ZipFile(path, "w") as old:
+        for name in new.namelist():
+            if not name.endswith("byteorder"):
+                old.writestr(name, new.read(name))
+    with open_checkpoint(path) as file:
+        assert torch.equal(file.get_tensor("x"), torch.arange(9))
+    torch.serialization.set_default_load_endianness(torch.serialization.LoadEndianness.BIG)
+    try:
+        with pytest.raises(UnreadableTensorError, match="big-endian"):
+            open_checkpoint(path)
+        with pytest.raises(ConvertError, match="big-endian"):
+            fastserial.convert(path, tmp_path / "f.safetensors")
+    finally:
+        torch.serialization.set_default_load_endianness(None)
 
 
 class Stream(io.BytesIO):
