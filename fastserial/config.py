@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from fastserial.errors import ConfigError
 
@@ -30,6 +30,14 @@ PAGE = 4096
 MAX_BLOCK = 1024 * MiB
 
 Direct = Literal["auto"] | bool
+
+_NUMBERS = {
+    "block_size": "a number of bytes",
+    "queue_depth": "a whole number",
+    "threads": "a whole number",
+    "small_file": "a number of bytes",
+}
+_SWITCHES = ("durable", "preallocate", "tuned", "verify", "progress", "verify_on_load")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,14 @@ class Config:
     on_load: Callable[[LoadReport], None] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.engine, str) and not callable(self.engine):
+            raise ConfigError(f"engine must be a name or a function, not {self.engine!r}")
+        for name, unit in _NUMBERS.items():
+            if not isinstance(getattr(self, name), SupportsIndex):
+                raise ConfigError(f"{name} must be {unit}, not {getattr(self, name)!r}")
+        for name in _SWITCHES:
+            if getattr(self, name) not in (True, False):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not PAGE <= self.block_size <= MAX_BLOCK or self.block_size % PAGE:
             raise ConfigError(
                 f"block_size must be a multiple of {PAGE} bytes up to {MAX_BLOCK}, "
@@ -94,7 +110,10 @@ class Config:
 _NAMES = frozenset(f.name for f in fields(Config))
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
-_UNITS = {"": 1, "k": KiB, "kib": KiB, "m": MiB, "mib": MiB, "g": 1024 * MiB, "gib": 1024 * MiB}
+_UNITS = {
+    "": 1,
+    **{f"{unit}{end}": KiB**n for n, unit in enumerate("kmgt", 1) for end in ("", "ib")},
+}
 
 _NOTHING: Mapping[str, Any] = {}
 _installed: Mapping[str, Any] = _NOTHING
@@ -122,7 +141,7 @@ def parse_size(text: str) -> int:
     unit = low[len(digits) :].strip()
     try:
         return int(float(digits) * _UNITS[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ConfigError(f"expected a size such as 8MiB, 64k or 4096, not {text!r}") from None
 
 
@@ -130,7 +149,8 @@ def _parse_direct(text: str) -> Direct:
     return "auto" if text.strip().lower() == "auto" else parse_bool(text)
 
 
-def _parse_count(text: str) -> int:
+def parse_count(text: str) -> int:
+    """Return the number that a text stands for."""
     try:
         return int(text)
     except ValueError:
@@ -140,8 +160,8 @@ def _parse_count(text: str) -> int:
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "engine": str.strip,
     "block_size": parse_size,
-    "queue_depth": _parse_count,
-    "threads": _parse_count,
+    "queue_depth": parse_count,
+    "threads": parse_count,
     "durable": parse_bool,
     "direct": _parse_direct,
     "preallocate": parse_bool,

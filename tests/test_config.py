@@ -48,13 +48,20 @@ def test_options_are_of_one_thread() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4096", 4096), ("64k", 65536), ("8MiB", 8 << 20), ("1 GiB", 1 << 30), ("0.5m", 512 << 10)],
+    [
+        ("4096", 4096),
+        ("64k", 65536),
+        ("8MiB", 8 << 20),
+        ("1 GiB", 1 << 30),
+        ("0.5m", 512 << 10),
+        ("2TiB", 2 << 40),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert config.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "x", "8XB", "-", "k"])
+@pytest.mark.parametrize("text", ["", "x", "8XB", "-", "k", "nan", "1e999", "1e400GiB"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a size"):
         config.parse_size(text)
@@ -68,6 +75,11 @@ def test_bad_sizes(text: str) -> None:
         {"queue_depth": 0},
         {"threads": 5000},
         {"small_file": -1},
+        {"block_size": "2MiB"},
+        {"threads": 1.5},
+        {"durable": "no"},
+        {"verify": None},
+        {"engine": None},
         {"direct": "maybe"},
         {"no_such_option": 1},
     ],
