@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fastserial.bench.errors import BenchError
 from fastserial.bench.identical import different_tensors
 from fastserial.bench.measure import Sample
 from fastserial.bench.model import Method, run_tensor
+from fastserial.bench.models import meta_module
 from fastserial.bench.modelstate import ModelRecipe, model_state
 from fastserial.bench.payload import equal_state, fill
 from fastserial.bench.peers import engine_rows, peer_rows
@@ -323,6 +325,25 @@ def test_unknown_model(tmp_path: Path) -> None:
     assert "llama3-1b" in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read"),
+        ("[]", "cannot read"),
+        ('{"model_type": "gpt99"}', "cannot read"),
+        ('{"model_type": "vit"}', "a causal language model"),
+    ],
+)
+def test_a_config_that_is_none(tmp_path: Path, text: str | None, message: str) -> None:
+    need("transformers")
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BenchError, match=message) as caught:
+        meta_module(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_wrong_content_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need("safetensors")
     monkeypatch.setattr(peers, "_safetensors_holds", lambda tensors, path: False)
@@ -426,9 +447,17 @@ def test_plots_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert "pip install 'fastserial[plot]'" in str(done.exception)
 
 
-def test_outputs_are_refused_before_the_run(tmp_path: Path) -> None:
+def test_outputs_are_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BenchError, match="create it first"):
         Outputs(json_file=tmp_path / "missing" / "out.json").check()
+    with pytest.raises(BenchError, match="is a directory"):
+        Outputs(csv_file=tmp_path).check()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root
+    with pytest.raises(BenchError, match=r"out\.csv cannot be written"):
+        Outputs(csv_file=tmp_path / "out.csv").check()
+    monkeypatch.undo()
     need("matplotlib")
     with pytest.raises(BenchError, match=r"end it in .*\.png"):
         check_plot(tmp_path / "out.xyz")

@@ -286,12 +286,22 @@ def test_plot(tmp_path: Path) -> None:
 
 
 def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     words = ["bench", "sweep", "--folder", str(tmp_path), "--plot", str(tmp_path / "a.png")]
     done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, BenchError)
     assert "fastserial[plot]" in str(done.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_are_refused_before_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = invoke(tmp_path / "disk", "--plot", str(tmp_path / "out.xyz"))
+    assert "end it in" in str(done.exception)
+    done = invoke(tmp_path / "disk", "--plot", str(tmp_path / "missing" / "out.png"))
+    assert "create it first" in str(done.exception)
+    assert not (tmp_path / "a.csv").exists()
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -320,8 +330,8 @@ def test_command(tmp_path: Path) -> None:
     [
         (["--op", "erase"], "--op: 'erase' is none of write, read"),
         (["--transfer", "gpu"], "--transfer"),
-        (["--queue-depth", "four"], "--queue-depth"),
-        (["--threads", "0"], "from 1 to 1024"),
+        (["--queue-depth", "four"], "--queue-depth: expected a whole number, not 'four'"),
+        (["--threads", "0"], "threads must be from 1 to 1024"),
         (["--block-size", "1000"], "multiple of 4096"),
         (["--engine", "warp"], "no I/O engine 'warp'"),
     ],

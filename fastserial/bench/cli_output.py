@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from fastserial.bench.errors import BenchError
 if TYPE_CHECKING:
     from fastserial.bench.summary import Line
 
-__all__ = ["CsvFile", "JsonFile", "Outputs", "PlotFile", "WithLines"]
+__all__ = ["CsvFile", "JsonFile", "Outputs", "PlotFile", "WithLines", "check_files"]
 
 WithLines = Annotated[bool, typer.Option("--lines", help="Also one line per row, as fio's.")]
 JsonFile = Annotated[
@@ -24,6 +25,23 @@ CsvFile = Annotated[Path | None, typer.Option("--csv", help="Also write the rows
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", help="Also draw the rows: out.png, .svg or .pdf.")
 ]
+
+
+def check_files(*paths: Path | None) -> None:
+    """Find out before the measuring that one of these files cannot be written after it.
+
+    Raises:
+        BenchError: its folder is missing, or it cannot be written.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise BenchError(f"{path.parent} is not a directory; create it first")
+        if path.is_dir():
+            raise BenchError(f"{path} is a directory: give the name of a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise BenchError(f"{path} cannot be written: look at owner and mode, or give another")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +56,9 @@ class Outputs:
         """Find out before the measuring that something cannot be written after it.
 
         Raises:
-            BenchError: a folder is missing, or matplotlib is.
+            BenchError: a folder is missing or not writable, or matplotlib is missing.
         """
-        for path in (self.json_file, self.csv_file, self.plot_file):
-            if path is not None and not path.parent.is_dir():
-                raise BenchError(f"{path.parent} is not a directory; create it first")
+        check_files(self.json_file, self.csv_file, self.plot_file)
         if self.plot_file is not None:
             from fastserial.bench.plot import check_plot
 

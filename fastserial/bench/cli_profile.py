@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fastserial.bench.cli_output import check_files
 from fastserial.bench.units import parse_bytes
 
 __all__ = ["profile"]
@@ -32,6 +33,7 @@ def profile(
     Settings are those in force for the folder. Exit status 1 if a file differs from stock torch's.
     """
     nbytes = parse_bytes(size)
+    check_files(trace, json_file)
 
     from fastserial.bench.export import write_json
     from fastserial.bench.profile import ProfileBench, run_profile

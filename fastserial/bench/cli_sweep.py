@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from fastserial.bench.cli_output import check_files
 from fastserial.bench.units import parse_bytes
 from fastserial.errors import ConfigError
 
@@ -52,6 +53,7 @@ def sweep(
     Interrupted, it goes on where it was when started again with the same --csv.
     """
     nbytes = parse_bytes(size)
+    check_files(csv_file, plot_file)
 
     from rich.progress import (
         BarColumn,
@@ -63,11 +65,12 @@ def sweep(
     )
 
     from fastserial.bench import sweepview
+    from fastserial.bench.plot import check_plot
     from fastserial.bench.sweep import Sweep, run_sweep
     from fastserial.console import new_console
 
     if plot_file is not None:
-        sweepview.check_plot()
+        check_plot(plot_file)
     grid = _grid(block_sizes, queue_depths, threads, engines, transfers, ops)
     console = new_console()
     columns = (
@@ -110,7 +113,7 @@ def _grid(
 
     from fastserial import engines
     from fastserial.bench.sweep import OPS, TRANSFERS, Grid
-    from fastserial.config import Config
+    from fastserial.config import Config, parse_count
 
     names = _values(engine_names, str, "--engine")
     if not names:
@@ -123,16 +126,18 @@ def _grid(
         where = TRANSFERS if torch.cuda.is_available() else TRANSFERS[:1]
     grid = Grid(
         _values(block_sizes, parse_bytes, "--block-size"),
-        _values(queue_depths, int, "--queue-depth"),
-        _values(threads, int, "--threads"),
+        _values(queue_depths, parse_count, "--queue-depth"),
+        _values(threads, parse_count, "--threads"),
         names,
         _among(where, TRANSFERS, "--transfer"),
         _among(_values(ops, str, "--op"), OPS, "--op"),
     )
     for block_size in grid.block_sizes:
         Config(block_size=block_size)
-    for count in (*grid.queue_depths, *grid.threads):
-        Config(queue_depth=count)
+    for depth in grid.queue_depths:
+        Config(queue_depth=depth)
+    for count in grid.threads:
+        Config(threads=count)
     return grid
 
 

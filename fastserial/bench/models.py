@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def build_module(model: str) -> tuple[nn.Module, int]:
         BenchError: transformers is not installed, or there is no such model.
     """
     make, config = _architecture(model)
-    return make(config), int(config.vocab_size)
+    return make(), int(config.vocab_size)
 
 
 def meta_module(model: str) -> nn.Module:
@@ -57,13 +58,13 @@ def meta_module(model: str) -> nn.Module:
     """
     import torch
 
-    make, config = _architecture(model)
+    make, _ = _architecture(model)
     with torch.device("meta"):
-        return make(config)
+        return make()
 
 
-def _architecture(model: str) -> tuple[Callable[[Any], nn.Module], Any]:
-    """Return what makes a model from a config, and the config."""
+def _architecture(model: str) -> tuple[Callable[[], nn.Module], Any]:
+    """Return what makes a model, and its config."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is to be downloaded
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,11 +76,28 @@ def _architecture(model: str) -> tuple[Callable[[Any], nn.Module], Any]:
         kind, arguments = MODELS[model]
         config = AutoConfig.for_model(kind, **arguments)
     elif Path(model).is_dir():
-        config = AutoConfig.from_pretrained(model)
+        with _told(f"transformers cannot read {Path(model) / 'config.json'}"):
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     else:
         raise BenchError(
             f"there is no model {model!r}: give one of {', '.join(MODELS)}, or a folder with a "
             "transformers config.json"
         )
-    make: Any = AutoModelForCausalLM.from_config  # not annotated
+
+    def make() -> nn.Module:
+        untyped: Any = AutoModelForCausalLM
+        with _told(f"transformers cannot make a causal language model of {model}"):
+            made: nn.Module = untyped.from_config(config)
+        return made
+
     return make, config
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Make an error of transformers, which has many kinds and pages of text, one line."""
+    try:
+        yield
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise BenchError(f"{what}: {first or type(error).__name__}") from error

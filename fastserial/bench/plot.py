@@ -47,9 +47,13 @@ def save_figure(figure: Any, path: Path) -> None:
     """Write a figure in the format that the name tells.
 
     Raises:
+        BenchError: matplotlib does not know that format.
         OSError: the file cannot be written.
     """
-    figure.savefig(path, dpi=_DPI)
+    try:
+        figure.savefig(path, dpi=_DPI)
+    except ValueError as error:
+        raise BenchError(f"{path}: {error}") from error
 
 
 def wrapped(text: str) -> str:

@@ -14,19 +14,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.bench.errors import BenchError
+from fastserial.bench.plot import new_figure, save_figure
 from fastserial.bench.summary import Spread
 from fastserial.bench.sweepfile import Point, Result
 from fastserial.bench.units import MB
 from fastserial.config import Config
 from fastserial.tunedfile import Settings
 
-__all__ = ["Cell", "cells", "check_plot", "plot", "show_sweep"]
+__all__ = ["Cell", "cells", "plot", "show_sweep"]
 
 _SHOWN = 8
 _MIB = 1 << 20
 _INCHES = (0.95, 0.55)  # of a cell of the heat map
 _MARGIN = (2.4, 1.6)
-_DPI = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,36 +96,21 @@ def _size(nbytes: int) -> str:
     return f"{nbytes // _MIB}MiB" if nbytes % _MIB == 0 else f"{nbytes // 1024}KiB"
 
 
-def check_plot() -> None:
-    """Find out that nothing can be plotted before minutes are spent on measuring.
-
-    Raises:
-        BenchError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BenchError("a plot needs matplotlib: pip install 'fastserial[plot]'") from error
-
-
 def plot(found: Sequence[Cell], path: Path, title: str) -> None:
     """Draw heat maps: block size against queue depth, each with its best number of threads.
 
     There is one for each kind of transfer and engine, with ratios to the defaults as colours.
 
     Raises:
-        BenchError: matplotlib is not installed, or does not know the format of the file.
+        BenchError: there is nothing to plot, or matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    check_plot()
-    from matplotlib.figure import Figure  # no global state, no display
-
     maps = _maps(found)
     if not maps:
         raise BenchError("there is nothing to plot")
     wide = max(len(one.depths) for one in maps) * _INCHES[0] + _MARGIN[0]
     high = max(len(one.sizes) for one in maps) * _INCHES[1] + _MARGIN[1]
-    figure = Figure(figsize=(wide, high * len(maps) + 0.5), layout="constrained")
+    figure = new_figure(wide, high * len(maps) + 0.5)
     figure.suptitle(title, fontsize=9)
     ratios = [cell.ratio.median for one in maps for cell in one.best.values()]
     reach = max(0.1, *(abs(math.log2(ratio)) for ratio in ratios))
@@ -135,10 +120,7 @@ def plot(found: Sequence[Cell], path: Path, title: str) -> None:
         shown = _draw(axis, one, reach)
     bar = figure.colorbar(shown, ax=list(axes), shrink=0.8)
     bar.set_label("speed over the defaults, log2")
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except ValueError as error:
-        raise BenchError(f"{path}: {error}") from error
+    save_figure(figure, path)
 
 
 @dataclass(frozen=True, slots=True)
