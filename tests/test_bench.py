@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import fastserial
-from fastserial.bench import comparison, fio, payload, ramdisk, rotation
+from fastserial.bench import comparison, deepspeed, fio, payload, ramdisk, rotation
+from fastserial.bench.deepspeed_plan import DeepSpeedBench, RowResult
+from fastserial.bench.deepspeed_view import results_as_json, show_results
 from fastserial.bench.errors import BenchError
 from fastserial.bench.fio import FioVariant
 from fastserial.bench.identical import different_tensors, digest, first_difference
@@ -71,7 +77,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "xGB", "infGB", "1 parsec"])
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "xGB", "infGB", "1e999", "1 parsec"])
 def test_sizes_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)
@@ -373,6 +379,39 @@ def test_fresh_data_stands_beside_the_yardstick(
     assert list(folder.iterdir()) == []
 
 
+# --- DeepSpeed's benchmark: the parts that need no DeepSpeed ------------------------------------
+
+
+def test_one_rank_that_fails_ends_the_run() -> None:
+    programs = ("import time; time.sleep(600)", "raise SystemExit(3)")
+    running = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    try:
+        assert deepspeed._first_failure(running) == (1, 3)
+        assert running[0].poll() is None
+    finally:
+        running[0].kill()
+        running[0].wait()
+    done = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
+    assert deepspeed._first_failure(done) is None
+
+
+def test_deepspeed_s_ratios_are_of_one_round(tmp_path: Path) -> None:
+    bench = DeepSpeedBench("gpt2", str(tmp_path), runs=3)
+    rows = [
+        RowResult("stock", [1.0, 2.0, 4.0], 1000, 2),
+        RowResult("ours", [0.5, 0.5, 4.0], 1000, 2, identical=True),
+        RowResult("theirs", [1.0], 1000, problem="[no] room"),
+    ]
+    console = Console(width=150, record=True, file=io.StringIO())
+    show_results(bench, rows, console)
+    text = console.export_text()
+    assert "2.00 (1.00–4.00)" in text
+    assert "[no] room" in text
+    found = results_as_json(bench, rows)
+    assert [row["seconds"] for row in found["rows"]] == [row.seconds for row in rows]
+    assert found["machine"]["cores"] > 0
+
+
 # --- the disk in memory -----------------------------------------------------------------------
 
 
@@ -391,6 +430,14 @@ def test_ramdisk_removes_only_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
         ramdisk.remove(Path("/proc"))
 
 
+def test_ramdisk_in_place_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(ramdisk, "_check_tools", lambda: None)
+    (tmp_path / "file").touch()
+    with pytest.raises(BenchError, match="file is not a directory"):
+        ramdisk.create(tmp_path / "file", 1 << 20)
+
+
 def test_ramdisk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, calls = tmp_path / "memory", []
     memory.mkdir()
@@ -406,7 +453,7 @@ def test_ramdisk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ramdisk, "_check_tools", lambda: None)
     monkeypatch.setattr(ramdisk, "_run", run)
     with pytest.raises(BenchError, match="mount failed"):
-        ramdisk.create(tmp_path / "new", 1 << 20)
+        ramdisk.create(tmp_path / "new" / "one", 1 << 20)
     assert calls == ["losetup", "mkfs.xfs", "mount", "losetup"]
     assert list(memory.iterdir()) == []
     assert not (tmp_path / "new").exists()

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from fastserial.bench.model import Method
     from fastserial.bench.saving import Format
 
-__all__ = ["model", "tensor"]
+__all__ = ["ModelName", "model", "tensor"]
 
 _Folder = Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")]
 _Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
+ModelName = Annotated[
+    str, typer.Option(help=f"{', '.join(MODELS)}, or a folder with a transformers config.json.")
+]
 _Legacy = Annotated[
     bool | None,
     typer.Option("--legacy/--no-legacy", help="Only the legacy format, or only zip; default both."),
@@ -71,10 +74,7 @@ def tensor(
 
 def model(
     folder: _Folder,
-    model: Annotated[
-        str,
-        typer.Option(help=f"{', '.join(MODELS)}, or a folder with a transformers config.json."),
-    ] = "gpt2",
+    model: ModelName = "gpt2",
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With Adam's states.")] = False,
     half: Annotated[bool, typer.Option("--half", help="Weights in float16.")] = False,
     runs: _Runs = 5,

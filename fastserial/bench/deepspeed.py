@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from fastserial.bench.cli_model import ModelName
+from fastserial.bench.cli_output import check_files
 from fastserial.bench.deepspeed_plan import MARK, DeepSpeedBench, RowResult
 from fastserial.bench.errors import BenchError
 from fastserial.bench.scratch import scratch
@@ -27,13 +29,12 @@ __all__ = ["deepspeed_command", "run_deepspeed"]
 
 _WORKER = "fastserial.bench.deepspeed_worker"
 _STDERR_SHOWN = 3000  # characters
+_POLL = 0.1  # seconds
 
 
 def deepspeed_command(
     folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
-    model: Annotated[
-        str, typer.Option(help="gpt2-tiny … gpt2-xl, phi3, llama-7b, or a folder with a config.")
-    ] = "gpt2",
+    model: ModelName = "gpt2",
     zero_stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 1,
     world_size: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")] = 3,
@@ -47,19 +48,19 @@ def deepspeed_command(
     All rows are durable; times are those of the slowest rank. Exit status 1 if a file differs from
     stock DeepSpeed's.
     """
+    check_files(json_file)
+
+    from fastserial.bench.deepspeed_view import results_as_json, show_results
+    from fastserial.bench.export import write_json
     from fastserial.console import new_console
 
     bench = DeepSpeedBench(model, str(folder), zero_stage, world_size, runs, legacy)
     console = new_console()
     with console.status("training one step, then saving"):
         results = run_deepspeed(bench)
-    _show(bench, results, console)
+    show_results(bench, results, console)
     if json_file is not None:
-        rows = [
-            {name: getattr(result, name) for name in RowResult.__dataclass_fields__}
-            for result in results
-        ]
-        json_file.write_text(json.dumps({"bench": json.loads(bench.to_json()), "rows": rows}))
+        write_json(json_file, results_as_json(bench, results))
     raise typer.Exit(int(any(result.identical is False for result in results)))
 
 
@@ -90,18 +91,31 @@ def _launch(bench: DeepSpeedBench) -> list[RowResult]:
                 environment = _environment(rank, bench.world_size, port)
                 running.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
         try:
-            codes = [process.wait() for process in running]
+            failed = _first_failure(running)
         finally:
             for process in running:
                 process.kill()
                 process.wait()
-        for name, code in zip(names, codes, strict=True):
-            if code:
-                text = Path(f"{name}.err").read_text(errors="replace")
-                raise BenchError(
-                    f"rank {os.path.basename(name)} ended with {code}: …{text[-_STDERR_SHOWN:]}"
-                )
+        if failed is not None:
+            rank, code = failed
+            text = Path(f"{names[rank]}.err").read_text(errors="replace").strip()
+            raise BenchError(f"rank {rank} ended with {code}: …{text[-_STDERR_SHOWN:]}")
         return _results(Path(f"{names[0]}.out").read_text(errors="replace").splitlines())
+
+
+def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+    """Wait for all ranks; return rank and status of the first that fails, as soon as it does.
+
+    The others would wait for it for half an hour.
+    """
+    while True:
+        codes = [process.poll() for process in running]
+        for rank, code in enumerate(codes):
+            if code:
+                return rank, code
+        if None not in codes:
+            return None
+        time.sleep(_POLL)
 
 
 def _results(lines: Iterable[str]) -> list[RowResult]:
@@ -128,38 +142,3 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-def _show(bench: DeepSpeedBench, results: list[RowResult], console: Any) -> None:
-    from rich.table import Table
-
-    from fastserial.bench.machine import this_machine
-    from fastserial.bench.units import MB
-    from fastserial.report import format_bytes
-
-    console.print(str(this_machine()), soft_wrap=True)
-    console.print(
-        f"{bench.model}, ZeRO {bench.zero_stage}, {bench.world_size} processes, "
-        f"{'legacy' if bench.legacy else 'zip'}; medians of {bench.runs} interleaved runs, all "
-        "durable",
-        soft_wrap=True,
-    )
-    table = Table("", "files", "size", "seconds", "MB/s", "× stock", "identical")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    base = statistics.median(results[0].seconds) if results[0].seconds else None
-    for result in results:
-        if result.problem is not None or not result.seconds:
-            table.add_row(result.name, f"[red]{result.problem}[/red]")
-            continue
-        middle = statistics.median(result.seconds)
-        table.add_row(
-            result.name,
-            str(result.files),
-            format_bytes(result.nbytes),
-            f"{middle:.2f} ({min(result.seconds):.2f}–{max(result.seconds):.2f})",
-            f"{result.nbytes / middle / MB:,.0f}",
-            f"{base / middle:.2f}" if base else "–",
-            {None: "–", True: "yes", False: "[red]NO[/red]"}[result.identical],
-        )
-    console.print(table)

@@ -33,6 +33,8 @@ def create(folder: Path, nbytes: int) -> None:
     """
     _check_root()
     _check_tools()
+    if folder.exists() and not folder.is_dir():
+        raise BenchError(f"{folder} is not a directory: give a folder, it is made if missing")
     if folder.is_dir() and os.path.ismount(folder):
         raise BenchError(f"something is mounted at {folder} already")
     available = meminfo().get("MemAvailable", nbytes)
@@ -41,11 +43,11 @@ def create(folder: Path, nbytes: int) -> None:
             f"{format_bytes(nbytes)} are wanted, {format_bytes(available)} of memory are "
             "available: give a smaller --size"
         )
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undo:
-        if made:
-            undo.callback(folder.rmdir)
+        for path in [*reversed(folder.parents), folder]:
+            if not path.exists():
+                path.mkdir()
+                undo.callback(path.rmdir)
         handle, image = tempfile.mkstemp(prefix=_PREFIX, suffix=".img", dir=_MEMORY)
         with ExitStack() as release:  # goes after success, too: umount then frees all
             release.callback(os.unlink, image)
