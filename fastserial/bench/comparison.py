@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastserial import config, tuned
+from fastserial import tuned
 from fastserial.bench import fio
 from fastserial.bench.errors import BenchError
+from fastserial.bench.inforce import plain_options
 from fastserial.bench.machine import Machine, this_machine
 from fastserial.bench.measure import Sample
 from fastserial.bench.pages import reserved_huge_bytes
@@ -96,7 +96,7 @@ def compare(
         plan.runs,
         this_machine(),
         probe_folder(folder.parent),
-        _plain(tuned.config_for(folder.parent)),
+        plain_options(tuned.config_for(folder.parent)),
         tuple(summarize(measured, [str(variant) for variant in yardsticks])),
         {**absent, **(missing or {})},
         small_pages,
@@ -119,9 +119,3 @@ def _variants(
         return best, [max(variants, key=lambda variant: try_one(variant).bandwidth)], {}
     except BenchError as error:
         return best, [], {f"{FIO}, fresh data": str(error)}
-
-
-def _plain(options: config.Config) -> dict[str, Any]:
-    values = dataclasses.asdict(options)
-    # the rest are functions that are called with reports
-    return {name: value for name, value in values.items() if isinstance(value, str | int | float)}

@@ -10,14 +10,17 @@ import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from fastserial import config
 from fastserial.bench import dcp
 from fastserial.bench.errors import BenchError
 from fastserial.bench.fioread import FIO, FioRead, best_reads
 from fastserial.bench.freshload import Task, load_afresh
 from fastserial.bench.identical import fingerprints
+from fastserial.bench.inforce import plain_options
 from fastserial.bench.machine import Machine, this_machine
 from fastserial.bench.measure import Sample
 from fastserial.bench.payload import check_memory, many_small, mixed_state
@@ -89,11 +92,16 @@ class LoadLine:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What was measured and where; `missing` says why rows are not there."""
+    """What was measured, where, and with what options of fastserial.
+
+    Attributes:
+        missing: rows that are not there, and why.
+    """
 
     bench: LoadBench
     machine: Machine
     folder: Folder
+    options: dict[str, Any]
     lines: tuple[LoadLine, ...]
     small: tuple[LoadLine, ...]
     missing: dict[str, str]
@@ -155,6 +163,7 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
         bench,
         this_machine(),
         probe_folder(bench.folder),
+        plain_options(config.current()),
         tuple(lines),
         tuple(small),
         missing,

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.bench.export import job, stamp
+from fastserial.bench.inforce import describe_options
 from fastserial.bench.load import TEMPERATURES, LoadLine, LoadResult
 from fastserial.bench.machine import describe_folder
 from fastserial.bench.summary import Line
@@ -24,10 +25,11 @@ __all__ = ["load_as_json", "load_caption", "load_lines", "show_load"]
 def show_load(result: LoadResult, console: Console, lines: bool = False) -> None:
     """Print the result of `bench load`, with `lines` also one line per row in fio's manner."""
     console.print(escape(load_caption(result)), soft_wrap=True)
+    console.print(escape(describe_options(result.options)), soft_wrap=True)
+    show_missing(result.missing, console)
     console.print(_table("", result.lines))
     if result.small:
         console.print(_table("20,000 tensors of 4 KiB", result.small))
-    show_missing(result.missing, console)
     if lines:
         show_lines(load_lines(result), console, "READ")
 
@@ -78,7 +80,7 @@ def load_as_json(result: LoadResult) -> dict[str, Any]:
         **stamp(),
         "machine": dataclasses.asdict(result.machine),
         "folder": dataclasses.asdict(result.folder),
-        "global options": dataclasses.asdict(result.bench),
+        "global options": {**dataclasses.asdict(result.bench), **result.options},
         "missing": result.missing,
         "jobs": [_job(line) for line in result.lines],
         "small": [_job(line) for line in result.small],

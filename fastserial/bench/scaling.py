@@ -6,10 +6,12 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from fastserial import tuned
+from fastserial.bench.inforce import plain_options
 from fastserial.bench.machine import Machine, this_machine
 from fastserial.bench.measure import Sample
 from fastserial.bench.payload import check_memory, equal_state, mixed_state
@@ -69,11 +71,16 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class ScalingResult:
-    """What was measured, and where; `missing` says why rows are not there."""
+    """What was measured, where, and with what options of fastserial.
+
+    Attributes:
+        missing: rows that are not there, and why.
+    """
 
     bench: ScalingBench
     machine: Machine
     folder: Folder
+    options: dict[str, Any]
     points: tuple[Point, ...]
     missing: dict[str, str]
 
@@ -117,7 +124,14 @@ def run_scaling(
         for count in steps(bench.max_tensors):
             state = equal_state(bench.total_bytes, count)
             points.append(_measure("tensors", state, bench, folder, say))
-    return ScalingResult(bench, this_machine(), probe_folder(bench.folder), tuple(points), missing)
+    return ScalingResult(
+        bench,
+        this_machine(),
+        probe_folder(bench.folder),
+        plain_options(tuned.config_for(bench.folder)),
+        tuple(points),
+        missing,
+    )
 
 
 def _measure(

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.bench.export import job, line_as_cells, stamp
+from fastserial.bench.inforce import describe_options
 from fastserial.bench.machine import describe_folder
 from fastserial.bench.plot import new_figure, save_figure, wrapped
 from fastserial.bench.scaling import Axis, Point, ScalingResult
@@ -37,6 +38,7 @@ _FEW_DECADES = 3
 def show_scaling(result: ScalingResult, console: Console) -> None:
     """Print where it ran and a table for each curve."""
     console.print(escape(_caption(result)), soft_wrap=True)
+    console.print(escape(describe_options(result.options)), soft_wrap=True)
     show_missing(result.missing, console)
     for axis in _TITLES:
         console.print(_table(result, axis))
@@ -51,7 +53,7 @@ def scaling_as_json(result: ScalingResult) -> dict[str, Any]:
         **stamp(),
         "machine": dataclasses.asdict(result.machine),
         "folder": dataclasses.asdict(result.folder),
-        "global options": dataclasses.asdict(result.bench),
+        "global options": {**dataclasses.asdict(result.bench), **result.options},
         "missing": result.missing,
         "points": [
             {

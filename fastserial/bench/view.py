@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.bench.comparison import FIO, Comparison
+from fastserial.bench.inforce import describe_options
 from fastserial.bench.machine import describe_folder
 from fastserial.bench.save import SaveResult
 from fastserial.bench.small import SmallCase
@@ -48,8 +49,7 @@ def show_save(result: SaveResult, console: Console, lines: bool = False) -> None
 def show_comparison(found: Comparison, console: Console, lines: bool = False) -> None:
     """Print where, what and how fast, what is missing, and whether to quote it."""
     console.print(escape(caption(found)), soft_wrap=True)
-    options = ", ".join(f"{name}={value}" for name, value in found.options.items())
-    console.print(f"fastserial: {escape(options)}", soft_wrap=True)
+    console.print(escape(describe_options(found.options)), soft_wrap=True)
     show_missing(found.missing, console)
     console.print(_table(found.lines))
     if (factor := unsteadiness(found.lines)) is not None:
