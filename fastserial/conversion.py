@@ -81,7 +81,7 @@ def convert(
     to = to or ("safetensors" if path.endswith(".safetensors") else "zip")
     if verify:
         _verify(name)
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is refused
     try:
         before = os.fstat(fd)
         mapped = map_checkpoint(fd, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import stat
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -73,8 +74,11 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         ConvertError: its pickle needs more than `weights_only` allows, or it cannot be mapped.
         OSError: it cannot be read.
     """
-    size = os.fstat(fd).st_size
+    info = os.fstat(fd)
+    size = info.st_size
     try:
+        if not stat.S_ISREG(info.st_mode):
+            raise CorruptCheckpointError("not a regular file")
         if not size:
             raise CorruptCheckpointError("the file is empty")
         whole = cast(

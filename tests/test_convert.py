@@ -207,6 +207,15 @@ def test_damaged_sources(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["source.pt"]
 
 
+def test_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        with pytest.raises(CorruptCheckpointError, match=f"{name}: not a regular file"):
+            convert(tmp_path / name, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
 def test_torchscript_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "s.pt"
     with warnings.catch_warnings():
