@@ -102,3 +102,7 @@ def __getattr__(name: str) -> Any:
         module, _, attribute = _LATER[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

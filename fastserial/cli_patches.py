@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fastserial import patchset, patchtool
+from fastserial.console import new_console
 from fastserial.errors import FastserialError, PatchError
 
 __all__ = ["patches_app"]
@@ -82,7 +82,7 @@ def list_patches(json_: AsJson = False) -> None:
     for patch in patches:
         names = ", ".join(function.name for function in patch.functions)
         table.add_row("*" if patch.name == chosen else "", patch.name, patch.torch, names)
-    Console().print(table)
+    new_console().print(table)
 
 
 @patches_app.command()
@@ -142,7 +142,7 @@ def check(
 
 
 def _print_check(report: patchtool.CheckReport) -> None:
-    console = Console()
+    console = new_console()
     console.print(f"torch {report.torch or '(unknown version)'} in {report.where}", soft_wrap=True)
     relation = "is made for this version" if report.exact else "is made for another version"
     console.print(f"patch {report.patch} {relation}")

@@ -67,6 +67,10 @@ def test_help_does_not_import_torch() -> None:
     assert done.returncode == 0
 
 
+def test_all_names_can_be_completed() -> None:
+    assert set(fastserial.__all__) <= set(dir(fastserial))
+
+
 # --- run --------------------------------------------------------------------------------------
 
 
