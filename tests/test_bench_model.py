@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import sys
+from multiprocessing import Pipe, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial.bench import load, payload, peers, rotation, scaling
+from fastserial.bench import freshload, load, payload, peers, rotation, scaling
 from fastserial.bench.cli_output import Outputs
 from fastserial.bench.contents import tensors_of, unshared, zip_holds
 from fastserial.bench.errors import BenchError
+from fastserial.bench.freshload import Task
 from fastserial.bench.identical import different_tensors
 from fastserial.bench.measure import Sample
 from fastserial.bench.model import Method, run_tensor
@@ -26,6 +29,7 @@ from fastserial.bench.modelstate import ModelRecipe, model_state
 from fastserial.bench.payload import equal_state, fill
 from fastserial.bench.peers import engine_rows, peer_rows
 from fastserial.bench.plot import check_plot
+from fastserial.bench.readers import Files
 from fastserial.bench.rotation import Measured, Plan, rotate
 from fastserial.bench.rows import DURABLE, LOOSE, Row, stock_row
 from fastserial.bench.scaling import ScalingBench, run_scaling, sizes, steps
@@ -368,6 +372,18 @@ def test_bench_load_outputs(tmp_path: Path) -> None:
     with (tmp_path / "out.csv").open(newline="") as file:
         names = {row["name"] for row in csv.DictReader(file)}
     assert {"stock zip, cold", "stock zip, warm", "fastserial zip, cold"} <= names
+
+
+def test_processes_that_load_leave_ctrl_c_to_the_parent(tmp_path: Path) -> None:
+    freshload._start_server()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    status = Path(f"/proc/{server}/status").read_text()
+    ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
+    assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
+    ours, theirs = Pipe(duplex=False)
+    ours.close()  # the parent is gone
+    nothing = tmp_path / "nothing"
+    freshload._serve(Task("no such row", Files(nothing, nothing, None, None), {}), theirs)
 
 
 # --- scaling ----------------------------------------------------------------------------------

@@ -7,11 +7,15 @@ are forked from a server that has imported torch and fastserial, so imports are 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
+import signal
+import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -65,6 +69,7 @@ def load_afresh(task: Task) -> Loaded:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    _start_server()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(task, theirs), daemon=True)
     process.start()
@@ -85,14 +90,29 @@ def load_afresh(task: Task) -> Loaded:
     raise BenchError(f"{task.row}: {found or f'its process died, exit code {process.exitcode}'}")
 
 
+def _start_server() -> None:
+    """Start what forks the processes, deaf to Ctrl-C as they are: who waits for them ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 # -- in the new process --------------------------------------------------------------------------
 
 
 def _serve(task: Task, answer: Connection[Loaded | str, Any]) -> None:
+    found: Loaded | str
     try:
-        answer.send(_load(task))
+        found = _load(task)
     except BaseException as error:  # told to who waits
-        answer.send("".join(traceback.format_exception_only(error)).strip())
+        found = "".join(traceback.format_exception_only(error)).strip()
+    with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+        answer.send(found)
 
 
 def _load(task: Task) -> Loaded:
