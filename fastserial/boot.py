@@ -25,9 +25,12 @@ def switch() -> bool | None:
 
 def watch() -> None:
     """Install once torch is imported, or at once if it already is."""
-    from wrapt import register_post_import_hook
+    try:
+        from wrapt import register_post_import_hook
 
-    register_post_import_hook(_torch_imported, "torch")
+        register_post_import_hook(_torch_imported, "torch")
+    except Exception as error:
+        _warn(error)
 
 
 def _torch_imported(_: object) -> None:
@@ -36,6 +39,10 @@ def _torch_imported(_: object) -> None:
 
         install()
     except Exception as error:
-        # `-W error` must not break `import torch` either
-        with contextlib.suppress(Warning):
-            warnings.warn(f"fastserial could not be installed: {error!r}", stacklevel=2)
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    # `-W error` must not break `import torch` either
+    with contextlib.suppress(Warning):
+        warnings.warn(f"fastserial could not be installed: {error!r}", stacklevel=3)

@@ -71,6 +71,10 @@ def test_all_names_can_be_completed() -> None:
     assert set(fastserial.__all__) <= set(dir(fastserial))
 
 
+def test_type_checkers_use_our_types() -> None:
+    assert Path(fastserial.__file__).with_name("py.typed").is_file()
+
+
 # --- run --------------------------------------------------------------------------------------
 
 
