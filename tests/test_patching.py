@@ -642,3 +642,9 @@ def test_run_without_the_pth_file_says_so(tmp_path: Path) -> None:
 def test_run_needs_a_program() -> None:
     with pytest.raises(FastserialError, match="nothing to run"):
         runner.run([])
+
+
+def test_a_python_without_wrapt_starts_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wrapt", None)
+    with pytest.warns(UserWarning, match="could not be installed.*wrapt"):
+        boot.watch()
