@@ -13,7 +13,7 @@ import threading
 __all__ = ["LARGE", "free", "wait_until_free"]
 
 LARGE = 64 * 1024 * 1024  # bytes; less is freed faster than a thread is started
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may save while its thread holds this
 _threads: list[threading.Thread] = []
 
 
@@ -50,7 +50,7 @@ def wait_until_free() -> None:
 
 def _forget() -> None:
     global _lock  # another thread may have held it
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _threads.clear()
 
 

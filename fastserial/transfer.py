@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import struct
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -46,7 +45,6 @@ _log = logging.getLogger("fastserial")
 _PAGE = 4096
 _CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum; copies cost less CPU, too
 _CRC = struct.Struct("<I")
-_packed_lock = threading.Lock()
 
 
 class Part(NamedTuple):
@@ -111,7 +109,7 @@ def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int
 
 def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
     """Return a part of a packed source that the end of a block cuts."""
-    with _packed_lock:
+    with source.lock:
         if source.made is None:
             source.made = staged([Part(source, 0, source.length, ledger)])
         piece = bytes(source.made[start : start + length])

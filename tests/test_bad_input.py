@@ -750,12 +750,13 @@ def _run_all(calls: list[Callable[[], object]]) -> None:
 
 FORK = """
 stop, errors = threading.Event(), []
-big, folder = {"t": noise(6_000_000)}, Path(args[0])
-want = SMALL
+small = {i: noise(20_000) for i in range(100)}
+big, folder = {"t": noise(6_000_000), **small}, Path(args[0])
+want = {**SMALL, **small}
 def run():
     while not stop.is_set():
         errors.append(raised(lambda: save(folder / "parent.pt", args[1], big)))
-with fast():
+with fast(small_file=0, block_size=65536, durable=False):
     save(folder / "parent.pt", args[1], big)
     thread = threading.Thread(target=run)
     thread.start()
@@ -792,6 +793,49 @@ def test_fork_while_another_thread_saves(fmt: str, tmp_path: Path) -> None:
     for i in range(8):
         assert torch.equal(torch.load(tmp_path / f"child{i}.pt")["x"], SMALL["x"])
     assert torch.load(tmp_path / "parent.pt")["t"].numel() == 6_000_000
+
+
+SIGNALLED = """
+import faulthandler, signal
+faulthandler.dump_traceback_later(60, exit=True)
+folder = Path(args[0])
+live = {i: noise(20_000) for i in range(300)}
+depth, result = [0], {"inside": 0, "wrong": []}
+def ring(*_):
+    if not depth[0]:
+        return
+    depth[0] -= 1
+    result["inside"] += 1
+    save(folder / "handler.pt", args[1], live)
+signal.signal(signal.SIGALRM, ring)
+with fast(block_size=65536, small_file=0, durable=False):
+    save(folder / "a.pt", args[1], live)
+    start = time.perf_counter()
+    save(folder / "a.pt", args[1], live)
+    took = time.perf_counter() - start
+    new = (folder / "a.pt").read_bytes()
+    for step in range(60):
+        (folder / "a.pt").unlink()
+        depth[0] = 1
+        signal.setitimer(signal.ITIMER_REAL, took * (step + 1) / 60)
+        save(folder / "a.pt", args[1], live)
+        depth[0] = 0
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if (folder / "a.pt").read_bytes() != new:
+            result["wrong"].append(step)
+result["names"] = sorted(os.listdir(folder))
+result["same"] = len(torch.load(folder / "handler.pt")) == len(live)
+"""
+
+
+@both_formats
+def test_a_signal_handler_saves_during_a_save(fmt: str, tmp_path: Path) -> None:
+    """As a job does that is told to make room (SIGTERM, SIGUSR1): both files are whole."""
+    result = child(SIGNALLED, tmp_path, fmt)
+    assert result["wrong"] == []
+    assert result["inside"] >= 10, result
+    assert result["names"] == ["a.pt", "handler.pt"]
+    assert result["same"]
 
 
 @both_formats

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -347,3 +348,26 @@ def test_a_directory_that_cannot_be_listed(target: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "access", lambda path, mode, **keywords: not mode & os.R_OK)
     for path in (target, target.with_name("new.pt")):
         assert isinstance(path_target(str(path)), StockWay)
+
+
+def test_a_signal_handler_saves_while_the_old_file_is_freed(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(freeing, "LARGE", 1)
+    real = threading.Thread.start
+    handler = [lambda: write(target, b"handler's")]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "fastserial-free" and handler:
+            handler.pop()()  # in the saving thread, as Python calls them
+        real(thread)
+
+    saving = threading.Thread(target=write, args=(target, b"new"), daemon=True)
+    saving.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        saving.join(20)
+        assert not saving.is_alive()
+    assert not handler
+    freeing.wait_until_free()
+    assert target.read_bytes() == b"handler's"

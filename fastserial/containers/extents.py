@@ -14,8 +14,9 @@ A `Sealed` or `Computed` extent comes after all the data it speaks of.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from struct import Struct
 from typing import Protocol
 
@@ -106,6 +107,8 @@ class Packed:
     # A piece cut by the end of a block is made as a whole, and kept until all of it was used.
     made: bytearray | None = None
     used: int = 0
+    # Of its own: a save in a signal handler or a forked child must not wait for one cut off here.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Computed:
