@@ -11,7 +11,10 @@ _log = logging.getLogger("fastserial")
 
 
 class ProgressBar:
-    """Counts bytes, on a tqdm bar if there is one."""
+    """Counts bytes, on a tqdm bar if there is one.
+
+    A bar that cannot be shown any more (its terminal is gone) is dropped: the save goes on.
+    """
 
     def __init__(self, bar: Any = None) -> None:
         self._bar = bar
@@ -20,17 +23,24 @@ class ProgressBar:
         """Tell how many bytes there will be in all."""
         if self._bar is not None:
             self._bar.total = nbytes
-            self._bar.refresh()
+            self._show("refresh")
 
     def update(self, nbytes: int) -> None:
         """Count bytes that are done."""
-        if self._bar is not None:
-            self._bar.update(nbytes)
+        self._show("update", nbytes)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
-        if self._bar is not None:
-            self._bar.close()
+        self._show("close")
+
+    def _show(self, action: str, *arguments: int) -> None:
+        if self._bar is None:
+            return
+        try:
+            getattr(self._bar, action)(*arguments)
+        except Exception as error:
+            self._bar = None
+            _log.warning("the progress bar cannot be shown: %r", error)
 
 
 def progress_bar(wanted: bool, name: str) -> ProgressBar:
@@ -42,4 +52,9 @@ def progress_bar(wanted: bool, name: str) -> ProgressBar:
     except ImportError:
         _log.warning("progress=True needs tqdm: pip install 'fastserial[progress]'")
         return ProgressBar()
-    return ProgressBar(tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc=name))
+    try:
+        bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc=name)
+    except Exception as error:
+        _log.warning("the progress bar cannot be shown: %r", error)
+        return ProgressBar()
+    return ProgressBar(bar)

@@ -406,6 +406,25 @@ def test_progress_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "977k" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("broken", ["__init__", "refresh", "update", "close"])
+def test_a_save_does_not_need_its_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Its terminal may go away, as in `train.py 2>&1 | head`."""
+    bar = pytest.importorskip("tqdm.auto").tqdm
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(bar, broken, fail)
+    if broken == "__init__":
+        monkeypatch.setattr(bar, "__del__", lambda self: None)
+    (tmp_path / "f").write_bytes(b"old")
+    with installed(progress=True, **BLOCKS):
+        torch.save(torch.ones(100_000), tmp_path / "f")
+    assert torch.load(tmp_path / "f").numel() == 100_000
+
+
 def test_peak_memory_is_the_pool(tmp_path: Path) -> None:
     """Extra memory does not grow with the checkpoint: at most the pool and a little."""
     fastserial.install(block_size=1 << 20, queue_depth=4)
