@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,28 @@ def test_an_idle_thread_keeps_no_request(tmp_path: Path) -> None:
         assert there() is None
     engine.close()
     pool.close()
+
+
+class TestThreadsWithFew(EngineTests):
+    """A limit on threads, or an interpreter that is shutting down: those there are do it all."""
+
+    @pytest.fixture(params=[(0, True), (0, False), (1, True), (1, False)], ids=str)
+    def engine(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Engine]:
+        allowed, prepare_here = request.param
+        real = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            number = thread.name.removeprefix("fastserial-")
+            if number.isdigit() and int(number) >= allowed:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        engine = ThreadsEngine(4, prepare_here)
+        yield engine
+        engine.close()
 
 
 class TestNull(EngineTests):

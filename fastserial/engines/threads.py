@@ -41,7 +41,7 @@ def transfer(request: Request, done: int = 0) -> int:
 
 
 class ThreadsEngine(Engine):
-    """A few threads that read and write blocks.
+    """A few threads that read and write blocks; where no thread is to be had, the submitting one.
 
     Who prepares a block to be written depends on the machine. With few cores it is the submitting
     thread, while the others wait for the device: two copies at a time would take the cores that
@@ -80,7 +80,11 @@ class ThreadsEngine(Engine):
                 target=context.run, args=(self._run,), name=f"fastserial-{index}", daemon=True
             )
             self._workers.append(worker)
-            worker.start()
+            try:
+                worker.start()
+            except RuntimeError:  # a limit on threads, or the interpreter is shutting down
+                self._workers.pop()
+                break
 
     def submit(self, requests: Sequence[Request]) -> None:
         if requests and not self._workers:
@@ -89,10 +93,12 @@ class ThreadsEngine(Engine):
             request.times[0] = perf_counter()
             error = self._prepared(request) if self._prepare_here else None
             self._in_flight += 1
-            if error is None:
-                self._work.put(request)
-            else:
+            if error is not None:
                 self._done.put(Completion(request, 0, error))
+            elif self._workers:
+                self._work.put(request)
+            else:  # slower, but stock needs no thread to save either
+                self._done.put(self._serve(request))
 
     def _prepared(self, request: Request) -> Exception | None:
         """Prepare a request in the submitting thread; return the error if that fails."""
