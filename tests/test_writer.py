@@ -10,6 +10,7 @@ import io
 import os
 import resource
 import threading
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 
 import fastserial
 from fastserial import FastFileWriter, WriteError, config, filesystem
+from fastserial.archive import ZipArchive
 from fastserial.commit import temporary_name
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.staging import BufferPool, StorageMemory
@@ -423,6 +425,21 @@ def test_a_save_does_not_need_its_progress_bar(
     with installed(progress=True, **BLOCKS):
         torch.save(torch.ones(100_000), tmp_path / "f")
     assert torch.load(tmp_path / "f").numel() == 100_000
+
+
+def test_a_large_pickle_is_not_copied(tmp_path: Path) -> None:
+    """What is not a tensor, such as arrays, is in memory once as a pickle, not twice."""
+    nbytes = 100 << 20
+    pickled = {"data.pkl": bytes(nbytes)}
+    with ZipArchive(FastFileWriter(tmp_path / "f"), "f", owns_writer=True) as archive:
+        archive.write_record("warm", b"", 0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    with ZipArchive(FastFileWriter(tmp_path / "f"), "f", owns_writer=True) as archive:
+        for name, data in pickled.items():
+            archive.write_record(name, data, nbytes)
+    assert status("VmHWM") - before < nbytes // 2
+    assert zipfile.ZipFile(tmp_path / "f").testzip() is None
 
 
 def test_peak_memory_is_the_pool(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ _U16 = 0xFFFF
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
 ID_DIGITS = 20
+_COPIED = 64 * 1024  # bytes of a record; a larger one, such as the pickle of arrays, is not copied
 _QUIRK_BYTES = 8  # a storage of fewer is not taken for a descriptor
 CRC_AT = 4  # in a data descriptor,
 CENTRAL_CRC_AT = 16  # and in an entry of the directory
@@ -191,8 +192,11 @@ class ZipLayout:
     def add_bytes(self, name: str, data: bytes, crc: int) -> None:
         """Add a record whose bytes and CRC-32 are known."""
         self._open(name, len(data), crc if self.checksums else 0)
-        if data:
+        if len(data) > _COPIED:
+            self._emit(Literal(data))
+        else:
             self._append(data)
+        if data:
             self._close(data[:8])
 
     def add_memory(self, name: str, memory: Memory, head: bytes) -> None:
@@ -346,7 +350,7 @@ class ZipLayout:
             self._bytes.clear()
             self._sealed_by = None
 
-    def _emit(self, source: Data | Hole) -> None:
+    def _emit(self, source: Data | Hole | Literal) -> None:
         self._flush()
         self._extents.append(Extent(self._cursor, source.length, source))
         self._cursor += source.length
