@@ -32,6 +32,8 @@ _CHARACTER_MAX = 4  # of which a character takes up to so many
 # What file systems say that have no locks, or cannot sync a directory.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+# We may not give files away, or the owner does not exist in this user namespace (container).
+_NO_SUCH_OWNER = (errno.EPERM, errno.EACCES, errno.EINVAL)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 
 
@@ -194,8 +196,11 @@ class Replacement:
         made = os.fstat(self.fd)
         same_owner = (made.st_uid, made.st_gid) == owner
         if not same_owner:
-            with contextlib.suppress(PermissionError):
+            try:
                 os.fchown(self.fd, *owner)
+            except OSError as error:
+                if error.errno not in _NO_SUCH_OWNER:
+                    raise
         if not same_owner or stat.S_IMODE(made.st_mode) != mode:  # a new owner may clear bits
             os.fchmod(self.fd, mode)
 

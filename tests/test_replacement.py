@@ -6,8 +6,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +373,23 @@ def test_a_signal_handler_saves_while_the_old_file_is_freed(
     assert not handler
     freeing.wait_until_free()
     assert target.read_bytes() == b"handler's"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL])
+def test_an_owner_that_cannot_be_set(
+    target: Path, named: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EINVAL: in a rootless container, where the owner has no number."""
+
+    def fchown(fd: int, user: int, group: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    target.chmod(0o640)
+    monkeypatch.setattr(os, "fchown", fchown)
+    found = path_target(str(target))
+    assert isinstance(found, PathTarget)
+    with FastFileWriter(replace(found, owner=(65534, 65534))) as writer:
+        writer.write(b"new")
+    assert target.read_bytes() == b"new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert os.listdir(target.parent) == ["x.pt"]
