@@ -61,7 +61,7 @@ class Config:
         tuned: saves use what `fastserial tune` found for the device of the file, as far as the
             options it is about are not set.
         verify: read each block back after writing it and compare it with memory (about half the
-            speed; files larger than `small_file`).
+            speed; files larger than `small_file`, but not those you hold a `lockf` lock on).
         progress: show a progress bar (needs tqdm) for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).

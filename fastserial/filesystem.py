@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import struct
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ __all__ = [
     "DirectAlignment",
     "direct_alignment",
     "free_bytes",
+    "is_locked",
     "is_mount_point",
     "is_read_only",
     "kind_of",
@@ -33,6 +35,7 @@ _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156
 _FALLOC_FL_KEEP_SIZE = 1
+_LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 DEFAULT_ALIGNMENT = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -71,6 +74,19 @@ def reopen(fd: int, flags: int) -> int:
         OSError: the file system does not take the flags, or /proc is not mounted.
     """
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def is_locked(fd: int) -> bool:
+    """Return whether somebody holds a POSIX lock (`fcntl.lockf`) on a file, this process included.
+
+    A process loses its own as soon as it closes any descriptor of the file.
+    """
+    whole_file = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, whole_file)
+    except OSError:  # a file system without locks
+        return False
+    return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
 def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> bool:

@@ -331,8 +331,12 @@ class BlockWriter:
             _log.warning("%s; going on with engine %r", error, untuned.engine)
             config = replace(config, engine=untuned.engine, threads=untuned.threads)
             engine, pool = self._start_engine(config)
-        self._open_direct()
-        if config.verify and engine.capabilities.moves_data:
+        locked = filesystem.is_locked(self._fd)
+        if locked:
+            self.fallback = "the file is locked (lockf): opening it once more would end the lock"
+        else:
+            self._open_direct()
+        if config.verify and engine.capabilities.moves_data and not locked:
             self._readback = ReadBack(self._fd, self.direct, config.block_size)
         engine.open(pool.buffers, len(pool.buffers))
         return pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import io
 import os
@@ -295,6 +296,23 @@ def test_an_error_in_a_thread_reaches_the_caller(
     assert path.read_bytes() == b"old"
     assert names_in(tmp_path) == ["f"]
     assert not [t for t in threading.enumerate() if t.name.startswith("fastserial")]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_lock_of_the_callers_stays(tmp_path: Path, verify: bool) -> None:
+    """A process loses its POSIX locks on a file when it closes any descriptor of it."""
+    data = noise(300_000)
+    with (tmp_path / "f").open("wb") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        with FastFileWriter(file, config.current(verify=verify, **BLOCKS)) as writer:
+            writer.write(data)
+        assert filesystem.is_locked(file.fileno())
+        fcntl.lockf(file, fcntl.LOCK_UN)
+        assert not filesystem.is_locked(file.fileno())
+    report = writer.report
+    assert report is not None
+    assert "lockf" in str(report.fallback)
+    assert (tmp_path / "f").read_bytes() == data
 
 
 def test_direct_io_refused_at_a_write_goes_on_buffered(
