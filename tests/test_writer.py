@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import fastserial
-from fastserial import FastFileWriter, WriteError, config, filesystem
+from fastserial import FastFileWriter, WriteError, config, filesystem, transfer
 from fastserial.archive import ZipArchive
 from fastserial.commit import temporary_name
 from fastserial.engines.threads import ThreadsEngine
@@ -119,6 +119,34 @@ def test_any_calls_in_any_order(tmp_path: Path, seed: int) -> None:
                     tensor.fill_(0)  # they are the caller's again
             assert writer.tell() == len(expected)
     assert (tmp_path / "f").read_bytes() == expected
+
+
+def test_saves_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a pack is cut by a block's end: a forked child would wait for ever."""
+    live = {str(i): torch.full((5000,), i) for i in range(50)}
+    real = transfer.staged
+    inside, done = threading.Event(), threading.Event()
+
+    def staged(parts: list[transfer.Part]) -> bytearray:
+        if not inside.is_set():
+            inside.set()
+            assert done.wait(20)
+        return real(parts)
+
+    monkeypatch.setattr(transfer, "staged", staged)
+    with installed(**BLOCKS):
+        first = threading.Thread(target=torch.save, args=(live, tmp_path / "a"), daemon=True)
+        first.start()
+        assert inside.wait(20)
+        second = threading.Thread(target=torch.save, args=(live, tmp_path / "b"), daemon=True)
+        second.start()
+        second.join(10)
+        waits = second.is_alive()
+        done.set()
+        first.join(20)
+        second.join(20)
+    assert not waits
+    assert torch.load(tmp_path / "a")["49"].equal(live["49"])
 
 
 @pytest.mark.parametrize("use_zip", [True, False])
