@@ -69,7 +69,7 @@ class CrcLedger:
                 self._changed.wait_for(lambda: self._crcs[record] is not None or self._failed)
             crc = self._crcs[record]
             if crc is None:
-                raise EngineError("the save failed in another thread")
+                raise EngineError("it failed in another thread")
         return crc
 
     def wait_all(self) -> Sequence[int]:
@@ -77,7 +77,7 @@ class CrcLedger:
         with self._changed:
             self._changed.wait_for(lambda: not self._missing or self._failed)
             if self._missing:
-                raise EngineError("the save failed in another thread")
+                raise EngineError("it failed in another thread")
         return cast("list[int]", self._crcs)
 
     def fail(self) -> None:

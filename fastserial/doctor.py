@@ -174,7 +174,7 @@ def _torch() -> Torch:
     hooks = importlib.import_module("fastserial.hooks")
     before = patching.installed()
     try:
-        patching.install(strict=True)
+        patching.switch_on(strict=True)
         found = patching.status()
     except PatchError as error:
         return Torch(version, reason=str(error), self_check=hooks.self_check(), cuda=cuda)

@@ -39,6 +39,7 @@ __all__ = [
     "installed",
     "patched",
     "status",
+    "switch_on",
     "uninstall",
 ]
 
@@ -134,27 +135,44 @@ def install(*, strict: bool = False, **options: Any) -> bool:
 
     Raises:
         PatchError: `strict`, and the installed torch cannot be patched.
-        ConfigError: an option has an unknown name or an impossible value.
+        ConfigError: an option or environment variable has an unknown name or an impossible value.
+        EngineUnavailableError: there is no such engine, or it cannot run here.
     """
-    # imports come before our lock: another thread may hold their locks and wait for ours
-    torch = importlib.import_module("torch")
     config = importlib.import_module("fastserial.config")
-    hooks = importlib.import_module("fastserial.hooks")
+    # wrong options are told now, not hours later by the first checkpoint
+    chosen = config.chosen(**options)
+    config.of(chosen)
+    if isinstance(chosen.get("engine"), str):
+        importlib.import_module("fastserial.engines").load(chosen["engine"])
     if options:
         config.set_installed(**options)
-    with _lock:
-        reason = _install(str(torch.__version__), hooks)
-        first_time = reason is not None and reason not in _warned
-        if reason is not None and not strict:
-            _warned.add(reason)
+    reason = switch_on(strict)
     if reason is None:
-        _hide_from_compiler()
         return True
-    if strict:
-        raise PatchError(f"{reason}. {_REMEDY}")
+    with _lock:
+        first_time = reason not in _warned
+        _warned.add(reason)
     if first_time:
         warnings.warn(f"{reason}. {_REMEDY}", UnsupportedTorchWarning, stacklevel=2)
     return False
+
+
+def switch_on(strict: bool = False) -> str | None:
+    """Swap our functions in, whatever the options are; return why torch stays stock, or None.
+
+    Raises:
+        PatchError: `strict`, and the installed torch cannot be patched.
+    """
+    # imports come before our lock: another thread may hold their locks and wait for ours
+    torch = importlib.import_module("torch")
+    hooks = importlib.import_module("fastserial.hooks")
+    with _lock:
+        reason = _install(str(torch.__version__), hooks)
+    if reason is None:
+        _hide_from_compiler()
+    elif strict:
+        raise PatchError(f"{reason}. {_REMEDY}")
+    return reason
 
 
 def uninstall() -> bool:

@@ -170,6 +170,32 @@ def test_options_are_kept_and_reset() -> None:
     """)
 
 
+def test_wrong_options_are_told_at_once() -> None:
+    run("""
+        import os, fastserial
+        from fastserial.config import current
+
+        def refused(**options):
+            try:
+                fastserial.install(**options)
+            except (fastserial.ConfigError, fastserial.EngineUnavailableError) as error:
+                return str(error)
+            raise SystemExit(f"{options} went through")
+
+        assert "'thread'" in refused(engine="thread") and "threads" in refused(engine="thread")
+        os.environ["FASTSERIAL_THREADS"] = "two"
+        assert "FASTSERIAL_THREADS" in refused()
+        assert "FASTSERIAL_THREADS" in refused(durable=False)
+        del os.environ["FASTSERIAL_THREADS"]
+        os.environ["FASTSERIAL_ENGINE"] = "warp"
+        assert "'warp'" in refused()
+        assert not fastserial.installed() and not both()
+        assert fastserial.install(engine="null", threads=2)  # nearer than the environment
+        assert "'thread'" in refused(engine="thread")
+        assert current().engine == "null" and fastserial.installed()  # as before
+    """)
+
+
 def test_status_tells() -> None:
     out = run("""
         import fastserial, json
