@@ -44,7 +44,8 @@ def publish_load(report: LoadReport, config: Config) -> None:
     """Make a report the process's last one, and hand it to `on_load`."""
     global _last
     _last = report
-    _log.info("%s", report)
+    # datasets load a small file for each sample
+    _log.log(logging.DEBUG if report.engine == "torch" else logging.INFO, "%s", report)
     if config.on_load is not None:
         try:
             config.on_load(report)
@@ -53,5 +54,8 @@ def publish_load(report: LoadReport, config: Config) -> None:
 
 
 def last_load_report() -> LoadReport | None:
-    """Return the report of the load that finished last in this process, or None."""
+    """Return the report of the load that finished last in this process, or None.
+
+    A `BytesIO`, from which torch also unpickles tensors, makes one only with `verify_on_load`.
+    """
     return _last

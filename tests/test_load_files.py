@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import logging
 import os
+import pickle
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from corpus import FORMATS, noise
 from identity import fast, stock
 from loading import FORCED, both, forced
 
-from fastserial.loadreport import last_load_report
+from fastserial.loadreport import LoadReport, last_load_report
 
 DIRECT = FORCED["direct"]
 HEAD = b"h" * 777
@@ -132,6 +134,46 @@ def test_file_objects(fmt: str, opener: str, value: Any, tmp_path: Path) -> None
         report = last_load_report()
         assert report is not None
         assert (report.engine, report.fallback) == ("threads", None)
+
+
+def test_unpickled_tensors_make_no_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "f.pt"
+    path.write_bytes(body("zip", VALUE))
+    seen: list[LoadReport] = []
+    caplog.set_level(logging.DEBUG, "fastserial")
+    with fast(**DIRECT, on_load=seen.append):
+        torch.load(path)
+        caplog.clear()
+        assert pickle.loads(pickle.dumps(torch.ones(9))).sum() == 9  # as queues and DCP do
+    assert [last_load_report()] == seen
+    assert seen[0].path == str(path)
+    assert "READ" not in caplog.text
+
+
+def test_a_verified_load_from_memory_says_it_was_not(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    path.write_bytes(body("zip", VALUE))
+    for f, verified in ((path, True), (io.BytesIO(path.read_bytes()), False)):
+        with fast(**FORCED["verified"]):
+            torch.load(f)
+        report = last_load_report()
+        assert report is not None
+        assert report.verified is verified
+
+
+def test_loads_that_torch_does_are_logged_for_debugging(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "f.pt"
+    path.write_bytes(body("zip", VALUE))
+    caplog.set_level(logging.DEBUG, "fastserial")
+    levels = []
+    for options in (DIRECT, {}):
+        with fast(**options):
+            caplog.clear()
+            torch.load(path)
+        levels += [record.levelno for record in caplog.records if "READ" in record.message]
+    assert levels == [logging.INFO, logging.DEBUG]
 
 
 @pytest.mark.parametrize("opener", ["plain", "unbuffered", "read_write", "memory", "fsspec"])
