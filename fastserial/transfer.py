@@ -140,8 +140,13 @@ class BlockWriter:
         offset: int,
         config: Config,
         on_progress: Callable[[int], None] | None = None,
+        may_be_locked: bool = False,
     ) -> None:
-        """Write to descriptor `fd` from byte `offset` on; the descriptor stays the caller's."""
+        """Write to descriptor `fd` from byte `offset` on; the descriptor stays the caller's.
+
+        Args:
+            may_be_locked: others know the file and may hold a `lockf` lock on it.
+        """
         self.position = offset
         self.direct = False
         self.fallback: str | None = None
@@ -155,6 +160,7 @@ class BlockWriter:
         self._expected: int | None = None
         self._buffered = False  # as a whole, by `finish`
         self._on_progress = on_progress
+        self._may_be_locked = may_be_locked
         self._direct_fd = -1
         self._readback: ReadBack | None = None
         self._align = _PAGE
@@ -331,7 +337,7 @@ class BlockWriter:
             _log.warning("%s; going on with engine %r", error, untuned.engine)
             config = replace(config, engine=untuned.engine, threads=untuned.threads)
             engine, pool = self._start_engine(config)
-        locked = filesystem.is_locked(self._fd)
+        locked = self._may_be_locked and filesystem.is_locked(self._fd)
         if locked:
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
         else:

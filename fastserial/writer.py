@@ -108,7 +108,9 @@ class FastFileWriter:
         else:
             self._fd, self._start = target.fd, target.offset
         self._bar = progress_bar(self._config.progress, target.name)
-        self._blocks = BlockWriter(self._fd, self._start, self._config, self._bar.update)
+        # our own new file needs no look for locks, which on NFS may show our `flock`
+        theirs = self._replacement is None
+        self._blocks = BlockWriter(self._fd, self._start, self._config, self._bar.update, theirs)
         self._statistics = WriterStatistics(self._blocks.tally)
         self._gathered = bytearray()
         self._closed = False

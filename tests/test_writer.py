@@ -343,6 +343,17 @@ def test_a_lock_of_the_callers_stays(tmp_path: Path, verify: bool) -> None:
     assert (tmp_path / "f").read_bytes() == data
 
 
+def test_our_own_file_is_not_looked_at_for_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS the `flock` on a temporary file may look like a lock of somebody else's."""
+    monkeypatch.setattr(filesystem, "is_locked", lambda fd: True)
+    with FastFileWriter(tmp_path / "f", config.current(verify=True, **BLOCKS)) as writer:
+        writer.write(noise(300_000))
+    assert writer.report is not None
+    assert "lockf" not in str(writer.report.fallback)
+
+
 def test_direct_io_refused_at_a_write_goes_on_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
