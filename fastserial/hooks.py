@@ -18,7 +18,7 @@ from fastserial.archive import ZipArchive
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
 from fastserial.foreign import SequentialWriter
 from fastserial.staging import device_types
-from fastserial.targets import FileTarget, PathTarget, StockWay, target_of
+from fastserial.targets import FileTarget, InPlaceTarget, PathTarget, StockWay, target_of
 from fastserial.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
     if SequentialWriter.accepts(target) and not torch.serialization._serialization_tls.skip_data:
         return ZipArchive(SequentialWriter(target), "archive", owns_writer=False)
     found = _classify(target)
-    if isinstance(found, PathTarget):
+    if isinstance(found, PathTarget | InPlaceTarget):
         archive = archive_name(found.name)
         if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
             return None
@@ -123,7 +123,7 @@ def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:
     return _BODILESS.isdisjoint(device_types(storages))
 
 
-def _classify(target: Any) -> PathTarget | FileTarget | None:
+def _classify(target: Any) -> PathTarget | InPlaceTarget | FileTarget | None:
     found = target_of(target)
     if isinstance(found, StockWay):
         _log.debug("torch writes %r itself: %s", target, found.reason)

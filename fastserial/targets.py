@@ -16,6 +16,7 @@ from fastserial.errors import REMEDIES, WriteError, write_error
 
 __all__ = [
     "FileTarget",
+    "InPlaceTarget",
     "PathTarget",
     "StockWay",
     "file_target",
@@ -59,6 +60,21 @@ class FileTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class InPlaceTarget:
+    """A regular file that no new file may take the place of: overwritten, as torch does.
+
+    Attributes:
+        name: the path as the user gave it.
+        reason: why it cannot be replaced; the report's `fallback`.
+        sequential: the file system takes bytes in the order of the file only.
+    """
+
+    name: str
+    reason: str
+    sequential: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StockWay:
     """torch must write this target itself; `reason` says why."""
 
@@ -87,7 +103,7 @@ def _follow(path: str) -> tuple[str, os.stat_result | None] | None:
     raise write_error(errno.ELOOP, path)
 
 
-def path_target(name: str) -> PathTarget | StockWay:
+def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     """Decide how to write to a path.
 
     Raises:
@@ -115,7 +131,7 @@ def path_target(name: str) -> PathTarget | StockWay:
         if not is_open:
             if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
                 raise _denial(directory, name)
-            return StockWay("the directory is not readable, so it cannot be synced")
+            return InPlaceTarget(name, "the directory is not readable, so it cannot be synced")
         return PathTarget(name, path, None, None)
     if stat.S_ISDIR(existing.st_mode):
         raise _refusal(errno.EISDIR, name)
@@ -124,11 +140,13 @@ def path_target(name: str) -> PathTarget | StockWay:
     if not os.access(path, os.W_OK, effective_ids=True):
         raise _denial(directory, name)
     if not is_open:
-        return StockWay("the directory is not open to us, so the file can only be overwritten")
+        return InPlaceTarget(
+            name, "the directory is not open to us, so the file can only be overwritten"
+        )
     if os.geteuid() not in (0, existing.st_uid):
-        return StockWay("the file is another user's, so it can only be overwritten")
+        return InPlaceTarget(name, "the file is another user's, so it can only be overwritten")
     if filesystem.is_mount_point(path, parent.st_dev):
-        return StockWay("the file is a mount point, so it can only be overwritten")
+        return InPlaceTarget(name, "the file is a mount point, so it can only be overwritten")
     mode = stat.S_IMODE(existing.st_mode)
     owner = (existing.st_uid, existing.st_gid)
     return PathTarget(name, path, mode, owner, existing.st_size)
@@ -195,7 +213,7 @@ def file_target(file: Any) -> FileTarget | StockWay:
     return FileTarget(name if isinstance(name, str) else f"<fd {fd}>", raw, fd, offset)
 
 
-def target_of(target: Any) -> PathTarget | FileTarget | StockWay:
+def target_of(target: Any) -> PathTarget | InPlaceTarget | FileTarget | StockWay:
     """Decide how to write to what was given to `torch.save`, a path or a file object.
 
     Raises:
@@ -207,7 +225,9 @@ def target_of(target: Any) -> PathTarget | FileTarget | StockWay:
     return path_target(name) if isinstance(name, str) else StockWay("its path is bytes, not text")
 
 
-def writable_target(target: str | os.PathLike[str] | BinaryIO) -> PathTarget | FileTarget:
+def writable_target(
+    target: str | os.PathLike[str] | BinaryIO,
+) -> PathTarget | InPlaceTarget | FileTarget:
     """Return what a FastFileWriter can write.
 
     Raises:
@@ -220,7 +240,7 @@ def writable_target(target: str | os.PathLike[str] | BinaryIO) -> PathTarget | F
     return found
 
 
-def free_bytes_for(target: PathTarget | FileTarget, fd: int) -> int | None:
+def free_bytes_for(target: PathTarget | InPlaceTarget | FileTarget, fd: int) -> int | None:
     """Return the bytes free where the target lies, None if that cannot be told any more.
 
     Args:

@@ -28,11 +28,18 @@ from fastserial.containers.extents import Extent, Hole, Literal, total_length
 from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
+from fastserial.inplace import InPlaceFile
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import synchronize
 from fastserial.statistics import WriterStatistics
-from fastserial.targets import FileTarget, PathTarget, free_bytes_for, writable_target
+from fastserial.targets import (
+    FileTarget,
+    InPlaceTarget,
+    PathTarget,
+    free_bytes_for,
+    writable_target,
+)
 from fastserial.transfer import BlockWriter
 
 if TYPE_CHECKING:
@@ -57,7 +64,13 @@ class FastFileWriter:
 
     def __init__(
         self,
-        target: str | os.PathLike[str] | BinaryIO | PathTarget | FileTarget | None = None,
+        target: str
+        | os.PathLike[str]
+        | BinaryIO
+        | PathTarget
+        | InPlaceTarget
+        | FileTarget
+        | None = None,
         config: Config | WriterOptions | None = None,
         *,
         file_path: str | os.PathLike[str] | None = None,
@@ -78,7 +91,7 @@ class FastFileWriter:
         chosen = target if target is not None else file_path
         if chosen is None or (target is not None and file_path is not None):
             raise TypeError("give a FastFileWriter one target")
-        if not isinstance(chosen, PathTarget | FileTarget):
+        if not isinstance(chosen, PathTarget | InPlaceTarget | FileTarget):
             chosen = writable_target(chosen)
         self._target = target = chosen
         if config is not None and not isinstance(config, Config):
@@ -99,17 +112,22 @@ class FastFileWriter:
         self._needed: int | None = None
         self._fd = -1
         self._report: SaveReport | None = None
-        if isinstance(target, PathTarget):
-            try:
+        self._in_place: InPlaceFile | None = None
+        try:
+            if isinstance(target, PathTarget):
                 self._replacement = Replacement(target, self._config.durable)
-            except OSError as error:
-                raise self._write_error(error) from error
-            self._fd, self._start = self._replacement.fd, 0
-        else:
-            self._fd, self._start = target.fd, target.offset
+                self._fd, self._start = self._replacement.fd, 0
+            elif isinstance(target, InPlaceTarget):
+                self._in_place = InPlaceFile(target, self._config.durable)
+                self._config = self._in_place.adapted(self._config)
+                self._fd, self._start = self._in_place.fd, 0
+            else:
+                self._fd, self._start = target.fd, target.offset
+        except OSError as error:
+            raise self._write_error(error) from error
         self._bar = progress_bar(self._config.progress, target.name)
         # our own new file needs no look for locks, which on NFS may show our `flock`
-        theirs = self._replacement is None
+        theirs = isinstance(target, FileTarget)
         self._blocks = BlockWriter(self._fd, self._start, self._config, self._bar.update, theirs)
         self._statistics = WriterStatistics(self._blocks.tally)
         self._gathered = bytearray()
@@ -190,6 +208,7 @@ class FastFileWriter:
             began = perf_counter()
             with _Guarded(self):
                 self._use_tuned()
+                self._begin()
                 self._gather()
                 self._blocks.put(Literal(data if isinstance(data, bytes) else view))
                 if not isinstance(data, bytes):
@@ -276,6 +295,7 @@ class FastFileWriter:
         with _Guarded(self):
             began = perf_counter()
             self._phases.setdefault("serialize", began - self._began)
+            self._begin()
             if self._blocks.write_only(self._gathered):
                 self._gathered = bytearray()
             else:
@@ -290,6 +310,9 @@ class FastFileWriter:
                 self._replacement.commit()
                 self._phases["sync"] = synced - written
                 self._phases["commit"] = perf_counter() - synced
+            elif self._in_place is not None:
+                self._in_place.commit()
+                self._phases["sync"] = perf_counter() - written
             elif isinstance(self._target, FileTarget):
                 self._target.file.seek(self._blocks.position)
         self._closed = True
@@ -309,6 +332,8 @@ class FastFileWriter:
         finally:
             if self._replacement is not None:
                 self._replacement.discard()
+            elif self._in_place is not None:
+                self._in_place.discard()
             elif self._size_before is not None:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, self._size_before)
@@ -357,6 +382,7 @@ class FastFileWriter:
         with _Guarded(self):
             if self._needed > self._config.small_file:
                 self._use_tuned()
+            self._begin()
             self._gather()
             self._blocks.expect(self._needed)
             self._reserve(extents, self._needed)
@@ -385,7 +411,7 @@ class FastFileWriter:
             return
         if any(type(extent.source) is Hole for extent in extents):
             return
-        if self._replacement is None:
+        if isinstance(self._target, FileTarget):
             self._size_before = os.fstat(self._fd).st_size
         filesystem.preallocate(self._fd, self._start, needed)
 
@@ -395,8 +421,14 @@ class FastFileWriter:
         nothing_put = self._blocks.position == self._start
         return nothing_put and whole < _GATHER and self._blocks.is_small(whole)
 
+    def _begin(self) -> None:
+        """Nothing was written so far, and something is about to be."""
+        if self._in_place is not None:
+            self._in_place.begin()
+
     def _gather(self) -> None:
         if self._gathered:
+            self._begin()
             gathered, self._gathered = bytes(self._gathered), bytearray()
             self._blocks.put(Literal(gathered))
 
@@ -426,7 +458,9 @@ class FastFileWriter:
                 text += f", {free} are free)" if free is not None else ")"
         elif number == errno.ENOENT and self._replacement is not None:
             text = "the directory was removed during the save"
-        if not isinstance(self._target, PathTarget):
+        if self._in_place is not None and not self._in_place.begun:
+            text += "; the previous file is intact"
+        elif not isinstance(self._target, PathTarget):
             text += "; the save is incomplete"
         elif self._replacement is not None and self._replacement.committed:
             text += "; the new file is in place, but a power cut may bring the old one back"
@@ -439,7 +473,12 @@ class FastFileWriter:
         return found
 
     def _publish(self) -> None:
-        blocks, config, replacement = self._blocks, self._config, self._replacement
+        blocks, config = self._blocks, self._config
+        why, durable = None, False
+        if self._replacement is not None:
+            why, durable = self._replacement.fallback, config.durable
+        elif self._in_place is not None:
+            why, durable = self._in_place.target.reason, self._in_place.synced
         report = SaveReport(
             path=self.name,
             container=self._container,
@@ -447,8 +486,8 @@ class FastFileWriter:
             seconds=perf_counter() - self._began,
             engine=blocks.engine_name,
             direct=blocks.direct,
-            durable=replacement is not None and config.durable,
-            fallback=blocks.fallback or (replacement.fallback if replacement else None),
+            durable=durable,
+            fallback=why or blocks.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,

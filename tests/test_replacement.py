@@ -19,7 +19,7 @@ import torch
 from fastserial import commit, config, filesystem, freeing
 from fastserial.commit import Replacement, temporary_name
 from fastserial.errors import MissingDirectoryError, WriteError
-from fastserial.targets import PathTarget, StockWay, path_target
+from fastserial.targets import InPlaceTarget, PathTarget, path_target
 from fastserial.writer import FastFileWriter
 
 
@@ -334,8 +334,8 @@ def test_a_read_only_file_system(target: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_mount_point_is_only_overwritten(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem, "is_mount_point", lambda path, device: True)
-    assert path_target(str(target)) == StockWay(
-        "the file is a mount point, so it can only be overwritten"
+    assert path_target(str(target)) == InPlaceTarget(
+        str(target), "the file is a mount point, so it can only be overwritten"
     )
 
 
@@ -349,7 +349,7 @@ def test_mount_points_are_known(target: Path) -> None:
 def test_a_directory_that_cannot_be_listed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode, **keywords: not mode & os.R_OK)
     for path in (target, target.with_name("new.pt")):
-        assert isinstance(path_target(str(path)), StockWay)
+        assert isinstance(path_target(str(path)), InPlaceTarget)
 
 
 def test_a_signal_handler_saves_while_the_old_file_is_freed(
