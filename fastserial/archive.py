@@ -8,23 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fastserial import oracle
 from fastserial.checksums import crc32
 from fastserial.containers.batch import storage_batch
-from fastserial.containers.extents import SMALL_BYTES, Memory
-from fastserial.containers.zip import ZipLayout, check_alignment
-from fastserial.foreign import SequentialWriter
+from fastserial.containers.extents import Memory
+from fastserial.containers.zip import ZipLayout, ZipPlan
 from fastserial.staging import HostMemory, host_bytes, storage_memory, synchronize
-from fastserial.writer import FastFileWriter
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ZipArchive"]
+__all__ = ["ArchiveSink", "ZipArchive"]
 
 _HEAD = 8
+
+
+class ArchiveSink(Protocol):
+    """Where an archive goes: a FastFileWriter, or somebody else's."""
+
+    def write_plan(self, plan: ZipPlan) -> None:
+        """Append a whole archive."""
+
+    def settle(self) -> None:
+        """Return when no storage given so far is needed any more."""
+
+    def close(self) -> None:
+        """Finish the file."""
+
+    def abort(self) -> None:
+        """Discard what was written."""
 
 
 class ZipArchive:
@@ -32,7 +46,7 @@ class ZipArchive:
 
     def __init__(
         self,
-        writer: FastFileWriter | SequentialWriter,
+        writer: ArchiveSink,
         archive: str,
         owns_writer: bool,
         alignment: int | None = None,
@@ -52,19 +66,13 @@ class ZipArchive:
         self._owns_writer = owns_writer
         if alignment is None:
             alignment = oracle.alignment()
-        check_alignment(alignment)
-        self._alignment = alignment
-        self._checksums = oracle.checksums_wanted()
         self._archive = archive
-        # Records whose bytes are known, as long as there are no others and they are small.
-        self._texts: list[tuple[str, bytes]] = []
-        self._text_bytes = 0
-        self._begun: ZipLayout | None = None
+        self._layout = ZipLayout(archive, alignment, oracle.checksums_wanted())
+        self._archive = archive
         self._finished = False
-        writer.label("zip")
 
     @property
-    def writer(self) -> FastFileWriter | SequentialWriter:
+    def writer(self) -> ArchiveSink:
         """Where the archive goes."""
         return self._writer
 
@@ -79,31 +87,12 @@ class ZipArchive:
         if isinstance(data, str):
             data = data.encode()
         if isinstance(data, bytes):
-            self._add_text(name, data[:size])
+            text = data[:size]
+            self._layout.add_bytes(name, text, crc32(text))
         elif isinstance(data, int):
             self._add_memory(name, HostMemory(data, size, None))
-            self._writer.count_storages(1, size)
         else:
             self._add_memory(name, storage_memory(data))
-            self._writer.count_storages(1, data.nbytes())
-
-    @property
-    def _layout(self) -> ZipLayout:
-        """The layout, once there are records that are not small."""
-        layout = self._begun
-        if layout is None:
-            layout = self._begun = ZipLayout(self._archive, self._alignment, self._checksums)
-            for name, text in self._texts:
-                layout.add_bytes(name, text, crc32(text))
-            self._texts.clear()
-        return layout
-
-    def _add_text(self, name: str, text: bytes) -> None:
-        self._text_bytes += len(text)
-        if self._begun is None and self._text_bytes <= SMALL_BYTES:
-            self._texts.append((name, text))
-        else:
-            self._layout.add_bytes(name, text, crc32(text))
 
     def write_record_metadata(self, name: str, size: int) -> None:
         """Add a record whose bytes are left out (`skip_data`)."""
@@ -112,12 +101,6 @@ class ZipArchive:
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
         batch = storage_batch(storages)
-        self._writer.count_storages(len(batch.sizes), sum(batch.sizes))
-        copied = batch.copied()
-        if copied is not None:
-            for name, text in zip(names, copied, strict=True):
-                self._add_text(name, text)
-            return
         synchronize(storages)
         self._layout.add_storages(names, batch)
 
@@ -134,11 +117,7 @@ class ZipArchive:
         if self._finished:
             return
         self._finished = True
-        if self._begun is not None:
-            self._writer.write_plan(oracle.finish(self._begun))
-        else:
-            parts = (self._archive, self._alignment, self._checksums, self._texts)
-            self._writer.write_small(oracle.small_archive(*parts))
+        self._writer.write_plan(oracle.finish(self._layout))
 
     def __enter__(self) -> ZipArchive:
         return self

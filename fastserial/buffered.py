@@ -1,4 +1,4 @@
-"""The way through the page cache for a small file: no engine, no pool, hardly a copy.
+"""The way through the page cache for little data: no engine, no pool, hardly a copy.
 
 Large host storages go to the kernel from where they lie; what is between them is put together.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from fastserial.checksums import crc32
-from fastserial.containers.extents import Data, Literal
+from fastserial.containers.extents import Data, Hole, Literal
+from fastserial.fill import Part, staged
 from fastserial.staging import HostMemory
-
-if TYPE_CHECKING:
-    from fastserial.transfer import Part
 
 __all__ = ["write_all", "write_buffered"]
 
@@ -25,16 +22,12 @@ _CHUNK = 1024 * 1024  # stays in cache between checksum and copy into the page c
 _MOST_PIECES = 512  # the kernel takes 1024
 
 
-def write_buffered(
-    fd: int, parts: Sequence[Part], offset: int, staged: Callable[[list[Part]], bytearray]
-) -> None:
-    """Write parts one behind the other from byte `offset` of a file on.
+def write_buffered(fd: int, parts: Sequence[Part]) -> None:
+    """Write parts to a file, in their order.
 
     Args:
         fd: of the file.
-        parts: in the order of the file; what needs checksums comes after what gives them.
-        offset: of the first part (bytes).
-        staged: puts parts together.
+        parts: what needs checksums comes after what gives them.
 
     Raises:
         OSError: the disk is full or failed.
@@ -42,47 +35,71 @@ def write_buffered(
     together: list[Part] = []
     gathered = 0  # bytes in `together`
     pieces: list[memoryview] = []
-    queued = 0  # bytes in `pieces`
+    queued = 0  # bytes in `pieces`,
+    end = 0  # which end here in the file
 
-    def put(piece: memoryview) -> None:
-        nonlocal queued
+    def put(piece: memoryview, offset: int) -> None:
+        nonlocal queued, end
+        if offset != end:
+            write()
         pieces.append(piece)
         queued += len(piece)
+        end = offset + len(piece)
         if queued >= _CHUNK or len(pieces) == _MOST_PIECES:
             write()
 
     def write() -> None:
-        nonlocal offset, queued
-        write_all(fd, pieces, offset)
-        offset += queued
-        queued = 0
-        pieces.clear()
+        nonlocal queued
+        if pieces:
+            write_all(fd, pieces, end - queued)
+            queued = 0
+            pieces.clear()
 
-    for part in (*parts, None):
-        data = _uncopied(part) if part is not None else None
-        if part is not None and data is None:
-            together.append(part)
-            gathered += part.length
-            if gathered < _CHUNK:
-                continue
+    def join() -> None:
+        nonlocal gathered
         if together:
-            put(_known(together) or memoryview(staged(together)))
-            together, gathered = [], 0
-        if part is not None and data is not None:
-            crc = 0
-            for start in range(0, part.length, _CHUNK):
-                piece = data[start : start + _CHUNK]
-                if part.ledger is not None:
-                    crc = crc32(piece, crc)
-                put(piece)
-            _enter(part, crc)
-    if pieces:
-        write()
+            put(_known(together) or memoryview(staged(together)), together[0].offset)
+            together.clear()
+            gathered = 0
+
+    for part in parts:
+        if isinstance(part.source, Hole):
+            continue
+        if together and part.offset != together[0].offset + gathered:
+            join()
+        data = _uncopied(part)
+        if data is None:
+            for chunk in _chunks(part):
+                together.append(chunk)
+                gathered += chunk.length
+                if gathered >= _CHUNK:
+                    join()
+            continue
+        join()
+        crc = 0
+        for start in range(0, part.length, _CHUNK):
+            piece = data[start : start + _CHUNK]
+            if part.ledger is not None:
+                crc = crc32(piece, crc)
+            put(piece, part.offset + start)
+        _enter(part, crc)
+    join()
+    write()
+
+
+def _chunks(part: Part) -> Iterator[Part]:
+    """Cut a part of device memory, which passes through the host, so that little of it is there."""
+    offset, source, start, length, ledger = part
+    if length <= _CHUNK or not isinstance(source, Data):
+        yield part
+        return
+    for done in range(0, length, _CHUNK):
+        yield Part(offset + done, source, start + done, min(_CHUNK, length - done), ledger)
 
 
 def _known(parts: Sequence[Part]) -> memoryview | None:
     """Return the bytes of parts that are a single literal."""
-    source, start, length, _ = parts[0]
+    _, source, start, length, _ = parts[0]
     if len(parts) > 1 or not isinstance(source, Literal):
         return None
     return memoryview(source.data)[start : start + length]
@@ -90,7 +107,7 @@ def _known(parts: Sequence[Part]) -> memoryview | None:
 
 def _uncopied(part: Part) -> memoryview | None:
     """Return the memory of a part that can be written from where it is."""
-    source, start, length, _ = part
+    _, source, start, length, _ = part
     if length < _UNCOPIED or not isinstance(source, Data):
         return None
     memory = source.memory
@@ -100,7 +117,7 @@ def _uncopied(part: Part) -> memoryview | None:
 
 
 def _enter(part: Part, crc: int) -> None:
-    source, start, length, ledger = part
+    _, source, start, length, ledger = part
     if ledger is not None and isinstance(source, Data) and source.record is not None:
         ledger.add(source.record, start, length, crc)
 

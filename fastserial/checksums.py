@@ -3,63 +3,83 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
 
 from isal.isal_zlib import crc32, crc32_combine
 
 from fastserial.errors import EngineError
 
-__all__ = ["CrcLedger", "crc32", "crc32_combine"]
+__all__ = ["CrcLedger", "Piece", "crc32", "crc32_combine"]
+
+
+class Piece(NamedTuple):
+    """The CRC-32 of bytes [start, start + length) of a record."""
+
+    record: int
+    start: int
+    length: int
+    crc: int
 
 
 class CrcLedger:
     """CRC-32s of the records of one file, handed in piece by piece in any order.
 
-    A record's pieces are checksummed where they are copied, by whichever thread copies them, and
-    combined when the last one is there. Safe for concurrent use.
+    A record's pieces are checksummed where they are copied, by whichever thread or process copies
+    them, and combined when the last one is there. Safe for concurrent use.
     """
 
     def __init__(self, sizes: Sequence[int], known: Sequence[int | None]) -> None:
         """Start a ledger over records of `sizes` bytes; `known` CRCs are final already."""
         self._sizes = sizes
         self._crcs: list[int | None] = list(known)
-        self._pieces: dict[int, list[tuple[int, int, int]]] = {}
+        self._pieces: dict[int, list[Piece]] = {}
         self._arrived: dict[int, int] = {}
         self._missing = self._crcs.count(None)
         self._changed = threading.Condition()
         self._failed = False
 
     def add(self, record: int, start: int, length: int, crc: int) -> None:
-        """Enter the CRC of bytes [start, start + length) of a record."""
+        """Enter the CRC of bytes [start, start + length) of a record, each byte once."""
         if length == self._sizes[record]:
-            self._settle(record, crc)
+            self.add_many(record, (crc,))
             return
         with self._changed:
             pieces = self._pieces.setdefault(record, [])
-            pieces.append((start, length, crc))
+            pieces.append(Piece(record, start, length, crc))
             self._arrived[record] = self._arrived.get(record, 0) + length
             if self._arrived[record] < self._sizes[record]:
                 return
             del self._pieces[record]
         pieces.sort()
         total = 0
-        for _, length, crc in pieces:
-            total = crc32_combine(total, crc, length)
-        self._settle(record, total)
+        for piece in pieces:
+            total = crc32_combine(total, piece.crc, piece.length)
+        self.add_many(record, (total,))
 
     def add_many(self, first: int, crcs: Sequence[int]) -> None:
-        """Enter the CRCs of whole records, from record `first` on."""
+        """Enter the CRCs of whole records, from record `first` on; again does no harm."""
+        stop = first + len(crcs)
         with self._changed:
-            self._crcs[first : first + len(crcs)] = crcs
-            self._missing -= len(crcs)
+            self._missing -= self._crcs[first:stop].count(None)
+            self._crcs[first:stop] = crcs
             self._changed.notify_all()
 
-    def _settle(self, record: int, crc: int) -> None:
+    def pieces(self) -> list[Piece]:
+        """Return what is known so far, to be entered in the ledger of another writer."""
         with self._changed:
-            self._crcs[record] = crc
-            self._missing -= 1
-            self._changed.notify_all()
+            found = [piece for pieces in self._pieces.values() for piece in pieces]
+            columns = enumerate(zip(self._crcs, self._sizes, strict=True))
+            whole = [
+                Piece(record, 0, size, crc) for record, (crc, size) in columns if crc is not None
+            ]
+        return found + whole
+
+    def merge(self, pieces: Iterable[Piece]) -> None:
+        """Enter what other writers of the same file know (`pieces`)."""
+        for piece in pieces:
+            if self._crcs[piece.record] is None:
+                self.add(*piece)
 
     def wait(self, record: int) -> int:
         """Return a record's CRC, waiting for pieces that other threads are copying."""

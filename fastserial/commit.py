@@ -71,7 +71,7 @@ def _lock(fd: int) -> bool:
     return True
 
 
-class CannotReplace(Exception):  # noqa: N818 - no error: another way is taken
+class CannotReplace(Exception):
     """No new file can take the target's place; nothing was changed so far.
 
     Attributes:

@@ -87,9 +87,8 @@ def convert(
         mapped = map_checkpoint(fd, name)
         value = _part(mapped.value, key)
         places = _Places(fd, mapped)
-        writer = _StreamWriter(path, config or current(), places)
+        writer = _StreamWriter(path, config or current(), places, to)
         with writer:
-            writer.label(to)
             if to == "safetensors":
                 _write_safetensors(value, writer, copy_shared)
             elif to == "legacy":
@@ -186,8 +185,8 @@ class _RowsMemory:
 class _StreamWriter(FastFileWriter):
     """A writer that takes storages from the source file, not from the mapping."""
 
-    def __init__(self, path: str, config: Config, places: _Places) -> None:
-        super().__init__(path, config)
+    def __init__(self, path: str, config: Config, places: _Places, to: str) -> None:
+        super().__init__(path, config, container=to)
         self.places = places
 
     def save_torch_storage_object_list(
@@ -198,13 +197,13 @@ class _StreamWriter(FastFileWriter):
         batch = batch_of([self.places.memory(storage) for storage, _ in storage_obj_list])
         element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
         counts = element_counts(batch.sizes, element_sizes, save_size)
-        extents = storage_extents(batch, counts, self.tell())
+        extents = storage_extents(batch, counts)
         self.write_extents(extents)
         return sum(extent.length for extent in extents)
 
     def write_extents(self, extents: Sequence[Extent]) -> None:
         """Append extents without checksums."""
-        self._write_extents(extents, None)
+        self._write_extents(extents, sum(extent.length for extent in extents), None)
 
 
 class _StreamArchive(ZipArchive):

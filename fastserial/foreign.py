@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.containers.extents import Data, Memory
 from fastserial.containers.zip import ZipPlan
+from fastserial.fill import Part, staged
 from fastserial.staging import HostMemory
-from fastserial.transfer import Part, staged
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +44,6 @@ class SequentialWriter:
         alone = getattr(target, "_num_parallel_writers", 1) == 1
         return takes and alone and callable(getattr(target, "write", None))
 
-    def label(self, container: str) -> None:
-        """Do nothing: there is no report."""
-
-    def count_storages(self, count: int, nbytes: int) -> None:
-        """Do nothing: the statistics are the foreign writer's."""
-
     def write_plan(self, plan: ZipPlan) -> None:
         """Write a whole archive."""
         ledger = CrcLedger(plan.sizes, plan.crcs)
@@ -59,15 +53,11 @@ class SequentialWriter:
                 self._flush()
                 self._write_storage(source, ledger)
             else:
-                self._parts.append(Part(source, 0, source.length, ledger))
+                self._parts.append(Part(extent.offset, source, extent.start, extent.length, ledger))
                 self._gathered += source.length
                 if self._gathered >= _GATHER:
                     self._flush()
         self._flush()
-
-    def write_small(self, data: bytearray) -> None:
-        """Write a whole archive that is put together already."""
-        self._target.write(data)
 
     def settle(self) -> None:
         """Do nothing: a foreign writer has copied what it was given."""

@@ -84,9 +84,7 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
     found = _classify(target)
     if found is None:
         return None
-    writer = FastFileWriter(found)
-    writer.label("legacy")
-    return writer
+    return FastFileWriter(found, container="legacy")
 
 
 def save_zip_storages(

@@ -9,17 +9,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fastserial.checksums import crc32
 from fastserial.containers.extents import Literal
-from fastserial.containers.stencil import Stencil
 from fastserial.containers.zip import ZipLayout, ZipPlan
 
-__all__ = ["alignment", "checksums_wanted", "finish", "self_check", "small_archive"]
+__all__ = ["alignment", "checksums_wanted", "finish", "self_check"]
 
 _VERSION = b"3\n"
 _DIGITS = 20
@@ -53,35 +51,6 @@ def finish(layout: ZipLayout) -> ZipPlan:
         order = sys.byteorder.encode()
         layout.add_bytes("byteorder", order, crc32(order))
     return layout.finish(digits, crc32)
-
-
-def small_archive(
-    archive: str, align: int, checksums: bool, records: Sequence[tuple[str, bytes]]
-) -> bytearray:
-    """Return a whole archive of a few small records, given as (name, data).
-
-    Args:
-        archive: name put before the records' names.
-        align: storage alignment (bytes).
-        checksums: whether torch would compute CRC-32s.
-        records: all that `finish` does not add.
-    """
-    names = tuple([name for name, _ in records])
-    texts = [text for _, text in records]
-    texts.append(_VERSION)
-    if "byteorder" not in names:
-        texts.append(sys.byteorder.encode())
-    name = archive.encode()
-    made = _stencil(len(name), align, checksums, names, tuple(map(len, texts)))
-    return made.filled(name, texts, crc32)
-
-
-@functools.lru_cache(maxsize=16)
-def _stencil(
-    archive_bytes: int, align: int, checksums: bool, names: tuple[str, ...], sizes: tuple[int, ...]
-) -> Stencil:
-    more = ("version",) if "byteorder" in names else ("version", "byteorder")
-    return Stencil(archive_bytes, align, checksums, (*names, *more), sizes, _names_hash(names))
 
 
 @functools.lru_cache(maxsize=8)  # the same state is saved again and again

@@ -13,7 +13,6 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -24,10 +23,11 @@ from fastserial.checksums import CrcLedger
 from fastserial.commit import Replacement
 from fastserial.config import Config
 from fastserial.containers.batch import storage_batch
-from fastserial.containers.extents import Extent, Hole, Literal, total_length
+from fastserial.containers.extents import Extent, Hole, Literal
 from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
+from fastserial.extent_writer import ExtentWriter
 from fastserial.inplace import InPlaceFile
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
@@ -40,7 +40,6 @@ from fastserial.targets import (
     free_bytes_for,
     writable_target,
 )
-from fastserial.transfer import BlockWriter
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +73,7 @@ class FastFileWriter:
         config: Config | WriterOptions | None = None,
         *,
         file_path: str | os.PathLike[str] | None = None,
+        container: str = "raw",
     ) -> None:
         """Open a writer.
 
@@ -82,6 +82,7 @@ class FastFileWriter:
             config: options; by default those in force (`install`, `options`, environment). Also
                 DeepSpeed's `FastFileWriterConfig`: its handle and buffer are used then.
             file_path: what DeepSpeed's FastFileWriter calls `target`.
+            container: what the file will hold, for the report.
 
         Raises:
             WriteError: the target cannot be written (it is an `OSError` and a `RuntimeError`).
@@ -106,7 +107,7 @@ class FastFileWriter:
         self._pid = os.getpid()
         self._began = perf_counter()
         self._phases: dict[str, float] = {}
-        self._container = "raw"
+        self._container = container
         self._replacement: Replacement | None = None
         self._size_before: int | None = None
         self._needed: int | None = None
@@ -128,8 +129,9 @@ class FastFileWriter:
         self._bar = progress_bar(self._config.progress, target.name)
         # our own new file needs no look for locks, which on NFS may show our `flock`
         theirs = isinstance(target, FileTarget)
-        self._blocks = BlockWriter(self._fd, self._start, self._config, self._bar.update, theirs)
-        self._statistics = WriterStatistics(self._blocks.tally)
+        self._out = ExtentWriter(self._fd, self._config, self._bar.update, theirs)
+        self._written = 0  # bytes passed on
+        self._statistics = WriterStatistics(self._out.tally)
         self._gathered = bytearray()
         self._closed = False
 
@@ -190,7 +192,7 @@ class FastFileWriter:
 
     def tell(self) -> int:
         """Return how many bytes were written so far."""
-        return self._blocks.position - self._start + len(self._gathered)
+        return self._written + len(self._gathered)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes and return how many. They are copied or written before it returns."""
@@ -210,9 +212,10 @@ class FastFileWriter:
                 self._use_tuned()
                 self._begin()
                 self._gather()
-                self._blocks.put(Literal(data if isinstance(data, bytes) else view))
+                source = Literal(data if isinstance(data, bytes) else view)
+                self._pass_on([Extent(0, length, source)], length)
                 if not isinstance(data, bytes):
-                    self._blocks.settle()
+                    self._out.settle()
             self._add_transfer(began)
         return length
 
@@ -241,37 +244,23 @@ class FastFileWriter:
         batch = storage_batch(storages)
         counts = element_counts(batch.sizes, element_sizes, save_size)
         nbytes = sum(batch.sizes) + sum(map(len, counts))
-        copied = batch.copied() if self._stays_little(nbytes) else None
-        if copied is not None:
-            self._gathered += b"".join(chain.from_iterable(zip(counts, copied, strict=True)))
-        else:
-            synchronize(storages)
-            self._write_extents(storage_extents(batch, counts, self.tell()), None)
-            self.settle()
+        synchronize(storages)
+        self._write_extents(storage_extents(batch, counts), nbytes, None)
+        self.settle()
         self._statistics.count_storages(len(storage_obj_list), nbytes)
         return nbytes
 
     def write_plan(self, plan: ZipPlan) -> None:
-        """Append a whole zip archive. The storages must stay as they are until `close`.
+        """Append a whole zip archive. The storages must stay as they are until `settle` or `close`.
 
         Raises:
             WriteError: the disk is full or failed.
         """
         self._check_open()
+        self._container = "zip"
+        self._statistics.count_storages(plan.storages, plan.storage_bytes)
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
-        self._write_extents(plan.extents, ledger)
-
-    def write_small(self, data: bytearray) -> None:
-        """Append a whole zip archive that is put together already; it must stay until `settle`.
-
-        Raises:
-            WriteError: the disk is full or failed.
-        """
-        self._check_open()
-        if self._stays_little(len(data)):
-            self._gathered += data
-        else:
-            self._write_extents([Extent(0, len(data), Literal(memoryview(data)))], None)
+        self._write_extents(plan.extents, plan.nbytes, ledger)
 
     def settle(self) -> None:
         """Return when no storage given so far is needed any more.
@@ -280,7 +269,7 @@ class FastFileWriter:
             WriteError: the disk is full or failed.
         """
         with _Guarded(self):
-            self._blocks.settle()
+            self._out.settle()
 
     def close(self) -> None:
         """Write the rest, sync, and put the new file in its place. Idempotent.
@@ -296,14 +285,11 @@ class FastFileWriter:
             began = perf_counter()
             self._phases.setdefault("serialize", began - self._began)
             self._begin()
-            if self._blocks.write_only(self._gathered):
-                self._gathered = bytearray()
-            else:
-                self._gather()
-                self._blocks.finish()
+            self._gather()
+            self._out.finish()
             written = perf_counter()
             self._add_transfer(began)
-            self._blocks.close()
+            self._out.close()
             if self._replacement is not None:
                 self._replacement.sync()
                 synced = perf_counter()
@@ -314,7 +300,7 @@ class FastFileWriter:
                 self._in_place.commit()
                 self._phases["sync"] = perf_counter() - written
             elif isinstance(self._target, FileTarget):
-                self._target.file.seek(self._blocks.position)
+                self._target.file.seek(self._start + self._written)
         self._closed = True
         self._bar.close()
         self._publish()
@@ -327,7 +313,7 @@ class FastFileWriter:
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
         try:
-            self._blocks.close()
+            self._out.close()
             self._bar.close()
         finally:
             if self._replacement is not None:
@@ -364,31 +350,30 @@ class FastFileWriter:
 
     # -- the rest ------------------------------------------------------------------------------
 
-    def count_storages(self, count: int, nbytes: int) -> None:
-        """Note storages in the archive for the statistics."""
-        self._statistics.count_storages(count, nbytes)
-
-    def label(self, container: str) -> None:
-        """Name the container for the report."""
-        self._container = container
-
     def _add_transfer(self, began: float) -> None:
         self._phases["transfer"] = self._phases.get("transfer", 0.0) + perf_counter() - began
 
-    def _write_extents(self, extents: Sequence[Extent], ledger: CrcLedger | None) -> None:
+    def _write_extents(
+        self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None
+    ) -> None:
         began = perf_counter()
         self._phases.setdefault("serialize", began - self._began)
-        self._needed = self.tell() + total_length(extents)
+        self._needed = self.tell() + nbytes
         with _Guarded(self):
             if self._needed > self._config.small_file:
                 self._use_tuned()
             self._begin()
-            self._gather()
-            self._blocks.expect(self._needed)
             self._reserve(extents, self._needed)
-            for extent in extents:
-                self._blocks.put(extent.source, ledger)
+            self._out.expect(self._needed)
+            self._gather()
+            self._pass_on(extents, nbytes, ledger)
         self._add_transfer(began)
+
+    def _pass_on(
+        self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
+    ) -> None:
+        self._out.write(extents, ledger, self._start + self._written)
+        self._written += nbytes
 
     def _use_tuned(self) -> None:
         """Go over to what `fastserial tune` found for this device, once, before the first block.
@@ -400,7 +385,7 @@ class FastFileWriter:
         if chosen is None or not self._config.tuned:
             return
         config = tuned.applied(self._config, chosen, self._fd)
-        if config is not self._config and self._blocks.reconfigure(config):
+        if config is not self._config and self._out.reconfigure(config):
             self._config = config
 
     def _reserve(self, extents: Sequence[Extent], needed: int) -> None:
@@ -415,12 +400,6 @@ class FastFileWriter:
             self._size_before = os.fstat(self._fd).st_size
         filesystem.preallocate(self._fd, self._start, needed)
 
-    def _stays_little(self, nbytes: int) -> bool:
-        """Return whether all so far and `nbytes` more may be gathered, for one write at `close`."""
-        whole = self.tell() + nbytes
-        nothing_put = self._blocks.position == self._start
-        return nothing_put and whole < _GATHER and self._blocks.is_small(whole)
-
     def _begin(self) -> None:
         """Nothing was written so far, and something is about to be."""
         if self._in_place is not None:
@@ -430,7 +409,7 @@ class FastFileWriter:
         if self._gathered:
             self._begin()
             gathered, self._gathered = bytes(self._gathered), bytearray()
-            self._blocks.put(Literal(gathered))
+            self._pass_on([Extent(0, len(gathered), Literal(gathered))], len(gathered))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -473,7 +452,7 @@ class FastFileWriter:
         return found
 
     def _publish(self) -> None:
-        blocks, config = self._blocks, self._config
+        out, config = self._out, self._config
         why, durable = None, False
         if self._replacement is not None:
             why, durable = self._replacement.fallback, config.durable
@@ -482,18 +461,18 @@ class FastFileWriter:
         report = SaveReport(
             path=self.name,
             container=self._container,
-            bytes=blocks.position - self._start,
+            bytes=self._written,
             seconds=perf_counter() - self._began,
-            engine=blocks.engine_name,
-            direct=blocks.direct,
+            engine=out.engine_name,
+            direct=out.direct,
             durable=durable,
-            fallback=why or blocks.fallback,
+            fallback=why or out.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
             phases=self._phases,
-            submit=Latency.of(blocks.submit_seconds),
-            complete=Latency.of(blocks.complete_seconds),
+            submit=Latency.of(out.submit_seconds),
+            complete=Latency.of(out.complete_seconds),
         )
         self._report = report
         publish(report)

@@ -14,25 +14,34 @@ import torch
 from fastserial import buffered
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
-from fastserial.containers.extents import Data, Literal, Sealed
+from fastserial.containers.extents import Data, Extent, Literal, Sealed, Source
+from fastserial.extent_writer import ExtentWriter
+from fastserial.fill import Part
 from fastserial.staging import storage_memory
-from fastserial.transfer import BlockWriter, Part, staged
 
 NOISE = random.Random(7).randbytes(3_000_000)
 
 
-def put(path: Path, config: Config, action: Callable[[BlockWriter], None]) -> BlockWriter:
+def one_after_another(*sources: Source) -> list[Extent]:
+    extents, offset = [], 0
+    for source in sources:
+        extents.append(Extent(offset, source.length, source))
+        offset += source.length
+    return extents
+
+
+def put(path: Path, config: Config, action: Callable[[ExtentWriter], None]) -> ExtentWriter:
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
-        blocks = BlockWriter(fd, 0, config)
+        out = ExtentWriter(fd, config)
         try:
-            action(blocks)
-            blocks.finish()
+            action(out)
+            out.finish()
         finally:
-            blocks.close()
+            out.close()
     finally:
         os.close(fd)
-    return blocks
+    return out
 
 
 @pytest.mark.parametrize("later", [1, 99_990, 200_000, 1_000_000])
@@ -42,29 +51,29 @@ def test_a_file_may_grow_beyond_what_was_expected(
 ) -> None:
     storage = torch.frombuffer(bytearray(NOISE[:70_000]), dtype=torch.uint8).untyped_storage()
 
-    def action(blocks: BlockWriter) -> None:
-        blocks.expect(70_010)
-        blocks.put(Literal(NOISE[:10]))
-        blocks.put(Data(storage_memory(storage), 70_000, None))
+    def action(out: ExtentWriter) -> None:
+        out.expect(70_010)
+        data = Data(storage_memory(storage), 70_000, None)
+        out.write(one_after_another(Literal(NOISE[:10]), data))
         if settled:
-            blocks.settle()
+            out.settle()
             storage.fill_(0)
-        blocks.put(Literal(NOISE[:later]))
+        out.write(one_after_another(Literal(NOISE[:later])), base=70_010)
 
     config = Config(small_file=100_000, block_size=65536, queue_depth=2, threads=2)
-    blocks = put(tmp_path / "a", config, action)
+    out = put(tmp_path / "a", config, action)
     expected = NOISE[:10] + NOISE[:70_000] + NOISE[:later]
     assert (tmp_path / "a").read_bytes() == expected
-    assert (blocks.engine_name == "buffered") == (len(expected) <= 100_000)
+    assert (out.engine_name == "buffered") == (len(expected) <= 100_000)
 
 
 def test_small_in_bytes_but_larger_than_a_block(tmp_path: Path) -> None:
-    def action(blocks: BlockWriter) -> None:
-        blocks.expect(300_000)
-        blocks.put(Literal(NOISE[:300_000]))
+    def action(out: ExtentWriter) -> None:
+        out.expect(300_000)
+        out.write(one_after_another(Literal(NOISE[:300_000])))
 
-    blocks = put(tmp_path / "a", Config(block_size=4096), action)
-    assert blocks.engine_name == "buffered"
+    out = put(tmp_path / "a", Config(block_size=4096), action)
+    assert out.engine_name == "buffered"
     assert (tmp_path / "a").read_bytes() == NOISE[:300_000]
 
 
@@ -84,8 +93,11 @@ def test_checksums_of_what_is_not_copied(tmp_path: Path, monkeypatch: pytest.Mon
         Sealed(b"....CRC.", 0, 4),
     ]
     with (tmp_path / "a").open("wb") as file:
-        parts = [Part(source, 0, source.length, ledger) for source in sources]
-        buffered.write_buffered(file.fileno(), parts, 5, staged)
+        parts = [
+            Part(5 + extent.offset, extent.source, 0, extent.length, ledger)
+            for extent in one_after_another(*sources)
+        ]
+        buffered.write_buffered(file.fileno(), parts)
     crc = crc32(NOISE).to_bytes(4, "little")
     assert (tmp_path / "a").read_bytes() == bytes(5) + b"head" + NOISE + b"...." + crc
 

@@ -93,13 +93,13 @@ def test_one_track_per_thread() -> None:
 
 def test_hooks_are_taken_away_after_an_error() -> None:
     before = [getattr(owner, name) for owner, name, _ in instrument._STEPS]
-    create = instrument.transfer.create
+    create = instrument.block_writer.create
     with pytest.raises(KeyError), instrumented(Recorder()):
-        assert instrument.transfer.create is not create
+        assert instrument.block_writer.create is not create
         assert [getattr(owner, name) for owner, name, _ in instrument._STEPS] != before
         raise KeyError
     assert [getattr(owner, name) for owner, name, _ in instrument._STEPS] == before
-    assert instrument.transfer.create is create
+    assert instrument.block_writer.create is create
 
 
 def test_pickle_module_records(tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_slow_steps_show_where_they_are(tmp_path: Path, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(owner, name, slower)
 
-    from fastserial import commit, filesystem, transfer
+    from fastserial import commit, filesystem, fill
 
     slow(commit.Replacement, "sync", 0.11)
     slow(commit.Replacement, "_sync_directory", 0.12)
     slow(filesystem, "preallocate", 0.13)
-    slow(transfer, "crc32", 0.005)
+    slow(fill, "crc32", 0.005)
     result = profiled(tmp_path, runs=1)
     caller = {phase.name: phase.seconds for phase in result.caller}
     assert 0.11 <= caller["fsync"] < 0.3

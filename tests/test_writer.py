@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import fastserial
-from fastserial import FastFileWriter, WriteError, config, filesystem, transfer
+from fastserial import FastFileWriter, WriteError, config, filesystem, fill
 from fastserial.archive import ZipArchive
 from fastserial.commit import temporary_name
 from fastserial.engines.threads import ThreadsEngine
@@ -124,16 +124,16 @@ def test_any_calls_in_any_order(tmp_path: Path, seed: int) -> None:
 def test_saves_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a pack is cut by a block's end: a forked child would wait for ever."""
     live = {str(i): torch.full((5000,), i) for i in range(50)}
-    real = transfer.staged
+    real = fill.staged
     inside, done = threading.Event(), threading.Event()
 
-    def staged(parts: list[transfer.Part]) -> bytearray:
+    def staged(parts: list[fill.Part]) -> bytearray:
         if not inside.is_set():
             inside.set()
             assert done.wait(20)
         return real(parts)
 
-    monkeypatch.setattr(transfer, "staged", staged)
+    monkeypatch.setattr(fill, "staged", staged)
     with installed(**BLOCKS):
         first = threading.Thread(target=torch.save, args=(live, tmp_path / "a"), daemon=True)
         first.start()
@@ -310,7 +310,9 @@ def test_an_error_in_a_thread_reaches_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(FailingEngine, "number", number)
-    monkeypatch.setattr("fastserial.transfer.create", lambda name, threads: FailingEngine(threads))
+    monkeypatch.setattr(
+        "fastserial.block_writer.create", lambda name, threads: FailingEngine(threads)
+    )
     path = tmp_path / "f"
     path.write_bytes(b"old")
     with pytest.raises(WriteError) as caught:  # noqa: SIM117
@@ -358,7 +360,9 @@ def test_direct_io_refused_at_a_write_goes_on_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FailingEngine, "number", errno.EINVAL)
-    monkeypatch.setattr("fastserial.transfer.create", lambda name, threads: FailingEngine(threads))
+    monkeypatch.setattr(
+        "fastserial.block_writer.create", lambda name, threads: FailingEngine(threads)
+    )
     data = noise(1_000_000)
     with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
         writer.write(data)

@@ -16,8 +16,8 @@ from fastserial.containers.batch import Batch
 from fastserial.containers.extents import Computed, Extent, Hole, Literal
 from fastserial.containers.zip import MAX_ALIGNMENT, ZipLayout, archive_name
 from fastserial.errors import LayoutError
+from fastserial.fill import Part, staged
 from fastserial.staging import HostMemory
-from fastserial.transfer import Part, staged
 
 HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
 ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if HAS_ALIGNMENT else [64]
@@ -140,30 +140,10 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
     for extent in plan.extents:
         sink.seek(extent.offset)
         if not isinstance(extent.source, Hole):
-            sink.write(staged([Part(extent.source, 0, extent.length, ledger)]))
+            sink.write(staged([Part(0, extent.source, 0, extent.length, ledger)]))
 
     records = [*first, *zip(names, texts, strict=True)]
     assert sink.pieces == theirs(records, alignment, crc).pieces
-
-
-@pytest.mark.parametrize("crc", [True, False])
-@pytest.mark.parametrize("seed", range(20))
-def test_small_archives_from_one_stencil(seed: int, crc: bool) -> None:
-    rnd = random.Random(seed)
-    lengths = [rnd.choice([0, 1, 4, 7, 8, 100, 4096]) for _ in range(rnd.randrange(12))]
-    names = [f"data/{index}" for index in range(len(lengths))]
-    if rnd.random() < 0.5:
-        names = [*names, "byteorder"]
-        lengths = [*lengths, 6]
-    for begin in (b"", b"PK\x07\x08", b"PK\x07\x08a"):  # the same stencil for all three
-        texts = [(begin + rnd.randbytes(length))[:length] for length in lengths]
-        small = list(zip(names, texts, strict=True))
-        alignment = rnd.choice(ALIGNMENTS)
-        sink = Sink()
-        other = oracle.small_archive("another", alignment, crc, small)
-        sink.write(oracle.small_archive("archive", alignment, crc, small))
-        assert bytes(other).replace(b"another/", b"archive/") == bytes(sink.pieces[0][1])
-        assert sink.pieces == theirs([*small], alignment, crc).pieces
 
 
 def test_without_checksums() -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 from fastserial import (
     archive,
+    block_writer,
     checksums,
     commit,
     filesystem,
+    fill,
     hooks,
     oracle,
     staging,
-    transfer,
     writer,
 )
 from fastserial.bench.spans import Recorder
@@ -44,14 +45,14 @@ _STEPS: tuple[tuple[Any, str, str], ...] = (
     (writer, "synchronize", "wait for the GPU"),
     (archive, "synchronize", "wait for the GPU"),
     (filesystem, "preallocate", "preallocate"),
-    (transfer.BlockWriter, "put", "cut into blocks"),
-    (transfer.BlockWriter, "_open", "start engine"),
-    (transfer.BlockWriter, "_write_cached", "write tail (page cache)"),
-    (transfer.BlockWriter, "close", "stop engine"),
+    (block_writer.BlockWriter, "put", "cut into blocks"),
+    (block_writer.BlockWriter, "_open", "start engine"),
+    (block_writer.BlockWriter, "_write_cached", "write tail (page cache)"),
+    (block_writer.BlockWriter, "close", "stop engine"),
     (staging.HostMemory, "copy_to", "copy"),
     (staging.StorageMemory, "copy_to", "copy from the device (D2H)"),
-    (transfer, "fill_packed", "pack small storages"),
-    (transfer, "crc32", "CRC-32"),
+    (fill, "_fill_packed", "pack small storages"),
+    (fill, "crc32", "CRC-32"),
     (checksums.CrcLedger, "wait", "wait for checksums"),
     (checksums.CrcLedger, "wait_all", "wait for checksums"),
     (commit.Replacement, "sync", "fsync"),
@@ -67,7 +68,7 @@ def instrumented(recorder: Recorder) -> Iterator[None]:
         for owner, attribute, name in _STEPS:
             function = getattr(owner, attribute)
             _swap(stack, owner, attribute, recorder.wrap(name, function))
-        _swap(stack, transfer, "create", lambda *args: _observed(create(*args), recorder))
+        _swap(stack, block_writer, "create", lambda *args: _observed(create(*args), recorder))
         yield
 
 

@@ -9,13 +9,7 @@ from itertools import accumulate, repeat
 from operator import add
 from typing import TYPE_CHECKING
 
-from fastserial.containers.extents import (
-    COPIED_BYTES,
-    COPIED_STORAGES,
-    PACKED_BYTES,
-    PACKED_STORAGE,
-    Memory,
-)
+from fastserial.containers.extents import PACKED_BYTES, PACKED_STORAGE, Memory
 from fastserial.staging import HostMemory, bytes_at, device_types, host_bytes, storage_memory
 
 if TYPE_CHECKING:
@@ -40,15 +34,6 @@ class Batch:
     addresses: Sequence[int]
     sizes: Sequence[int]
     memory: Callable[[int], Memory]
-
-    def copied(self) -> list[bytes] | None:
-        """Return the bytes of all, if they are few and on the host."""
-        addresses, sizes = self.addresses, self.sizes
-        if len(sizes) > COPIED_STORAGES or sum(sizes) > COPIED_BYTES:
-            return None
-        if not all(address or not size for address, size in zip(addresses, sizes, strict=True)):
-            return None
-        return list(map(bytes_at, addresses, sizes))
 
     def pieces(self) -> Iterator[tuple[int, int, bool]]:
         """Cut the batch up: (first, one past the last, whether to pack them) of each piece.

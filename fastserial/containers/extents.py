@@ -1,6 +1,7 @@
 """Extents: contiguous pieces of a file and where their bytes come from.
 
-A layout is a sequence of extents in file order, without gaps. A source is one of:
+A layout is a sequence of extents in file order, without gaps. It is a value: whoever has the
+sources may write any part of it, in any order (`clip`). A source is one of:
 
 - `Literal`: bytes known beforehand;
 - `Data`: the memory of a storage; its CRC-32 may be wanted;
@@ -9,23 +10,21 @@ A layout is a sequence of extents in file order, without gaps. A source is one o
 - `Computed`: bytes that need the CRC-32 of every record;
 - `Hole`: nothing; reads back as zeros (`skip_data` leaves room for storages).
 
-A `Sealed` or `Computed` extent comes after all the data it speaks of.
+A `Sealed` or `Computed` extent is *late*: it is filled when the checksums it needs are known. In a
+layout it comes after all the data it speaks of.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import Protocol
 
 __all__ = [
-    "COPIED_BYTES",
-    "COPIED_STORAGES",
     "PACKED_BYTES",
     "PACKED_STORAGE",
-    "SMALL_BYTES",
     "Computed",
     "Data",
     "Extent",
@@ -35,15 +34,13 @@ __all__ = [
     "Packed",
     "Sealed",
     "Source",
-    "total_length",
+    "clip",
+    "is_late",
 ]
 
 
 PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with others,
 PACKED_BYTES = 512 * 1024  # into pieces of about this many
-COPIED_BYTES = 64 * 1024  # up to this many bytes, and
-COPIED_STORAGES = 8  # so many storages in all, they are copied at once
-SMALL_BYTES = 128 * 1024  # of records, the pickle among them, that go into a stencil
 
 
 class Memory(Protocol):
@@ -140,13 +137,27 @@ Source = Literal | Data | Packed | Sealed | Computed | Hole
 
 @dataclass(slots=True)
 class Extent:
-    """`length` bytes at `offset` (bytes from the container's first byte)."""
+    """`length` bytes at `offset`, from byte `start` of the source on.
+
+    Offsets count from the container's first byte (bytes).
+    """
 
     offset: int
     length: int
     source: Source
+    start: int = 0
 
 
-def total_length(extents: Iterable[Extent]) -> int:
-    """Return the bytes that extents in file order cover."""
-    return sum(extent.length for extent in extents)
+def is_late(source: Source) -> bool:
+    """Return whether a source needs checksums of others."""
+    return isinstance(source, Sealed | Computed)
+
+
+def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:
+    """Return what lies in the byte range [first, stop), cut at its ends."""
+    for extent in extents:
+        begin = max(first, extent.offset)
+        end = min(stop, extent.offset + extent.length)
+        if begin < end:
+            skipped = begin - extent.offset
+            yield Extent(begin, end - begin, extent.source, extent.start + skipped)

@@ -28,13 +28,12 @@ def element_counts(
     return list(map(_COUNT.pack, map(floordiv, sizes, element_sizes)))
 
 
-def storage_extents(batch: Batch, counts: Sequence[bytes], offset: int) -> list[Extent]:
+def storage_extents(batch: Batch, counts: Sequence[bytes]) -> list[Extent]:
     """Lay storages out one behind the other.
 
     Args:
         batch: the storages.
         counts: what comes before each, from `element_counts`.
-        offset: where the first extent starts (bytes).
     """
     sizes = batch.sizes
     sources: list[Literal | Data | Packed] = []
@@ -50,6 +49,7 @@ def storage_extents(batch: Batch, counts: Sequence[bytes], offset: int) -> list[
         elif sizes[first]:
             sources.append(Data(batch.memory(first), sizes[first], None))
     extents: list[Extent] = []
+    offset = 0
     for source in sources:
         extents.append(Extent(offset, source.length, source))
         offset += source.length

@@ -141,12 +141,15 @@ class ZipPlan:
         sizes: bytes of each record that has a CRC-32 to compute or known.
         crcs: the known CRC-32 of each record, None where it is computed while copying.
         nbytes: size of the file.
+        storages, storage_bytes: how many records are storages, and their bytes.
     """
 
     extents: list[Extent]
     sizes: list[int]
     crcs: list[int | None]
     nbytes: int
+    storages: int
+    storage_bytes: int
 
 
 class ZipLayout:
@@ -177,6 +180,8 @@ class ZipLayout:
         self._crcs: list[int | None] = []
         # Records whose data begins like a descriptor, and the value torch takes for its CRC.
         self._quirks: dict[int, int] = {}
+        self._storages = 0
+        self._storage_bytes = 0
         self._directory_bytes = 0
         self._extents: list[Extent] = []
         self._cursor = 0
@@ -202,6 +207,7 @@ class ZipLayout:
     def add_memory(self, name: str, memory: Memory, head: bytes) -> None:
         """Add a storage; `head` holds its first 8 bytes, if it has as many."""
         self._open(name, memory.nbytes, None if self.checksums and memory.nbytes else 0)
+        self._count([memory.nbytes])
         if memory.nbytes:
             self._put(memory, len(self.names) - 1)
             self._close(head)
@@ -209,6 +215,7 @@ class ZipLayout:
     def add_storages(self, names: Sequence[str], batch: Batch) -> None:
         """Add storages as records called `names`; the batch's memory must stay valid."""
         record = len(self.names)
+        self._count(batch.sizes)
         headers, texts = self._open_all(names, batch.sizes)
         for index, head in batch.beginning_with(DESCRIPTOR_SIGNATURE, _QUIRK_BYTES).items():
             self._quirks[record + index] = int.from_bytes(head[4:8], "little")
@@ -332,7 +339,13 @@ class ZipLayout:
         else:
             self._append(make(cast("list[int]", self._crcs)))
             self._flush()
-        return ZipPlan(self._extents, sizes, self._crcs, nbytes)
+        return ZipPlan(
+            self._extents, sizes, self._crcs, nbytes, self._storages, self._storage_bytes
+        )
+
+    def _count(self, sizes: Sequence[int]) -> None:
+        self._storages += len(sizes)
+        self._storage_bytes += sum(sizes)
 
     # -- building ------------------------------------------------------------------------------
 

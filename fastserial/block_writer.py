@@ -1,122 +1,36 @@
-"""From extents to blocks to an engine: one pass over the file, in order.
+"""From parts of a layout to blocks to an engine, `queue_depth` blocks at a time.
 
-A block is `block_size` bytes at a multiple of `block_size` in the file. It is filled from the
-extents it covers (the checksum of a chunk is taken while the chunk is in cache, as FastPersist's
-double buffering overlaps the copy of one block with the write of another) and written directly
-where its ends are aligned. What is not aligned, the rest of the last page and the first block of
-a caller's file, goes through the page cache; no page is written both ways.
+A block is at most `block_size` bytes and ends at a multiple of `block_size` in the file. It is
+filled from the parts it covers and written directly where its ends are aligned (FastPersist's
+double buffering: one block is filled while others are written). What is not aligned, the first and
+the last page of a range, goes through the page cache; no page is written both ways.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple
 
 from fastserial import filesystem
-from fastserial.buffered import write_all, write_buffered
-from fastserial.checksums import CrcLedger, crc32
+from fastserial.buffered import write_all
+from fastserial.checksums import CrcLedger
 from fastserial.config import Config
-from fastserial.containers.extents import (
-    Computed,
-    Data,
-    Hole,
-    Literal,
-    Packed,
-    Sealed,
-    Source,
-)
+from fastserial.containers.extents import Data, Hole, Literal, Packed, Source
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
-from fastserial.packing import fill_packed
+from fastserial.fill import Part, fill, staged
 from fastserial.readback import ReadBack
-from fastserial.staging import BufferPool, HostMemory
+from fastserial.staging import BufferPool
 from fastserial.statistics import TransferTally
 
-__all__ = ["BlockWriter", "Part", "fill", "staged"]
+__all__ = ["BlockWriter"]
 
 _log = logging.getLogger("fastserial")
 _PAGE = 4096
-_CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum; copies cost less CPU, too
-_CRC = struct.Struct("<I")
-
-
-class Part(NamedTuple):
-    """`length` bytes of a source, from its byte `start`."""
-
-    source: Source
-    start: int
-    length: int
-    ledger: CrcLedger | None
-
-
-def fill(parts: list[Part], view: memoryview, address: int) -> None:
-    """Put the bytes of the parts one behind the other at `address`, which `view` shows.
-
-    What needs checksums comes last: it may wait for other threads to fill the blocks before.
-    """
-    at = 0
-    late: list[tuple[int, Part]] = []
-    for part in parts:
-        source, start, length, ledger = part
-        if isinstance(source, Data):
-            _fill_data(source, part, view, address, at)
-        elif isinstance(source, Packed):
-            if length == source.length:
-                fill_packed(source, ledger, view, address, at)
-            else:
-                view[at : at + length] = _packed_piece(source, ledger, start, length)
-        elif isinstance(source, Literal):
-            view[at : at + length] = source.data[start : start + length]
-        elif isinstance(source, Hole):
-            view[at : at + length] = bytes(length)
-        else:
-            late.append((at, part))
-        at += length
-    for at, (source, start, length, ledger) in late:
-        if ledger is None:
-            raise EngineError("a source that needs checksums came without a ledger")
-        if isinstance(source, Sealed):
-            text: bytes | bytearray = bytearray(source.data)
-            _CRC.pack_into(text, source.at, ledger.wait(source.record))
-        elif isinstance(source, Computed):
-            text = source.data(ledger.wait_all())
-        else:
-            raise EngineError(f"no such source: {source!r}")
-        view[at : at + length] = text[start : start + length]
-
-
-def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int) -> None:
-    _, start, length, ledger = part
-    memory = source.memory
-    wanted = source.record is not None and ledger is not None
-    step = _CHUNK if wanted or isinstance(memory, HostMemory) else length
-    crc = 0
-    for done in range(0, length, step):
-        size = min(step, length - done)
-        memory.copy_to(address + at + done, start + done, size)
-        if wanted:
-            crc = crc32(view[at + done : at + done + size], crc)
-    if source.record is not None and ledger is not None:
-        ledger.add(source.record, start, length, crc)
-
-
-def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
-    """Return a part of a packed source that the end of a block cuts."""
-    with source.lock:
-        if source.made is None:
-            source.made = staged([Part(source, 0, source.length, ledger)])
-        piece = bytes(source.made[start : start + length])
-        source.used += length
-        if source.used == source.length:
-            source.made = None
-    return piece
 
 
 @dataclass(slots=True)
@@ -129,7 +43,7 @@ class _Block:
 
 
 class BlockWriter:
-    """Writes a growing stream of extents to one file, `queue_depth` blocks at a time.
+    """Writes parts to one file. Parts that follow each other in the file share blocks.
 
     Raises the `OSError` of the first write that failed; then only `close` may follow.
     """
@@ -137,28 +51,32 @@ class BlockWriter:
     def __init__(
         self,
         fd: int,
-        offset: int,
         config: Config,
+        *,
+        tally: TransferTally | None = None,
         on_progress: Callable[[int], None] | None = None,
+        expected: int | None = None,
+        untuned: Config | None = None,
         may_be_locked: bool = False,
     ) -> None:
-        """Write to descriptor `fd` from byte `offset` on; the descriptor stays the caller's.
+        """Write to descriptor `fd`, which stays the caller's.
 
         Args:
+            tally: counts what becomes of the blocks.
+            on_progress: called with the bytes of each part that is written.
+            expected: bytes there will be, if known: what a short file does not use is not started.
+            untuned: options to go on with where the engine of `config` cannot run here.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
         """
-        self.position = offset
         self.direct = False
         self.fallback: str | None = None
         self.submit_seconds: list[float] = []
         self.complete_seconds: list[float] = []
-        self.tally = TransferTally()
+        self.tally = tally if tally is not None else TransferTally()
         self._fd = fd
-        self._start = offset
         self._config = config
-        self._untuned: Config | None = None
-        self._expected: int | None = None
-        self._buffered = False  # as a whole, by `finish`
+        self._untuned = untuned
+        self._expected = expected
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
         self._direct_fd = -1
@@ -168,7 +86,8 @@ class BlockWriter:
         self._pool: BufferPool | None = None
         self._batch: list[Request] = []
         self._in_flight = 0
-        self._parts: list[Part] = []
+        self._parts: list[Part] = []  # of the block that is not full yet,
+        self._end = 0  # which ends here so far
         self._ledgers: set[CrcLedger] = set()
 
     @property
@@ -176,88 +95,47 @@ class BlockWriter:
         """The engine in use, or `buffered` as long as there was no need for one."""
         return self._engine.name if self._engine is not None else "buffered"
 
-    def reconfigure(self, config: Config) -> bool:
-        """Go over to other options, with the engine so far in reserve.
-
-        Returns False where it is too late: something was put already.
-        """
-        if self._engine is not None or self._parts:
-            return False
-        self._untuned = self._config
-        self._config = config
-        return True
-
-    def put(self, source: Source, ledger: CrcLedger | None = None) -> None:
-        """Append a source. Blocks that are full are queued."""
+    def put(self, part: Part) -> None:
+        """Take a part. Blocks that are full are queued."""
+        offset, source, start, rest, ledger = part
         if ledger is not None:
             self._ledgers.add(ledger)
-        if self._buffered:
-            if self.position - self._start + source.length <= self._config.small_file:
-                self._parts.append(Part(source, 0, source.length, ledger))
-                self.position += source.length
-                return
-            self._go_over_to_blocks()
-        size = self._config.block_size
-        start, rest = 0, source.length
+        if self._parts and offset != self._end:
+            self._dispatch()
         while rest:
-            room = size - self.position % size
-            length = min(rest, room)
-            self._parts.append(Part(source, start, length, ledger))
-            self.position += length
+            length = min(rest, self._room(offset))
+            self._parts.append(Part(offset, source, start, length, ledger))
+            offset += length
+            self._end = offset
             start += length
             rest -= length
-            if length == room:
+            if not self._room(offset):
                 self._dispatch()
 
-    def expect(self, nbytes: int) -> None:
-        """Tell how many bytes there will be, as far as known: a small file needs no engine."""
-        self._expected = nbytes
-        if self._engine is None:
-            whole = sum(part.length for part in self._parts) == self.position - self._start
-            buffered = whole and self.is_small(nbytes)
-            if self._buffered and not buffered:
-                self._go_over_to_blocks()
-            self._buffered = buffered
+    def _room(self, offset: int) -> int:
+        """Return how many bytes the open block still takes at `offset`.
 
-    def is_small(self, nbytes: int) -> bool:
-        """Return whether a file of so many bytes needs no engine."""
-        return nbytes <= self._config.small_file and self._config.direct is not True
-
-    def write_only(self, data: bytearray) -> bool:
-        """Write all there will be in one call; False if it is not the first, or not that little."""
-        if not data or self.position != self._start or not self.is_small(len(data)):
-            return False
-        self._write_cached(memoryview(data), self.position)
-        self.position += len(data)
-        self._advance(len(data))
-        return True
-
-    def _go_over_to_blocks(self) -> None:
-        """Cut what was put into blocks after all: the file is not that small."""
-        self._buffered = False
-        parts, self._parts = self._parts, []
-        self.position -= sum(part.length for part in parts)
-        for part in parts:
-            self.put(part.source, part.ledger)
+        A range that begins within a page begins with a block of the rest of that page.
+        """
+        begin = self._parts[0].offset if self._parts else offset
+        if begin % _PAGE:
+            end = begin + -begin % _PAGE
+        else:
+            size = self._config.block_size
+            end = begin - begin % size + size
+        return end - offset
 
     def settle(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
-        if not any(_is_borrowed(part.source) for part in self._parts):
-            return
-        if self._buffered:
-            self._write_buffered()
-        else:
+        if any(_is_borrowed(part.source) for part in self._parts):
             held = bytes(staged(self._parts))
-            self._parts = [Part(Literal(held), 0, len(held), None)]
+            self._parts = [Part(self._parts[0].offset, Literal(held), 0, len(held), None)]
 
     def finish(self) -> None:
         """Write what is left and wait for everything."""
         if self._parts:
-            if self._engine is None and self.is_small(self.position - self._start):
-                self._write_buffered()
-            else:
-                self._dispatch()
+            self._dispatch()
         self._drain()
 
     def close(self) -> None:
@@ -278,16 +156,6 @@ class BlockWriter:
         self._parts = []
         self._batch = []
 
-    def _write_buffered(self) -> None:
-        """Write what there is through the page cache, without an engine."""
-        parts, self._parts = self._parts, []
-        length = sum(part.length for part in parts)
-        began = perf_counter()
-        self.tally.cached_bytes += length
-        write_buffered(self._fd, parts, self.position - length, staged)
-        self.tally.cached_seconds += perf_counter() - began
-        self._advance(length)
-
     def _write_cached(self, view: memoryview, offset: int) -> None:
         began = perf_counter()
         self.tally.cached_bytes += len(view)
@@ -307,7 +175,7 @@ class BlockWriter:
         while not pool.free:
             self._submit()
             self._reap()
-        offset = self.position - length
+        offset = parts[0].offset
         aligned = length - length % self._align
         direct = self.direct and aligned > 0 and offset % self._align == 0
         self._batch.append(
@@ -324,7 +192,7 @@ class BlockWriter:
 
     def _open(self) -> BufferPool:
         config, untuned = self._config, self._untuned
-        if self._expected is not None:  # what a short file does not use is not started
+        if self._expected is not None:
             blocks = max(1, -(-self._expected // config.block_size))
             if blocks < max(config.queue_depth, config.threads):
                 depth, threads = min(blocks, config.queue_depth), min(blocks, config.threads)
@@ -455,12 +323,3 @@ def _prepare(request: Request) -> None:
             if part.ledger is not None:
                 part.ledger.fail()
         raise
-
-
-def staged(parts: list[Part]) -> bytearray:
-    """Return the bytes of the parts, for what does not go through the pool."""
-    whole = bytearray(sum(part.length for part in parts))
-    if whole:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
-        fill(parts, memoryview(whole), address)
-    return whole

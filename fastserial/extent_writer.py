@@ -1,0 +1,143 @@
+"""Writes extents of a layout to a file: little data through the page cache, more of it in blocks.
+
+The extents may be any of a layout, in any order, and the file one that somebody else opened: N
+writers, in one process or in several, write one file together (`clip` cuts a layout up). What
+needs checksums that other writers know is written once their ledgers are merged into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import perf_counter
+
+from fastserial.block_writer import BlockWriter
+from fastserial.buffered import write_buffered
+from fastserial.checksums import CrcLedger
+from fastserial.config import Config
+from fastserial.containers.extents import Extent
+from fastserial.fill import Part
+from fastserial.statistics import TransferTally
+
+__all__ = ["ExtentWriter"]
+
+
+class ExtentWriter:
+    """Writes extents to one descriptor, which stays the caller's.
+
+    Raises the `OSError` of the first write that failed; then only `close` may follow.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        config: Config,
+        on_progress: Callable[[int], None] | None = None,
+        may_be_locked: bool = False,
+    ) -> None:
+        """Start without an engine.
+
+        Args:
+            fd: of a file open for writing.
+            config: the options.
+            on_progress: called with the bytes of each piece that is written.
+            may_be_locked: others know the file and may hold a `lockf` lock on it.
+        """
+        self.tally = TransferTally()
+        self._fd = fd
+        self._config = config
+        self._untuned: Config | None = None
+        self._on_progress = on_progress
+        self._may_be_locked = may_be_locked
+        self._expected: int | None = None
+        self._nbytes = 0
+        self._blocks: BlockWriter | None = None
+
+    @property
+    def engine_name(self) -> str:
+        """The engine in use, or `buffered` as long as there was no need for one."""
+        return self._blocks.engine_name if self._blocks is not None else "buffered"
+
+    @property
+    def direct(self) -> bool:
+        """Whether direct I/O is used."""
+        return self._blocks is not None and self._blocks.direct
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the bytes do not go the fastest way, or None."""
+        return self._blocks.fallback if self._blocks is not None else None
+
+    @property
+    def submit_seconds(self) -> list[float]:
+        """Latencies from queueing a block until its transfer starts."""
+        return self._blocks.submit_seconds if self._blocks is not None else []
+
+    @property
+    def complete_seconds(self) -> list[float]:
+        """Latencies of the transfers themselves."""
+        return self._blocks.complete_seconds if self._blocks is not None else []
+
+    def reconfigure(self, config: Config) -> bool:
+        """Go over to other options, with the engine so far in reserve; False if it is too late."""
+        if self._blocks is not None:
+            return False
+        self._untuned, self._config = self._config, config
+        return True
+
+    def expect(self, nbytes: int) -> None:
+        """Tell how many bytes there will be, as far as known."""
+        self._expected = nbytes
+
+    def write(
+        self, extents: Iterable[Extent], ledger: CrcLedger | None = None, base: int = 0
+    ) -> None:
+        """Write extents; their memory must stay as it is until `settle` or `finish`.
+
+        Args:
+            extents: fastest in file order. A late one comes after what it needs, unless the
+                ledger knows its checksums already.
+            ledger: of the layout's checksums.
+            base: place in the file of the layout's first byte (bytes).
+        """
+        parts = [
+            Part(base + extent.offset, extent.source, extent.start, extent.length, ledger)
+            for extent in extents
+        ]
+        nbytes = sum([part.length for part in parts])
+        self._nbytes += nbytes
+        config, blocks = self._config, self._blocks
+        if blocks is None and (self._nbytes > config.small_file or config.direct is True):
+            blocks = self._blocks = BlockWriter(
+                self._fd,
+                config,
+                tally=self.tally,
+                on_progress=self._on_progress,
+                expected=self._expected,
+                untuned=self._untuned,
+                may_be_locked=self._may_be_locked,
+            )
+        if blocks is not None:
+            for part in parts:
+                blocks.put(part)
+            return
+        began = perf_counter()
+        write_buffered(self._fd, parts)
+        self.tally.cached_bytes += nbytes
+        self.tally.cached_seconds += perf_counter() - began
+        if self._on_progress is not None:
+            self._on_progress(nbytes)
+
+    def settle(self) -> None:
+        """Wait until no memory given so far is needed any more, but for `bytes` objects."""
+        if self._blocks is not None:
+            self._blocks.settle()
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        if self._blocks is not None:
+            self._blocks.finish()
+
+    def close(self) -> None:
+        """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
+        if self._blocks is not None:
+            self._blocks.close()

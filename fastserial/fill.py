@@ -1,0 +1,169 @@
+"""Filling a buffer with pieces of a layout; a chunk is checksummed while it is in the cache.
+
+Small storages are packed: a few calls for hundreds of them, not a few for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from itertools import chain, repeat
+from typing import NamedTuple
+
+from fastserial.checksums import CrcLedger, crc32
+from fastserial.containers.extents import (
+    Computed,
+    Data,
+    Hole,
+    Literal,
+    Packed,
+    Sealed,
+    Source,
+)
+from fastserial.containers.zip import DESCRIPTOR_SIGNATURE
+from fastserial.errors import EngineError
+from fastserial.staging import HostMemory, bytes_at, memmove
+
+__all__ = ["Part", "fill", "staged"]
+
+_CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum; copies cost less CPU, too
+_CRC = struct.Struct("<I")
+# Up to this many bytes on average, storages are copied together: twice, but without a step of
+# Python's for each, and without giving up the interpreter's lock to another thread each time.
+_JOINED = 8 * 1024
+
+
+class Part(NamedTuple):
+    """A piece of an extent that is still to be written, and where its checksums are kept.
+
+    Attributes:
+        offset: place in the file (bytes).
+        source, start, length: `length` bytes of the source, from its byte `start` on.
+        ledger: collects and gives the CRC-32s.
+    """
+
+    offset: int
+    source: Source
+    start: int
+    length: int
+    ledger: CrcLedger | None
+
+
+def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
+    """Put the bytes of the parts one behind the other at `address`, which `view` shows.
+
+    What needs checksums comes last: it may wait for other threads to fill the blocks before.
+    """
+    at = 0
+    late: list[tuple[int, Part]] = []
+    for part in parts:
+        _, source, start, length, ledger = part
+        if isinstance(source, Data):
+            _fill_data(source, part, view, address, at)
+        elif isinstance(source, Packed):
+            if length == source.length:
+                _fill_packed(source, ledger, view, address, at)
+            else:
+                view[at : at + length] = _packed_piece(source, ledger, start, length)
+        elif isinstance(source, Literal):
+            view[at : at + length] = source.data[start : start + length]
+        elif isinstance(source, Hole):
+            view[at : at + length] = bytes(length)
+        else:
+            late.append((at, part))
+        at += length
+    for at, (_, source, start, length, ledger) in late:
+        if ledger is None:
+            raise EngineError("a source that needs checksums came without a ledger")
+        if isinstance(source, Sealed):
+            text: bytes | bytearray = bytearray(source.data)
+            _CRC.pack_into(text, source.at, ledger.wait(source.record))
+        elif isinstance(source, Computed):
+            text = source.data(ledger.wait_all())
+        else:
+            raise EngineError(f"no such source: {source!r}")
+        view[at : at + length] = text[start : start + length]
+
+
+def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int) -> None:
+    _, _, start, length, ledger = part
+    memory = source.memory
+    wanted = source.record is not None and ledger is not None
+    step = _CHUNK if wanted or isinstance(memory, HostMemory) else length
+    crc = 0
+    for done in range(0, length, step):
+        size = min(step, length - done)
+        memory.copy_to(address + at + done, start + done, size)
+        if wanted:
+            crc = crc32(view[at + done : at + done + size], crc)
+    if source.record is not None and ledger is not None:
+        ledger.add(source.record, start, length, crc)
+
+
+def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:
+    """Return a part of a packed source that the end of a block cuts."""
+    with source.lock:
+        if source.made is None:
+            source.made = staged([Part(0, source, 0, source.length, ledger)])
+        piece = bytes(source.made[start : start + length])
+        source.used += length
+        if source.used == source.length:
+            source.made = None
+    return piece
+
+
+def staged(parts: Sequence[Part]) -> bytearray:
+    """Return the bytes of the parts, for what does not go through the pool."""
+    whole = bytearray(sum(part.length for part in parts))
+    if whole:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        fill(parts, memoryview(whole), address)
+    return whole
+
+
+def _fill_packed(
+    source: Packed, ledger: CrcLedger | None, view: memoryview, address: int, at: int
+) -> None:
+    """Put the bytes of a pack at byte `at` of `view`, which shows the memory at `address`.
+
+    Enters the CRC-32s in the ledger, if they are wanted.
+    """
+    known = ledger if source.first is not None else None
+    if source.length <= _JOINED * len(source.sizes):
+        crcs = _join(source, known is not None, view, at)
+    else:
+        crcs = _copy(source, known is not None, view, address, at)
+    if known is not None and source.first is not None:
+        known.add_many(source.first, crcs)
+
+
+def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
+    sizes, seal = source.sizes, source.seal
+    texts = list(map(bytes_at, source.addresses, sizes))
+    crcs = list(map(crc32, texts)) if wanted else []
+    if seal is None:
+        parts = chain.from_iterable(zip(texts, source.gaps, strict=True))
+    else:
+        told = crcs if wanted else repeat(0, len(sizes))
+        marks = repeat(DESCRIPTOR_SIGNATURE, len(sizes))
+        seals = map(seal.pack, marks, told, sizes, sizes)
+        parts = chain.from_iterable(zip(texts, seals, source.gaps, strict=True))
+    view[at : at + source.length] = b"".join(parts)
+    return crcs
+
+
+def _copy(source: Packed, wanted: bool, view: memoryview, address: int, at: int) -> list[int]:
+    crcs: list[int] = []
+    crc = 0
+    seal = source.seal
+    for data, size, gap in zip(source.addresses, source.sizes, source.gaps, strict=True):
+        end = at + size
+        memmove(address + at, data, size)
+        if wanted:
+            crc = crc32(view[at:end])
+            crcs.append(crc)
+        text = seal.pack(DESCRIPTOR_SIGNATURE, crc, size, size) + gap if seal is not None else gap
+        at = end + len(text)
+        view[end:at] = text
+    return crcs

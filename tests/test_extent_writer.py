@@ -1,0 +1,181 @@
+"""A layout is a value: any writers write any parts of it, in any order, into the same file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from fastserial import oracle
+from fastserial.checksums import CrcLedger, Piece, crc32
+from fastserial.config import Config
+from fastserial.containers.batch import storage_batch
+from fastserial.containers.extents import Extent, clip, is_late
+from fastserial.containers.legacy import element_counts, storage_extents
+from fastserial.containers.zip import ZipLayout, ZipPlan
+from fastserial.extent_writer import ExtentWriter
+
+SEEDS = range(25)
+
+
+def storages(random: Random) -> tuple[list[torch.UntypedStorage], list[bytes]]:
+    """Empty and very small ones, and some of up to a megabyte; and their bytes."""
+    sizes = [random.choice([0, 1, 8, 700, 4096, 65_537, 300_000, 1_000_001]) for _ in range(12)]
+    sizes += [40] * random.choice([0, 300])
+    random.shuffle(sizes)
+    texts = [random.randbytes(size) for size in sizes]
+    made = [
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).untyped_storage()
+        if text
+        else torch.UntypedStorage(0)
+        for text in texts
+    ]
+    return made, texts
+
+
+def zip_plan(random: Random) -> ZipPlan:
+    layout = ZipLayout("archive", random.choice([64, 4096]), checksums=random.random() < 0.8)
+    layout.add_bytes("data.pkl", b"pickle", crc32(b"pickle"))
+    saved, _ = storages(random)
+    layout.add_storages([f"data/{index}" for index in range(len(saved))], storage_batch(saved))
+    return oracle.finish(layout)
+
+
+def options(random: Random) -> Config:
+    return Config(
+        block_size=random.choice([4096, 16_384, 65_536, 2 * 1024 * 1024]),
+        queue_depth=random.choice([1, 3, 6]),
+        threads=random.choice([1, 3]),
+        small_file=random.choice([0, 50_000, 10**9]),
+        direct=random.choice([False, "auto"]),
+    )
+
+
+def write(
+    path: Path, extents: list[Extent], config: Config, ledger: CrcLedger | None, base: int = 0
+) -> None:
+    """Write on a descriptor that the writer did not open itself."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        out = ExtentWriter(fd, config)
+        try:
+            out.write(extents, ledger, base)
+            out.finish()
+        finally:
+            out.close()
+    finally:
+        os.close(fd)
+
+
+def ledger_of(plan: ZipPlan) -> CrcLedger:
+    return CrcLedger(plan.sizes, plan.crcs)
+
+
+def ranges(random: Random, nbytes: int, count: int) -> list[tuple[int, int]]:
+    """Cut a file at any bytes into `count` ranges, some of them perhaps empty, in any order."""
+    cuts = [0, *sorted(random.randint(0, nbytes) for _ in range(count - 1)), nbytes]
+    found = list(pairwise(cuts))
+    random.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranges_of_a_zip_among_writers(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    plan = zip_plan(random)
+    write(tmp_path / "whole", plan.extents, options(random), ledger_of(plan))
+    everything = ledger_of(plan)
+    now = [extent for extent in plan.extents if not is_late(extent.source)]
+    late = [extent for extent in plan.extents if is_late(extent.source)]
+    base = random.choice([0, 13, 4096])
+    for first, stop in ranges(random, plan.nbytes, random.randint(1, 8)):
+        own = ledger_of(plan)
+        write(tmp_path / "parts", list(clip(now, first, stop)), options(random), own, base)
+        everything.merge(own.pieces())
+    random.shuffle(late)
+    write(tmp_path / "parts", late, options(random), everything, base)
+    assert (tmp_path / "parts").read_bytes()[base:] == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_extents_in_any_order_from_one_writer(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    plan = zip_plan(random)
+    write(tmp_path / "whole", plan.extents, options(random), ledger_of(plan))
+    now = [extent for extent in plan.extents if not is_late(extent.source)]
+    late = [extent for extent in plan.extents if is_late(extent.source)]
+    random.shuffle(now)
+    random.shuffle(late)
+    write(tmp_path / "mixed", now + late, options(random), ledger_of(plan))
+    assert (tmp_path / "mixed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranges_of_a_legacy_file_among_writers(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    saved, texts = storages(random)
+    batch = storage_batch(saved)
+    extents = storage_extents(batch, element_counts(batch.sizes, [1] * len(saved), True))
+    nbytes = sum(extent.length for extent in extents)
+    for first, stop in ranges(random, nbytes, random.randint(1, 8)):
+        write(tmp_path / "parts", list(clip(extents, first, stop)), options(random), None)
+    expected = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
+    assert (tmp_path / "parts").read_bytes() == expected
+
+
+def _write_share(
+    path: Path, extents: list[Extent], config: Config, plan: ZipPlan, told: Connection
+) -> None:
+    own = ledger_of(plan)
+    write(path, extents, config, own)
+    told.send([tuple(piece) for piece in own.pieces()])
+    told.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranges_of_a_zip_among_processes(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    plan = zip_plan(random)
+    write(tmp_path / "whole", plan.extents, options(random), ledger_of(plan))
+    everything = ledger_of(plan)
+    now = [extent for extent in plan.extents if not is_late(extent.source)]
+    context = multiprocessing.get_context("fork")
+    running = []
+    for first, stop in ranges(random, plan.nbytes, 3):
+        mine, theirs = context.Pipe(duplex=False)
+        share = list(clip(now, first, stop))
+        arguments = (tmp_path / "parts", share, options(random), plan, theirs)
+        process = context.Process(target=_write_share, args=arguments)
+        process.start()
+        theirs.close()
+        running.append((process, mine))
+    for process, mine in running:
+        everything.merge(Piece(*piece) for piece in mine.recv())
+        process.join()
+        assert process.exitcode == 0
+    late = [extent for extent in plan.extents if is_late(extent.source)]
+    write(tmp_path / "parts", late, options(random), everything)
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_range_is_written_directly_but_for_its_first_and_last_page(tmp_path: Path) -> None:
+    storage = torch.zeros(1_000_000, dtype=torch.uint8).untyped_storage()
+    extents = storage_extents(storage_batch([storage]), [b""])
+    path = tmp_path / "f"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        out = ExtentWriter(fd, Config(small_file=0, block_size=65_536))
+        out.write(extents, None, 5000)
+        out.finish()
+        out.close()
+    finally:
+        os.close(fd)
+    if not out.direct:
+        pytest.skip(f"no direct I/O here: {out.fallback}")
+    assert out.tally.direct_bytes == 1_000_000 - (8192 - 5000) - (1_005_000 % 4096)
