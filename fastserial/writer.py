@@ -89,6 +89,7 @@ class FastFileWriter:
             TypeError: neither or both of `target` and `file_path` are given.
         """
         self._closed = True  # until there is something to close
+        self._failed = False
         chosen = target if target is not None else file_path
         if chosen is None or (target is not None and file_path is not None):
             raise TypeError("give a FastFileWriter one target")
@@ -220,8 +221,12 @@ class FastFileWriter:
         return length
 
     def flush(self) -> None:
-        """Do nothing: bytes reach the file in whole blocks, the last ones at `close`."""
-        self._check_open()
+        """Do nothing: bytes reach the file in whole blocks, the last ones at `close`.
+
+        After an error neither: torch flushes then, too, and another error would hide the first.
+        """
+        if not self._failed:
+            self._check_open()
         self._statistics.flush += 1
 
     def save_torch_storage_object_list(
@@ -417,6 +422,7 @@ class FastFileWriter:
 
     def _give_up(self, error: BaseException) -> None:
         """Discard everything because of an error, and raise it as a `WriteError` if it is one."""
+        self._failed = True
         try:
             self.abort()
         except OSError as another:
