@@ -206,8 +206,8 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
         load.fallback = "many small records"
         load.paused.enter_context(paused_collection())  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
-    directory = read_places(source.fd, source.size)
-    if count != len(directory.records):
+    directory = read_places(source.fd, source.size, stock)
+    if count != directory.end.count:
         load.fallback = "torch sees other records"
         return FastZipReader(stock, source.name, limit) if sized else stock
     verify = config.verify_on_load
