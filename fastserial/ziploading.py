@@ -61,7 +61,7 @@ def _found_by_torch(fd: int, records: Sequence[RecordEntry], stock: Any) -> list
         named.setdefault(record.full_name.lower(), []).append(record)
     found: list[RecordEntry] = []
     try:
-        reader = stock or torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
+        reader: Any = stock or torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
         for group in named.values():
             if len(group) == 1:
                 found += group

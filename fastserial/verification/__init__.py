@@ -52,6 +52,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
             kind, reason = _kind(fd, before, name)
             if kind == "zip":
                 result = verify_zip(fd, size, config or config_module.current(), findings)
+                reason = result.no_checkpoint
             elif kind == "legacy":
                 result.records = verify_legacy(fd, size, findings)
             after = os.fstat(fd)
