@@ -25,6 +25,7 @@ from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.safetensors import TYPE_NAMES, header_bytes
 from fastserial.containers.zip import archive_name
 from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.filestamp import stamp
 from fastserial.mapped import Mapped, map_checkpoint
 from fastserial.patching import get_original, patched
 from fastserial.staging import HostMemory, storage_memory
@@ -83,7 +84,7 @@ def convert(
         _verify(name)
     fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is refused
     try:
-        before = os.fstat(fd)
+        before = stamp(fd)
         mapped = map_checkpoint(fd, name)
         value = _part(mapped.value, key)
         places = _Places(fd, mapped)
@@ -98,8 +99,7 @@ def convert(
                 _write_zip(value, writer)
             nbytes = writer.tell()
             writer.settle()
-            after = os.fstat(fd)
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            if not before.holds_for(fd):
                 raise CorruptCheckpointError("the file changed while it was read", path=name)
     except CorruptCheckpointError as error:
         error.path = error.path or name

@@ -348,18 +348,27 @@ def test_what_cannot_be_checked(tmp_path: Path) -> None:
 
 def test_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.pt"
-    path.write_bytes(ZIP)
+    other = stock_bytes({"a": torch.arange(50) + 1, "b": [torch.zeros(7)], "c": torch.zeros(0)})
+    assert len(other) == len(ZIP)
     real = verification.verify_zip
+    for change, status in (
+        (lambda: path.write_bytes(other), "unreadable"),
+        (lambda: path.write_bytes(ZIP + ZIP), "unreadable"),
+        (lambda: os.utime(path, ns=(1, 1)), "ok"),
+    ):
+        path.write_bytes(ZIP)
+        os.utime(path, ns=(2, 2))
 
-    def slow(*args: Any) -> Any:
-        result = real(*args)
-        os.utime(path, ns=(1, 1))
-        return result
+        def slow(*args: Any, change: Any = change) -> Any:
+            result = real(*args)
+            change()
+            return result
 
-    monkeypatch.setattr(verification, "verify_zip", slow)
-    report = verify(path)
-    assert report.status == "unreadable"
-    assert "changed" in report.notes[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(verification, "verify_zip", slow)
+            report = verify(path)
+        assert report.status == status
+        assert any("changed" in note for note in report.notes) == (status == "unreadable")
 
 
 def test_a_disk_error_is_reported_with_the_records_it_hits(
