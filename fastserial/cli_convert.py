@@ -45,3 +45,6 @@ def convert(
         source, target, to.value if to else None, key=key, copy_shared=copy_shared, verify=verify
     )
     typer.echo(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
+    if done.dropped:
+        names = ", ".join(map(ascii, done.dropped))
+        typer.echo(f"not kept, for want of a place in the format: metadata {names}", err=True)

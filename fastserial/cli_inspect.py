@@ -38,7 +38,7 @@ def verify(
 ) -> None:
     """Check every checksum and the structure of checkpoints. Executes nothing in them.
 
-    Exit status: 0 all are whole, 1 one is damaged, 2 one cannot be checked.
+    Exit status: 0 all are whole, 1 one is damaged, 2 one cannot be checked, or is no checkpoint.
     """
     from fastserial.verification import verify as check
 

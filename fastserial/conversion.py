@@ -22,9 +22,10 @@ from fastserial.config import Config, current
 from fastserial.containers.batch import batch_of
 from fastserial.containers.extents import Data, Extent, Memory
 from fastserial.containers.legacy import element_counts, storage_extents
-from fastserial.containers.safetensors import TYPE_NAMES, header_bytes
+from fastserial.containers.safetensors import TYPE_NAMES, header_bytes, read_metadata
 from fastserial.containers.zip import archive_name
 from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.filestamp import stamp
 from fastserial.mapped import Mapped, map_checkpoint
 from fastserial.patching import get_original, patched
 from fastserial.staging import HostMemory, storage_memory
@@ -40,11 +41,19 @@ _PROTOCOL = 2  # torch's default
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What `convert` did: containers of both sides, and bytes of the new file."""
+    """What `convert` did.
+
+    Attributes:
+        source, target: the containers of both sides.
+        nbytes: size of the new file.
+        dropped: names of the source's metadata (safetensors), for which a file of torch has no
+            place; empty between two safetensors files, which keep it.
+    """
 
     source: str
     target: str
     nbytes: int
+    dropped: tuple[str, ...] = ()
 
 
 def convert(
@@ -83,29 +92,30 @@ def convert(
         _verify(name)
     fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is refused
     try:
-        before = os.fstat(fd)
+        before = stamp(fd)
         mapped = map_checkpoint(fd, name)
         value = _part(mapped.value, key)
+        metadata = read_metadata(fd) if mapped.container == "safetensors" else {}
         places = _Places(fd, mapped)
         writer = _StreamWriter(path, config or current(), places, to)
         with writer:
             if to == "safetensors":
-                _write_safetensors(value, writer, copy_shared)
+                _write_safetensors(value, writer, copy_shared, {"format": "pt", **metadata})
             elif to == "legacy":
                 _write_legacy(value, writer)
             else:
                 _write_zip(value, writer)
             nbytes = writer.tell()
             writer.settle()
-            after = os.fstat(fd)
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            if not before.holds_for(fd):
                 raise CorruptCheckpointError("the file changed while it was read", path=name)
     except CorruptCheckpointError as error:
         error.path = error.path or name
         raise
     finally:
         os.close(fd)
-    return Converted(mapped.container, to, nbytes)
+    dropped = tuple(name for name in metadata if name != "format" and to != "safetensors")
+    return Converted(mapped.container, to, nbytes, dropped)
 
 
 def _verify(path: str) -> None:
@@ -267,7 +277,9 @@ def _refuse_in_legacy(value: Any) -> None:
             ) from None
 
 
-def _write_safetensors(value: Any, writer: _StreamWriter, copy_shared: bool) -> None:
+def _write_safetensors(
+    value: Any, writer: _StreamWriter, copy_shared: bool, metadata: Mapping[str, str]
+) -> None:
     tensors = _flat_tensors(value)
     if not copy_shared:
         _refuse_shared(tensors)
@@ -277,7 +289,7 @@ def _write_safetensors(value: Any, writer: _StreamWriter, copy_shared: bool) -> 
         (key, _type_name(tensor), tuple(tensor.shape), tensor.numel() * tensor.itemsize)
         for key, tensor in order
     ]
-    writer.write(header_bytes(rows, {"format": "pt"}))
+    writer.write(header_bytes(rows, metadata))
     extents: list[Extent] = []
     at = writer.tell()
     for _, tensor in order:

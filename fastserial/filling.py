@@ -20,8 +20,14 @@ from fastserial import config as config_module
 from fastserial.checksums import CrcLedger
 from fastserial.collection import paused_collection
 from fastserial.config import Config
-from fastserial.errors import CorruptCheckpointError, LoadMismatchError, UnreadableTensorError
+from fastserial.errors import (
+    CheckpointKeyError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    UnreadableTensorError,
+)
 from fastserial.loadreport import LoadReport, publish_load
+from fastserial.modulestate import ModuleState
 from fastserial.reader import FastFileReader
 from fastserial.report import Latency
 from fastserial.sinks import CheckedSink, PartsSink, ReadExtent, Sink
@@ -73,8 +79,10 @@ def load_into(
     """Fill the tensors of a module or a state dict from a checkpoint.
 
     Keys must match as for `load_state_dict`; nested dictionaries and lists are joined by dots.
-    Values that are not tensors are left alone, hooks of modules are not run. The pickle is read,
-    but never executed.
+    Values of a dictionary that are not tensors are left alone. The pickle is read, but never
+    executed, and hooks of modules are not run; with one exception: what a module's `state_dict`
+    gives that is not its own memory (extra states, persistent metrics, copies) goes through its
+    `load_state_dict`, and if it is no tensor, is unpickled by torch's `weights_only` rules.
 
     Args:
         target: what to fill, in place.
@@ -90,18 +98,26 @@ def load_into(
 
     Raises:
         LoadMismatchError: keys, dtypes or shapes differ; nothing was changed. A `RuntimeError`.
+        RuntimeError: the module's `load_state_dict` did not take what is not in its memory.
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
     config = config or config_module.current()
     verify = config.verify_on_load if verify is None else verify
     began = perf_counter()
-    wanted = dict(_tensors(target))
+    module = ModuleState(target) if isinstance(target, torch.nn.Module) else None
+    wanted = dict(_tensors(module.entries if module is not None else target))
     with FastFileReader(path, config) as reader:
         with contextlib.ExitStack() as objects:
             objects.enter_context(paused_collection())
             index = read_index(reader.fd, reader.name)
-            jobs, left = _match(wanted, index, key, strict, type(target).__name__)
+            unread: dict[str, str] = {}
+            if module is not None and module.loose:
+                module.divide(lambda name, tensor: _fits(tensor, index, key, name))
+                unread = module.unpickle(reader.fd, reader.name, key, verify)
+                wanted = dict(_tensors(module.readable()))
+            claimed = module.unpickled if module is not None else []
+            jobs, left = _match(wanted, index, key, strict, type(target).__name__, claimed, unread)
             passes = _last_of_each(jobs)
             if reader.size > len(jobs) * _FEW_BYTES:
                 objects.close()  # reading may take long
@@ -111,15 +127,15 @@ def load_into(
     for job in jobs:
         if not job.target.is_inference():
             torch.autograd.graph.increment_version(job.target)
+    if module is not None:
+        left.missing_keys.extend(module.hand_over(strict, left.missing_keys))
     return left
 
 
 # -- what is to be filled ------------------------------------------------------------------------
 
 
-def _tensors(target: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(target, torch.nn.Module):
-        target = target.state_dict(keep_vars=True)
+def _tensors(target: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if not isinstance(target, Mapping):
         raise TypeError(f"load_into fills a module or a dictionary, not {type(target).__name__}")
     yield from _walk(target, "")
@@ -136,10 +152,34 @@ def _walk(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _walk(item, f"{key}.{number}" if key else str(number))
 
 
+def _fits(target: torch.Tensor, index: TensorIndex, prefix: str, name: str) -> bool:
+    """Tell whether a tensor of the checkpoint can be read into this one."""
+    try:
+        place = index.place(f"{prefix}.{name}" if prefix else name)
+    except (CheckpointKeyError, UnreadableTensorError):
+        return False
+    return _objection(target, place) is None
+
+
 def _match(
-    wanted: dict[str, torch.Tensor], index: TensorIndex, prefix: str, strict: bool, name: str
+    wanted: dict[str, torch.Tensor],
+    index: TensorIndex,
+    prefix: str,
+    strict: bool,
+    name: str,
+    claimed: Sequence[str],
+    unread: Mapping[str, str],
 ) -> tuple[list[_Job], LoadedKeys]:
     """Return what to read, having compared everything.
+
+    Args:
+        wanted: what to fill.
+        index: what there is.
+        prefix: the part of it that is used.
+        strict: every tensor of either side must have its partner.
+        name: of the target, for errors.
+        claimed: keys whose values, and all below, come from the pickle.
+        unread: those that it does not give, and why.
 
     Raises:
         LoadMismatchError: something differs.
@@ -147,9 +187,13 @@ def _match(
     start = f"{prefix}." if prefix else ""
     there = {key[len(start) :] for key in index if key.startswith(start)}
     missing = [key for key in wanted if key not in there]
+    missing += [key for key, reason in unread.items() if not reason]
     unexpected = [key for key in index if key.startswith(start)]
     unexpected = [key[len(start) :] for key in unexpected if key[len(start) :] not in wanted]
-    wrong: list[str] = []
+    taken = tuple(f"{key}." for key in claimed)
+    unexpected = [key for key in unexpected if not f"{key}.".startswith(taken)]
+    refused = [f"{key}: {reason}" for key, reason in unread.items() if reason]
+    wrong = refused if strict else []
     if strict and missing:
         wrong.append(f"not in the checkpoint: {_listed(missing)}")
     if strict and unexpected:
@@ -171,6 +215,7 @@ def _match(
         more = f"\n\t... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         lines = "\n\t".join(wrong[:_SHOWN])
         raise LoadMismatchError(f"the checkpoint does not fit this {name}:\n\t{lines}{more}")
+    missing += [key for key, reason in unread.items() if reason]
     return jobs, LoadedKeys(missing, unexpected)
 
 

@@ -76,7 +76,7 @@ class _Load:
     def __enter__(self) -> BinaryIO:
         file: BinaryIO = self.opener.__enter__()
         self.file = file
-        self.source = file_source(file)
+        self.source = file_source(file, self.config.small_file)
         _open.loads.append(self)
         return file
 
@@ -98,7 +98,7 @@ class _Load:
         if not succeeded or not self.used:
             return
         if source is not None:
-            if self.ours and not source.is_unchanged():
+            if self.reader is not None and not source.is_unchanged():
                 what = "the file changed while it was read"
                 raise CorruptCheckpointError(what, path=source.name)
             if archive is not None and archive.position is not None:
@@ -206,8 +206,8 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
         load.fallback = "many small records"
         load.paused.enter_context(paused_collection())  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
-    directory = read_places(source.fd, source.size)
-    if count != len(directory.records):
+    directory = read_places(source.fd, source.size, stock)
+    if count != directory.end.count:
         load.fallback = "torch sees other records"
         return FastZipReader(stock, source.name, limit) if sized else stock
     verify = config.verify_on_load

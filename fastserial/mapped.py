@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.containers.directory import STORED, is_zip
+from fastserial.containers.directory import is_zip
 from fastserial.containers.legacy_read import is_legacy, read_legacy
 from fastserial.containers.safetensors import read_header
 from fastserial.errors import ConvertError, CorruptCheckpointError
@@ -108,7 +108,8 @@ def _map_zip(fd: int, size: int, whole: torch.UntypedStorage) -> tuple[Any, dict
         raise ConvertError(_BIG_ENDIAN)
     if directory.find("constants.pkl") is not None:
         raise ConvertError("a TorchScript archive is no checkpoint of torch.save")
-    packed = next((record for record in directory.records if record.method != STORED), None)
+    storages = (record for record in directory.records if record.name.startswith("data/"))
+    packed = next((record for record in storages if not record.is_stored), None)
     if packed is not None:
         raise ConvertError(f"record {packed.name} is compressed: load and save it with torch")
     load = get_original("_load")

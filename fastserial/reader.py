@@ -15,6 +15,7 @@ from fastserial import filesystem
 from fastserial.blockreader import BlockReader
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
+from fastserial.filestamp import stamp
 from fastserial.progress import progress_bar
 from fastserial.readplan import plan_blocks
 from fastserial.sinks import ReadExtent
@@ -55,7 +56,7 @@ class FastFileReader:
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", self.name)
             self.size = found.st_size
-            self._stamp = found.st_mtime_ns
+            self._stamp = stamp(self.fd, found)
             self.bar = progress_bar(self.config.progress, self.name)
             self.blocks = BlockReader(self.fd, self.size, self.config, self.bar.update)
         except BaseException:
@@ -105,10 +106,9 @@ class FastFileReader:
         """Raise if the file was written to since it was opened.
 
         Raises:
-            CorruptCheckpointError: its size or its time of modification is another.
+            CorruptCheckpointError: its size is another, or its time of modification and its ends.
         """
-        found = os.fstat(self.fd)
-        if (found.st_size, found.st_mtime_ns) != (self.size, self._stamp):
+        if not self._stamp.holds_for(self.fd):
             raise CorruptCheckpointError("the file changed while it was read", path=self.name)
 
     @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from fastserial.containers.directory import STORED, Directory, RecordEntry, read_exactly
+from fastserial.containers.directory import Directory, RecordEntry, read_exactly
 from fastserial.errors import CorruptCheckpointError
 from fastserial.outline import Outline, outline
 from fastserial.pickles import ByteStream, Limits, decode
@@ -24,8 +24,12 @@ def read_record(fd: int, record: RecordEntry, most: int) -> bytes:
     """
     if record.size > most:
         raise CorruptCheckpointError(f"larger than {most} bytes", record=record.name)
+    if not record.is_readable:
+        raise CorruptCheckpointError(
+            "encrypted, or compressed in a way that torch cannot read", record=record.name
+        )
     raw = read_exactly(fd, record.data_offset, record.compressed_size)
-    if record.method == STORED:
+    if record.is_stored:
         return raw
     try:
         data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(raw, record.size + 1)
@@ -43,7 +47,7 @@ def record_stream(fd: int, record: RecordEntry) -> ByteStream:
         CorruptCheckpointError: it is compressed, and damaged or larger than 256 MiB.
         OSError: the file cannot be read.
     """
-    if record.method == STORED:
+    if record.is_stored:
         return ByteStream(
             lambda offset, length: read_exactly(fd, offset, length),
             record.data_offset,
@@ -61,9 +65,12 @@ def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> 
         PickleLimitError: it is larger than the limits.
         OSError: the file cannot be read.
     """
-    record = directory.find(PICKLE)
-    if record is None:
+    records = [record for record in directory.records if record.name == PICKLE]
+    if not records:
         return None
+    record = records[0]
+    if len({(one.size, one.crc) for one in records}) > 1:
+        raise CorruptCheckpointError("several records bear this name, and differ", record=PICKLE)
     try:
         return outline(decode(record_stream(fd, record), limits), limits)
     except CorruptCheckpointError as error:

@@ -8,6 +8,8 @@ import stat
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from fastserial.filestamp import FileStamp, stamp
+
 __all__ = ["FileSource", "file_source"]
 
 _METHODS = frozenset({"fileno", "read", "readinto", "seek", "tell"})
@@ -23,7 +25,7 @@ class FileSource:
         fd: its descriptor.
         start: where it stood when it was handed over (bytes).
         size: bytes of the file.
-        stamp: time of its last modification (nanoseconds).
+        stamp: what it was like then.
     """
 
     name: str
@@ -31,19 +33,19 @@ class FileSource:
     fd: int
     start: int
     size: int
-    stamp: int
+    stamp: FileStamp
 
     def is_unchanged(self) -> bool:
-        """Tell whether nobody wrote to the file since it was handed over."""
-        found = os.fstat(self.fd)
-        return (found.st_size, found.st_mtime_ns) == (self.size, self.stamp)
+        """Tell whether nobody wrote to the file since it was handed over, as far as is known."""
+        return self.stamp.holds_for(self.fd)
 
 
-def file_source(file: Any) -> FileSource | None:
+def file_source(file: Any, small: int) -> FileSource | None:
     """Return a file object as a source if its descriptor shows what its `read` would give.
 
     Subclasses and wrappers may change the bytes, so only plain files and what fsspec's local file
-    system hands out are taken.
+    system hands out are taken. Of files of more than `small` bytes the ends are noted, to tell
+    later whether they changed.
     """
     raw = _raw_file(file)
     if raw is None:
@@ -56,11 +58,12 @@ def file_source(file: Any) -> FileSource | None:
         if isinstance(raw, io.BufferedRandom):
             raw.flush()
         start = raw.tell()
+        seen = stamp(fd, found, ends=found.st_size > small)
     except (OSError, ValueError):
         return None
     name = getattr(raw, "name", None)
     text = name if isinstance(name, str) else f"<fd {fd}>"
-    return FileSource(text, file, fd, start, found.st_size, found.st_mtime_ns)
+    return FileSource(text, file, fd, start, found.st_size, seen)
 
 
 def _raw_file(file: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
-from fastserial.containers.directory import STORED, Directory, is_zip
+from fastserial.containers.directory import Directory, is_zip
 from fastserial.containers.legacy_read import is_legacy, read_legacy
 from fastserial.containers.safetensors import read_header
 from fastserial.errors import CheckpointKeyError, CorruptCheckpointError, UnreadableTensorError
@@ -132,7 +132,7 @@ def _of_zip(fd: int) -> TensorIndex:
             record.name, record.data_offset, record.size, record.crc or None
         )
         for record in directory.records
-        if record.method == STORED and record.name.startswith("data/")
+        if record.is_stored and record.name.startswith("data/")
     }
     return TensorIndex("zip", _entries(found, storages))
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 from corpus import CASES, MIB, Case, noise
 from identity import digest, saver, stock
+from typer import Typer
+from typer.testing import CliRunner
 
+from fastserial import cli_convert
 from fastserial.conversion import Container, convert
 from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 from fastserial.inspection import inspect
@@ -115,6 +118,41 @@ def test_to_safetensors_and_back(fmt: Container, tmp_path: Path) -> None:
     assert again.keys() == value.keys()
     for key, tensor in value.items():
         assert torch.equal(again[key], tensor.detach()), key
+
+
+def test_metadata(tmp_path: Path) -> None:
+    """Kept where there is a place for it; else the caller is told what is lost."""
+    safetensors = pytest.importorskip("safetensors")
+    torch_io = pytest.importorskip("safetensors.torch")
+    source, copy = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    text = {"author": "ü \x1b[31m", "format": "pt", "modelspec.title": "x" * 5000}
+    torch_io.save_file({"w": torch.ones(9)}, source, metadata=text)
+    assert convert(source, copy).dropped == ()
+    with safetensors.safe_open(copy, "pt") as file:
+        assert file.metadata() == text
+    for to in TORCH_CONTAINERS:
+        done = convert(source, tmp_path / "c.pt", to)
+        assert set(done.dropped) == {"author", "modelspec.title"}
+    torch_io.save_file({"w": torch.ones(9)}, source)
+    assert convert(source, copy).dropped == convert(source, tmp_path / "c.pt").dropped == ()
+    with safetensors.safe_open(copy, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    convert(tmp_path / "c.pt", copy)
+    with safetensors.safe_open(copy, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_metadata_that_is_lost_is_told(tmp_path: Path) -> None:
+    torch_io = pytest.importorskip("safetensors.torch")
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.pt"
+    torch_io.save_file({"w": torch.ones(9)}, source, metadata={"author": "me", "a\x1b": "b"})
+    app = Typer()
+    app.command()(cli_convert.convert)
+    result = CliRunner().invoke(app, [str(source), str(target)])
+    assert result.exit_code == 0
+    assert "metadata" in result.output
+    assert "'author'" in result.output
+    assert "\x1b" not in result.output
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

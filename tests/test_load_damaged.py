@@ -347,6 +347,19 @@ def test_repeated_legacy_keys(tmp_path: Path) -> None:
 # --- files that change --------------------------------------------------------------------------
 
 
+def _written_over(data: bytes, fmt: str) -> bytes:
+    """Another checkpoint with the same tensors, of the same size, with other values."""
+    if fmt == "legacy":
+        start = len(data) - 80_000  # in the last tensor
+        return data[:start] + bytes(byte ^ 0x55 for byte in data[start:])
+    buffer = io.BytesIO(data)
+    with stock():
+        values = torch.load(buffer)
+        buffer = io.BytesIO()
+        torch.save([value ^ 0x55 for value in values], buffer)
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize("how", ["truncate", "overwrite", "append"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_file_changes_while_read(
@@ -355,11 +368,14 @@ def test_file_changes_while_read(
     from fastserial import prefetch
 
     monkeypatch.setattr(prefetch, "_LOOK_AHEAD", 100_000)
-    path = tmp_path / "f.pt"
+    path = tmp_path / "archive.pt"
     with stock():
         torch.save(
             [noise(90_000) for _ in range(20)], path, _use_new_zipfile_serialization=fmt == "zip"
         )
+    data = path.read_bytes()
+    other = _written_over(data, fmt)
+    assert len(other) == len(data)
     os.utime(path, (1, 1))
     calls: list[int] = []
 
@@ -370,9 +386,11 @@ def test_file_changes_while_read(
             with open(path, "r+b") as file:
                 if how == "truncate":
                     file.truncate(size // 2)
+                elif how == "append":
+                    file.seek(size)
+                    file.write(b"more")
                 else:
-                    file.seek(size if how == "append" else size // 2)
-                    file.write(b"changed")
+                    file.write(other)
         return storage
 
     with fast(**{**DIRECT, "queue_depth": 1, "threads": 1}), pytest.raises(RuntimeError) as caught:
@@ -380,6 +398,30 @@ def test_file_changes_while_read(
     if how != "truncate" or fmt == "zip":
         assert isinstance(caught.value, CorruptCheckpointError), caught.value
         assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("options", [DIRECT, VERIFIED], ids=["direct", "verified"])
+def test_touched_file_is_the_same_file(fmt: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Somebody keeps files in scratch folders young; or the file system's clock is the time now."""
+    path = tmp_path / "f.pt"
+    values = [noise(90_000) for _ in range(20)]
+    with stock():
+        torch.save(values, path, _use_new_zipfile_serialization=fmt == "zip")
+    times: list[int] = []
+
+    def touch(storage: Any, location: str) -> Any:
+        times.append(len(times))
+        os.utime(path, (len(times), len(times)))
+        return storage
+
+    with fast(**options):
+        found = torch.load(path, map_location=touch)
+    assert len(times) == 20
+    assert digest(found) == digest(values)
+    report = last_load_report()
+    assert report is not None
+    assert (report.engine, report.fallback) == ("threads", None)
 
 
 def test_replaced_file_is_read_to_its_end(tmp_path: Path) -> None:

@@ -261,6 +261,24 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
                 file.get_tensor("x")
 
 
+@pytest.mark.parametrize("fmt", ["zip", "legacy"])
+def test_a_file_that_is_touched(fmt: str, tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    want = {"x": noise(90_000), "y": noise(300)}
+    with stock():
+        torch.save(want, path, _use_new_zipfile_serialization=fmt == "zip")
+    with open_checkpoint(path) as file:
+        for when in (1, 2):
+            os.utime(path, (when, when))
+            for key, value in want.items():
+                assert torch.equal(file.get_tensor(key), value)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(CorruptCheckpointError, match="changed"):
+            file.get_tensor("x")
+
+
 def test_other_tensors_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad place on the disk leaves the rest of the file readable."""
     path = tmp_path / "f.pt"

@@ -2,14 +2,13 @@
 
 Every offset and size is checked against the file before it is used, memory is bounded by the
 size of the directory, and nothing outside the file is read. What torch's own reader takes is
-taken, except for records that overlap or bear the same name. `fastserial.verify` looks closer.
+taken, except for records that overlap. `fastserial.verify` looks closer.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,7 +41,7 @@ _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
-_MAX_COMMENT = 0xFFFF
+_REACH = 4096 + 16 * 4093  # how far from the end of the file torch's reader looks (bytes)
 _DEFLATE_LIMIT = 1040  # deflate makes at most 1032 bytes from one
 
 Stamp = tuple[int, int, int, int, int, int, int]
@@ -60,7 +59,7 @@ class RecordEntry(NamedTuple):
         size: bytes of the data once read.
         compressed_size: bytes in the file; the same as `size` unless `method` is `DEFLATED`.
         crc: CRC-32 of the data.
-        method: `STORED` (all that torch writes) or `DEFLATED`.
+        method: `STORED` (all that torch writes), `DEFLATED`, or one that torch cannot read.
         flags: general purpose bits.
         stamp: what matters little: versions made by and needed, time, date, number of the disk,
             internal and external attributes. All 0 in what torch writes.
@@ -83,6 +82,16 @@ class RecordEntry(NamedTuple):
     def data_end(self) -> int:
         """First byte after the data."""
         return self.data_offset + self.compressed_size
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the data lies in the file as it is."""
+        return self.method == STORED and not self.flags & ENCRYPTED
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether torch can read it: some ways to compress it, and encryption, are beyond it."""
+        return self.method in (STORED, DEFLATED) and not self.flags & ENCRYPTED
 
     @property
     def has_descriptor(self) -> bool:
@@ -118,7 +127,7 @@ class Directory:
 
     Attributes:
         archive_name: what stands before the `/` of the first record's name.
-        records: in the order of the central directory.
+        records: in the order of the central directory; several may bear the same name.
         size: size of the file (bytes).
         end: the records at the end of the file.
         exact: each `data_offset` comes from the local header.
@@ -212,7 +221,7 @@ def _text(name: bytes) -> str:
 
 
 def _read_end(fd: int, size: int) -> EndRecords:
-    reach = min(size, _END.size + _MAX_COMMENT)
+    reach = min(size, _REACH)
     tail = read_exactly(fd, size - reach, reach)
     found = tail.rfind(b"PK\x05\x06", 0, max(0, reach - _END.size + 4))
     if found < 0:
@@ -220,10 +229,8 @@ def _read_end(fd: int, size: int) -> EndRecords:
             "failed finding central directory: the file is truncated, or no zip archive"
         )
     at = size - reach + found
-    _, disk, start_disk, few, count, length, offset, comment = _END.unpack_from(tail, found)
+    _, disk, start_disk, few, count, length, offset, _ = _END.unpack_from(tail, found)
     trailing = size - at - _END.size
-    if comment > trailing:
-        raise CorruptCheckpointError("the end record's comment goes past the end of the file")
     if disk not in (0, _U16) or start_disk not in (0, _U16) or few != count:
         raise CorruptCheckpointError("archives in several parts are not supported")
     told = (count, length, offset)
@@ -339,15 +346,11 @@ def _entry(
                 wide[index] = values.pop(0)
         size, packed, header = wide
     problem = None
-    if flags & ENCRYPTED:
-        problem = "encrypted records are not supported"
-    elif method not in (STORED, DEFLATED):
-        problem = f"compression method {method} is not supported"
-    elif header + _LOCAL.size + len(name) + packed > end.directory_offset:
+    if header + _LOCAL.size + len(name) + packed > end.directory_offset:
         problem = "the record goes past the end of the records"
-    elif method == STORED and size != packed:
+    elif method == STORED and size != packed and not flags & ENCRYPTED:
         problem = f"stored with sizes {packed} and {size}, which differ"
-    elif size > packed * _DEFLATE_LIMIT:
+    elif method == DEFLATED and size > packed * _DEFLATE_LIMIT:
         problem = f"{size} bytes cannot come from {packed} in the file"
     if problem:
         raise CorruptCheckpointError(problem, record=_text(name))
@@ -401,7 +404,7 @@ def _placed(
             )
         offsets[index] = at
     skip = len(prefix)
-    records = [
+    return [
         RecordEntry(
             _text(entry[0][skip:] if entry[0].startswith(prefix) else b"/" + entry[0]),
             entry[0],
@@ -411,10 +414,6 @@ def _placed(
         )
         for entry, at in zip(entries, offsets, strict=True)
     ]
-    if len({record.full_name for record in records}) < len(records):
-        twice = Counter(record.name for record in records).most_common(1)[0][0]
-        raise CorruptCheckpointError("two records bear the same name", record=twice)
-    return records
 
 
 def _header_end(fd: int, entry: _Entry) -> int:

@@ -17,7 +17,7 @@ from fastserial.containers.directory import read_exactly
 from fastserial.errors import CorruptCheckpointError
 from fastserial.storagetable import ITEM_BYTES
 
-__all__ = ["TYPE_NAMES", "SafetensorsEntry", "header_bytes", "read_header"]
+__all__ = ["TYPE_NAMES", "SafetensorsEntry", "header_bytes", "read_header", "read_metadata"]
 
 _LENGTH_BYTES = 8
 _MOST_HEADER = 100_000_000  # as the reference implementation
@@ -67,16 +67,7 @@ def read_header(fd: int) -> list[SafetensorsEntry]:
         OSError: the file cannot be read.
     """
     size = os.fstat(fd).st_size
-    length = int.from_bytes(read_exactly(fd, 0, _LENGTH_BYTES), "little")
-    if length > min(size - _LENGTH_BYTES, _MOST_HEADER):
-        raise CorruptCheckpointError(f"a header of {length} bytes does not fit the file", offset=0)
-    try:
-        header = json.loads(read_exactly(fd, _LENGTH_BYTES, length))
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise CorruptCheckpointError("the header is no JSON object")
-    start = _LENGTH_BYTES + length
+    header, start = _header(fd, size)
     entries = [_entry(key, value, start) for key, value in header.items() if key != _METADATA]
     entries.sort(key=lambda entry: entry.offset)
     at = start
@@ -89,6 +80,33 @@ def read_header(fd: int) -> list[SafetensorsEntry]:
     if at != size:
         raise CorruptCheckpointError(f"the tensors end at byte {at}, the file at {size}")
     return entries
+
+
+def read_metadata(fd: int) -> dict[str, str]:
+    """Return the free text in the header, by name.
+
+    Raises:
+        CorruptCheckpointError, OSError: as `read_header`.
+    """
+    header, _ = _header(fd, os.fstat(fd).st_size)
+    found = header.get(_METADATA)
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, str)}
+
+
+def _header(fd: int, size: int) -> tuple[dict[str, Any], int]:
+    """Return the header and where the tensors start (bytes)."""
+    length = int.from_bytes(read_exactly(fd, 0, _LENGTH_BYTES), "little")
+    if length > min(size - _LENGTH_BYTES, _MOST_HEADER):
+        raise CorruptCheckpointError(f"a header of {length} bytes does not fit the file", offset=0)
+    try:
+        header = json.loads(read_exactly(fd, _LENGTH_BYTES, length))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError("the header is no JSON object")
+    return header, _LENGTH_BYTES + length
 
 
 def _entry(key: str, value: Any, start: int) -> SafetensorsEntry:

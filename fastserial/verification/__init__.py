@@ -15,6 +15,7 @@ from fastserial.config import Config
 from fastserial.containers.directory import is_zip, read_directory
 from fastserial.containers.legacy_read import is_legacy
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.filestamp import stamp
 from fastserial.verification.legacy import verify_legacy
 from fastserial.verification.report import Findings, Problem, Status, VerifyReport
 from fastserial.verification.zip import ZipResult, verify_zip
@@ -44,20 +45,23 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     result = ZipResult()
     size = 0
     reason: str | None = None
+    changed = False
     try:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             before = os.fstat(fd)
             size = before.st_size
             kind, reason = _kind(fd, before, name)
+            seen = stamp(fd, before)
             if kind == "zip":
                 result = verify_zip(fd, size, config or config_module.current(), findings)
+                reason = result.no_checkpoint
             elif kind == "legacy":
                 result.records = verify_legacy(fd, size, findings)
-            after = os.fstat(fd)
+            changed = not seen.holds_for(fd)
         finally:
             os.close(fd)
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        if changed:
             reason = "the file changed while it was read: verify it again"
     except CorruptCheckpointError as error:
         findings.add(Problem("truncated", error.message, error.record, error.offset))
@@ -67,7 +71,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
         reason = error.strerror or str(error)
     status: Status = "damaged" if findings.found else "ok"
     if reason is not None:
-        status = "unreadable" if status == "ok" or "changed" in reason else status
+        status = "unreadable" if status == "ok" or changed else status
         findings.note(reason)
     return VerifyReport(
         path=name,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from fastserial.containers.directory import DEFLATED, Directory, RecordEntry
+from fastserial.containers.directory import (
+    DEFLATED,
+    Directory,
+    RecordEntry,
+    parse_local_header,
+    read_exactly,
+)
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, ID_RECORD, fold
+from fastserial.errors import CorruptCheckpointError
 from fastserial.verification.report import Problem
 
-__all__ = ["check_end", "check_entries", "expected_id", "is_torch_made"]
+__all__ = ["check_end", "check_entries", "expected_id", "is_plain", "is_torch_made"]
 
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
@@ -17,24 +24,56 @@ _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
 
 
-def is_torch_made(directory: Directory) -> bool:
-    """Return whether most records look like torch's: no versions, times or attributes."""
-    plain = sum(record.stamp in (_PLAIN, _DEFLATED) for record in directory.records)
-    return 2 * plain > len(directory.records)
+_LOCAL_BYTES = 30  # of a local header without its name
+_END_BYTES = 56 + 20 + 22  # of the three records at the end
+
+
+def is_plain(record: RecordEntry) -> bool:
+    """Return whether an entry looks like torch's: no versions, times or attributes."""
+    return record.stamp == _stamp(record) and record.flags == _flags(record)
+
+
+def _stamp(record: RecordEntry) -> tuple[int, ...]:
+    return _DEFLATED if record.method == DEFLATED else _PLAIN
+
+
+def _flags(record: RecordEntry) -> int:
+    return _UTF8 | _HAS_DESCRIPTOR if record.size else _UTF8
+
+
+def is_torch_made(fd: int, directory: Directory) -> bool:
+    """Return whether torch wrote the archive, and nobody changed it since.
+
+    Most entries look like torch's then, and no other bears a date that its local header bears,
+    too: that is no damage, but another program's work.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    others = [record for record in directory.records if not is_plain(record)]
+    if 2 * len(others) >= len(directory.records):
+        return False
+    return not any(_is_dated(fd, record) for record in others)
+
+
+def _is_dated(fd: int, record: RecordEntry) -> bool:
+    when = record.stamp[2:4]
+    if not any(when):
+        return False
+    length = _LOCAL_BYTES + len(record.full_name)
+    try:
+        header = parse_local_header(read_exactly(fd, record.header_offset, length), record.name)
+    except CorruptCheckpointError:
+        return False
+    return header.name == record.full_name and header.stamp[1:] == when
 
 
 def check_entries(directory: Directory) -> Iterator[Problem]:
     """Compare the directory's entries with what torch writes into them."""
     for record in directory.records:
-        flags = _UTF8 | _HAS_DESCRIPTOR if record.size else _UTF8
-        stamp = _DEFLATED if record.method == DEFLATED else _PLAIN
-        plain = record.stamp == stamp and (record.size > 0 or record.crc == 0)
-        if not plain or record.flags != flags or record.extra != _zip64(record):
+        sound = is_plain(record) and (record.size > 0 or record.crc == 0)
+        if not sound or record.extra != _zip64(record):
             yield Problem("directory", "fields of its entry are damaged", record.name)
-        elif record.name.startswith("/"):
-            yield Problem(
-                "directory", f"it is not in the archive {directory.archive_name!r}", record.name
-            )
 
 
 def _zip64(record: RecordEntry) -> bytes:
@@ -46,31 +85,37 @@ def _zip64(record: RecordEntry) -> bytes:
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
-def check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[Problem]:
-    """Check the records behind the central directory; `tail` is what follows it, or its end."""
+def check_end(
+    directory: Directory, tail: bytes, torch_made: bool, remark: Callable[[str], None]
+) -> Iterator[Problem]:
+    """Check the records behind the central directory.
+
+    Args:
+        directory: what was read.
+        tail: what follows it, or its end.
+        torch_made: hold it against what torch writes, byte for byte.
+        remark: takes what is odd, but passed over by those who read the file.
+    """
     end = directory.end
     start = end.directory_offset + end.directory_size
+    comment = 0
     if torch_made:
-        if tail != _expected_tail(directory):
+        if tail[:_END_BYTES] != _expected_tail(directory):
             yield Problem(
                 "directory", "the records at the end of the file are damaged", None, start
             )
-        return
-    first = end.zip64_offset if end.zip64_offset is not None else end.offset
-    if first != start:
-        yield Problem(
-            "unaccounted",
-            f"{first - start} bytes after the directory belong to nothing",
-            None,
-            start,
-        )
-    if not end.agrees:
-        yield Problem("directory", "the end records disagree", None, end.offset)
-    (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
-    if comment != end.trailing:
-        yield Problem(
-            "unaccounted", f"{end.trailing - comment} bytes after the end record", None, end.offset
-        )
+            return
+    else:
+        first = end.zip64_offset if end.zip64_offset is not None else end.offset
+        if first != start:
+            remark(f"{first - start} bytes after the directory belong to nothing")
+        if not end.agrees:
+            yield Problem("directory", "the end records disagree", None, end.offset)
+        (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
+        if comment > end.trailing:
+            yield Problem("truncated", "its comment is cut short", None, end.offset)
+    if comment < end.trailing:
+        remark(f"{end.trailing - comment} bytes after the end of the archive belong to nothing")
 
 
 def _expected_tail(directory: Directory) -> bytes:

@@ -6,10 +6,12 @@ Together with the data (CRC-32) and the directory (see `ends`) they are every by
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fastserial.containers.directory import (
+    ENCRYPTED,
     HAS_DESCRIPTOR,
+    LocalHeader,
     RecordEntry,
     parse_local_header,
     zip64_values,
@@ -34,8 +36,12 @@ def check_gap(
     data: bytes,
     start: int,
     torch_made: bool,
+    remark: Callable[[str], None],
 ) -> Iterator[Problem]:
     """Compare what lies between two records with what the directory says of them.
+
+    Torch always writes the same, so any other byte is damage. What other programs write differs,
+    and only what makes a difference to a reader is damage.
 
     Args:
         before: the record whose data ends where `data` starts.
@@ -43,7 +49,11 @@ def check_gap(
         data: the bytes.
         start: their offset in the file.
         torch_made: hold it against what torch writes, byte for byte.
+        remark: takes what is odd, but passed over by those who read the file.
     """
+    if not torch_made:
+        yield from _check_loosely(before, after, data, start, remark)
+        return
     used = 0
     if before is not None and before.has_descriptor:
         used = _descriptor_length(before, data)
@@ -61,12 +71,58 @@ def check_gap(
     if after is None:
         return
     found = data[header:]
-    if torch_made and found == _torch_header(after, len(found)):
+    if found == _torch_header(after, len(found)):
         return
     problems = list(_header(after, found))
-    if torch_made and not problems:
+    if not problems:
         problems = [Problem("header", "its local header is damaged", after.name, start + header)]
     yield from problems
+
+
+def _check_loosely(
+    before: RecordEntry | None,
+    after: RecordEntry | None,
+    data: bytes,
+    start: int,
+    remark: Callable[[str], None],
+) -> Iterator[Problem]:
+    used = 0
+    header = (after.header_offset - start) if after is not None else len(data)
+    if before is not None and before.has_descriptor:
+        used = _descriptor_length(before, data, header)
+        if not used:
+            remark("a data descriptor is missing, or differs from the directory")
+            used = header
+    if header > used:
+        remark(f"{header - used} bytes at {start + used} belong to no record")
+    if after is None:
+        return
+    try:
+        found = parse_local_header(data[header:], after.name)
+    except CorruptCheckpointError as error:
+        yield Problem("header", error.message, after.name, after.header_offset)
+        return
+    message = _difference(after, found)
+    if message is not None:
+        yield Problem("header", message, after.name, after.header_offset)
+
+
+def _difference(record: RecordEntry, header: LocalHeader) -> str | None:
+    """Return how a reader that goes by the local header gets something else, or None."""
+    if header.name != record.full_name:
+        return "its local header bears another name"
+    if header.method != record.method or (header.flags ^ record.flags) & ENCRYPTED:
+        return "its local header tells of another compression than the directory"
+    if header.flags & HAS_DESCRIPTOR:
+        return None  # sizes and CRC are told behind the data
+    sizes = [header.size, header.compressed_size]
+    wide = zip64_values(header.extra)
+    for index, size in enumerate(sizes):
+        if size == _U32 and wide:
+            sizes[index] = wide.pop(0)
+    if (header.crc, *sizes) != (record.crc, record.size, record.compressed_size):
+        return "its local header holds other sizes or another CRC than the directory"
+    return None
 
 
 def _torch_header(record: RecordEntry, length: int) -> bytes:
@@ -95,16 +151,20 @@ def _is_wide(record: RecordEntry) -> bool:
     return record.size >= _U32 or record.header_offset >= _U32
 
 
-def _descriptor_length(record: RecordEntry, data: bytes) -> int:
-    """Return the length of the descriptor that `data` starts with, 0 if it is not right."""
+def _descriptor_length(record: RecordEntry, data: bytes, room: int = 0) -> int:
+    """Return the length of the descriptor that `data` starts with, 0 if it is not right.
+
+    Of an empty record it may have several lengths: it is `room` bytes then, if it can be.
+    """
+    found = 0
     sizes = record.compressed_size, record.size
     forms = ["<IQQ"] if max(sizes) > _U32 else ["<III", "<IQQ"]
     for form in forms:
         body = struct.pack(form, record.crc, *sizes)
         for expected in (_SIGNATURE + body, body):
-            if data.startswith(expected):
-                return len(expected)
-    return 0
+            if data.startswith(expected) and (not found or len(expected) == room):
+                found = len(expected)
+    return found
 
 
 def _bad_descriptor(record: RecordEntry, data: bytes, start: int) -> Problem:

@@ -56,7 +56,9 @@ class VerifyReport:
 
     Attributes:
         path: the file.
-        status: `ok`; `damaged`; `unreadable` if it cannot be told (no checkpoint, no permission).
+        status: `ok`: whole, and a checkpoint or another archive of torch; `damaged`: some reader
+            gets other bytes than were written, or torch cannot load it; `unreadable` if it cannot
+            be told (no permission, or no checkpoint: an archive like that is checked all the same).
         format: `zip`, `legacy` or None.
         bytes: size of the file.
         seconds: time it took.

@@ -6,6 +6,7 @@ import bisect
 import os
 import threading
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 
 from fastserial.checksums import crc32, crc32_combine
@@ -23,8 +24,15 @@ from fastserial.outline import Outline
 from fastserial.reading import PICKLE, zip_outline
 from fastserial.scan import scan
 from fastserial.storagetable import ITEM_BYTES
-from fastserial.verification.ends import check_end, check_entries, expected_id, is_torch_made
+from fastserial.verification.ends import (
+    check_end,
+    check_entries,
+    expected_id,
+    is_plain,
+    is_torch_made,
+)
 from fastserial.verification.gaps import LONGEST_GAP, check_gap
+from fastserial.verification.purpose import check_purpose, is_part, is_whole_pickle
 from fastserial.verification.report import Findings, Problem
 
 __all__ = ["ZipResult", "verify_zip"]
@@ -36,11 +44,19 @@ _INFLATE_CHUNK = 1024 * 1024
 
 @dataclass(slots=True)
 class ZipResult:
-    """Counts of a verified zip: records, bytes whose CRC-32 was compared, records without one."""
+    """What came of a zip.
+
+    Attributes:
+        records: how many there are.
+        checked_bytes: bytes whose CRC-32 was compared.
+        unchecked: records without one.
+        no_checkpoint: why it is none, if it is none.
+    """
 
     records: int = 0
     checked_bytes: int = 0
     unchecked: int = 0
+    no_checkpoint: str | None = None
 
 
 def verify_zip(fd: int, size: int, config: Config, findings: Findings) -> ZipResult:
@@ -51,7 +67,7 @@ def verify_zip(fd: int, size: int, config: Config, findings: Findings) -> ZipRes
     """
     try:
         directory = read_directory(fd, size, headers=False)
-        torch_made = is_torch_made(directory)
+        torch_made = is_torch_made(fd, directory)
         if not torch_made:
             directory = read_directory(fd, size)
     except CorruptCheckpointError as error:
@@ -61,11 +77,15 @@ def verify_zip(fd: int, size: int, config: Config, findings: Findings) -> ZipRes
     if torch_made:
         for problem in check_entries(directory):
             findings.add(problem)
-    for problem in check_end(directory, _tail(fd, directory), torch_made):
+    remarks: list[str] = []
+    for problem in check_end(directory, _tail(fd, directory), torch_made, remarks.append):
         findings.add(problem)
     check = _Pass(fd, directory, torch_made)
     scan(fd, 0, directory.end.directory_offset, check.visit, check.fail, config)
-    return _conclude(fd, directory, check, torch_made, findings)
+    result = _conclude(fd, directory, check, torch_made, findings)
+    for text, count in Counter((*check.remarks, *remarks)).items():
+        findings.note(text if count == 1 else f"{text} ({count} times)")
+    return result
 
 
 def _tail(fd: int, directory: Directory) -> bytes:
@@ -83,6 +103,7 @@ class _Pass:
         self.records = directory.in_file_order()
         self.torch_made = torch_made
         self.problems: list[Problem] = []
+        self.remarks: list[str] = []
         self.crcs: dict[int, int] = {}
         self.heads: dict[int, bytes] = {}
         self.failed: set[int] = set()
@@ -107,13 +128,15 @@ class _Pass:
 
     def fail(self, offset: int, length: int, error: OSError) -> None:
         end = offset + length
+        hit = False
         for index, record in enumerate(self.records):
             if record.header_offset < end and record.data_end > offset:
+                hit = True
                 self.failed.add(index)
                 self.problems.append(
                     Problem("read", f"cannot be read: {error.strerror}", record.name, offset)
                 )
-        if not self.failed:
+        if not hit:
             self.problems.append(
                 Problem("read", f"{length} bytes cannot be read: {error.strerror}", None, offset)
             )
@@ -152,12 +175,16 @@ class _Pass:
         start = self._bounds[piece]
         data = b"".join(part for _, _, part in parts if isinstance(part, bytes))
         length = self._bounds[piece + 1] - start
-        if length > LONGEST_GAP:
+        if length <= LONGEST_GAP:
+            self.problems += check_gap(
+                previous, following, data, start, self.torch_made, self.remarks.append
+            )
+        elif self.torch_made:
             self.problems.append(
                 Problem("unaccounted", f"{length} bytes belong to no record", None, start)
             )
-            return
-        self.problems += check_gap(previous, following, data, start, self.torch_made)
+        else:
+            self.remarks.append(f"{length} bytes at {start} belong to no record")
 
 
 def _conclude(
@@ -165,19 +192,24 @@ def _conclude(
 ) -> ZipResult:
     result = ZipResult(records=len(check.records))
     id_problem = _check_id(fd, check) if torch_made else None
-    outline, note = _outline(fd, directory)
+    outline = _outline(fd, directory, findings)
     structural = sorted(check.problems, key=lambda problem: problem.offset or 0)
     mismatches: list[Problem] = []
+    without = 0
     for index, record in enumerate(check.records):
         if index in check.failed or not (record.size or record.compressed_size):
+            continue
+        if not record.is_readable:
+            result.unchecked += 1
             continue
         crc = check.crcs.get(index)
         if record.method == DEFLATED:
             crc = _inflated_crc(fd, record)
         if crc == record.crc:
             result.checked_bytes += record.size
-        elif crc is not None and record.crc == 0 and torch_made and id_problem is None:
-            result.unchecked += 1  # the id says that the zero is what was written
+        elif crc is not None and record.crc == 0 and is_plain(record) and id_problem is None:
+            result.unchecked += 1  # the id, or a size that torch wrote, says that it had none
+            without += 1
         else:
             found = "it cannot be read whole" if crc is None else f"CRC-32 is {crc:08x}"
             mismatches.append(
@@ -194,10 +226,15 @@ def _conclude(
         findings.add(id_problem)
     if outline is not None and not any(problem.record == PICKLE for problem in mismatches):
         _check_storages(directory, outline, findings)
-    if note is not None:
-        findings.note(note)
-    if result.unchecked:
-        findings.note(f"{result.unchecked} records were saved without checksums: structure only")
+    _check_names(directory, findings)
+    result.no_checkpoint = check_purpose(fd, directory, findings)
+    closed = sum(not record.is_readable for record in check.records)
+    if closed:
+        findings.note(
+            f"{closed} records are encrypted, or compressed in a way unknown: not checked"
+        )
+    if without:
+        findings.note(f"{without} records were saved without checksums: structure only")
     if not torch_made:
         findings.note("not laid out by torch: its structure was checked less closely")
     return result
@@ -227,15 +264,36 @@ def _check_id(fd: int, check: _Pass) -> Problem | None:
     )
 
 
-def _outline(fd: int, directory: Directory) -> tuple[Outline | None, str | None]:
-    """Return what the pickle tells, or why it tells nothing."""
+def _outline(fd: int, directory: Directory, findings: Findings) -> Outline | None:
+    """Return what the pickle tells; what it does not tell is noted, or a problem."""
     try:
         outline = zip_outline(fd, directory)
     except (CorruptCheckpointError, PickleLimitError) as error:
-        return None, f"the tensors' keys are not known: {error}"
-    if outline is None:
-        return None, None
-    return outline, outline.problems[0] if outline.problems else None
+        record = directory.find(PICKLE)
+        if record is not None and not is_whole_pickle(fd, record):
+            findings.add(
+                Problem("pickle", "it is cut short, or damaged", PICKLE, record.data_offset)
+            )
+        else:
+            findings.note(f"the tensors' keys are not known: {error}")
+        return None
+    if outline is not None and outline.problems:
+        findings.note(outline.problems[0])
+    return outline
+
+
+def _check_names(directory: Directory, findings: Findings) -> None:
+    """Look for records of one name, as torch compares them: programs take one or another."""
+    first: dict[bytes, RecordEntry] = {}
+    for record in directory.records:
+        other = first.setdefault(record.full_name.lower(), record)
+        if (other.size, other.crc) == (record.size, record.crc):
+            continue
+        if is_part(record) or is_part(other):
+            message = "several records bear this name and differ: readers take one or another"
+            findings.add(Problem("directory", message, record.name, record.header_offset))
+        else:
+            findings.note(f"several records bear the name {record.name}")
 
 
 def _check_storages(directory: Directory, outline: Outline, findings: Findings) -> None:

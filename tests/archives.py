@@ -1,0 +1,119 @@
+"""Checkpoints as programs other than torch write or change them."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from corpus import noise
+from identity import stock
+
+__all__ = ["APPENDED", "REWRITTEN", "appended", "checkpoint", "rewritten", "state"]
+
+_DATED = (2020, 1, 2, 3, 4, 6)
+_Record = tuple[str, bytes, int]
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    return {"w": noise(20_000), "v": noise(9000), "e": torch.empty(0), "s": noise(300)}
+
+
+def checkpoint(value: Any = None) -> bytes:
+    """What stock torch writes."""
+    buffer = io.BytesIO()
+    with stock():
+        torch.save(state() if value is None else value, buffer)
+    return buffer.getvalue()
+
+
+class _Unseekable(io.RawIOBase):
+    """A pipe, as zipfile sees it."""
+
+    def __init__(self, out: io.BytesIO) -> None:
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def write(self, data: Any) -> int:
+        return self._out.write(data)
+
+
+def _records(data: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def rewritten(
+    data: bytes,
+    *,
+    force_zip64: bool = False,
+    streamed: bool = False,
+    compression: int = zipfile.ZIP_STORED,
+    comment: bytes = b"",
+    change: Callable[[str, bytes], tuple[str, bytes] | None] = lambda name, body: (name, body),
+    **options: Any,
+) -> bytes:
+    """The same records, by Python's zipfile."""
+    out = io.BytesIO()
+    target: Any = _Unseekable(out) if streamed else out
+    with zipfile.ZipFile(target, "w", compression, **options) as file:
+        file.comment = comment
+        for name, body in _records(data).items():
+            changed = change(name, body)
+            if changed is None:
+                continue
+            entry = zipfile.ZipInfo(changed[0], _DATED)
+            entry.compress_type = compression
+            if comment:
+                entry.comment = comment
+                entry.extra = struct.pack("<HH4s", 0x7777, 4, b"abcd")
+            with file.open(entry, "w", force_zip64=force_zip64) as stream:
+                stream.write(changed[1])
+    return out.getvalue()
+
+
+def appended(data: bytes, *records: _Record) -> bytes:
+    """More records, with how to compress them, by Python's zipfile."""
+    out = io.BytesIO(data)
+    with zipfile.ZipFile(out, "a") as file:
+        for name, body, compression in records:
+            file.writestr(name, body, compression)
+    return out.getvalue()
+
+
+def _other(name: str, compression: int = zipfile.ZIP_STORED) -> _Record:
+    return f"archive/{name}", b"some text" * 100, compression
+
+
+REWRITTEN: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "without zip64": {"allowZip64": False},
+    "zip64": {"force_zip64": True},
+    "streamed": {"streamed": True},
+    "streamed zip64": {"streamed": True, "force_zip64": True},
+    "comments and extra fields": {"comment": b"hello"},
+    "deflated": {"compression": zipfile.ZIP_DEFLATED},
+    "streamed, deflated": {"streamed": True, "compression": zipfile.ZIP_DEFLATED},
+    "streamed zip64, deflated": {
+        "streamed": True,
+        "force_zip64": True,
+        "compression": zipfile.ZIP_DEFLATED,
+    },
+}
+
+APPENDED: Mapping[str, tuple[_Record, ...]] = {
+    "one": (_other("note.txt"),),
+    "deflated": (_other("note.txt", zipfile.ZIP_DEFLATED),),
+    "bzip2": (_other("note.txt", zipfile.ZIP_BZIP2),),
+    "lzma": (_other("note.txt", zipfile.ZIP_LZMA),),
+    "several": tuple(_other(f"note{i}.txt") for i in range(3)),
+}
