@@ -32,6 +32,9 @@ class LoadReport(Report):
     verified: bool = False
 
     def __str__(self) -> str:
+        if not self.bytes:  # nothing of which to tell a speed
+            who = "by torch itself" if self.engine == "torch" else "no tensor's bytes"
+            return self._with_file(f"READ: {who}, run={self.seconds * 1000:.0f}msec")
         direct, cached = format_bytes(self.direct_bytes), format_bytes(self.cached_bytes)
         details = f"direct={direct}, cached={cached}, verified={int(self.verified)}"
         return self.line("READ", details)

@@ -431,7 +431,8 @@ class FastFileWriter:
         elif self._replacement is not None and self._replacement.committed:
             text += "; the new file is in place, but a power cut may bring the old one back"
         else:
-            text += "; the previous file is intact"
+            is_new = self._target.mode is None
+            text += "; no file was made" if is_new else "; the previous file is intact"
         if number in REMEDIES:
             text += f". {REMEDIES[number]}"
         found = write_error(number, self._target.name, text)
