@@ -126,10 +126,17 @@ def _part(value: Any, key: str) -> Any:
     Raises:
         ConvertError: there is nothing; tells how far the way goes, and what is there.
     """
-    found = _under(value, key.split(".") if key else [])
-    if found is None:
-        raise ConvertError(f"there is no {key!r} in it{_offers(value)}")
-    return found[0]
+    names = key.split(".") if key else []
+    found = _under(value, names)
+    if found is not None:
+        return found[0]
+    for count in range(len(names) - 1, -1, -1):
+        found = _under(value, names[:count])
+        if found is not None:
+            break
+    way, rest = ".".join(names[:count]), ".".join(names[count:])
+    inside = found[0] if found is not None else value
+    raise ConvertError(f"there is no {rest!r} in {repr(way) if way else 'it'}{_offers(inside)}")
 
 
 def _under(value: Any, names: list[str]) -> tuple[Any] | None:

@@ -53,7 +53,7 @@ def publish_load(report: LoadReport, config: Config) -> None:
         try:
             config.on_load(report)
         except Exception:  # the object is there: this must not look like a failed load
-            _log.exception("on_load failed for %s", report.path)
+            _log.exception("on_load failed for %r", report.path)
 
 
 def last_load_report() -> LoadReport | None:

@@ -464,7 +464,7 @@ class FastFileWriter:
             try:
                 config.on_report(report)
             except Exception:  # the file is safe: this must not look like a failed save
-                _log.exception("on_report failed for %s", self.name)
+                _log.exception("on_report failed for %r", self.name)
 
 
 class _Guarded:
