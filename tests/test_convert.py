@@ -255,7 +255,11 @@ def test_a_tensor_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             size = (1 << 62, 1 << 62, 0)
             storage = torch.ones(1).untyped_storage()
-            arguments = (torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32),)
+            arguments = (
+                torch.storage.TypedStorage(
+                    wrap_storage=storage, dtype=torch.float32, _internal=True
+                ),
+            )
             rest = (0, size, (1, 1, 1), False, collections.OrderedDict())
             return torch._utils._rebuild_tensor_v2, arguments + rest
 
