@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,7 @@ from fastserial.cli_convert import convert
 from fastserial.cli_inspect import inspect, verify
 from fastserial.cli_patches import patches_app
 from fastserial.cli_tune import tune
+from fastserial.console import say
 from fastserial.errors import FastserialError
 
 __all__ = ["app", "main"]
@@ -56,9 +59,9 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say how saves would run here, what slows them, and what to do about it.
+    """Say how saves and loads would run here, what slows them, and what to do about it.
 
-    Exit status 1 if something makes saves stock or slow.
+    Exit status 1 if something makes them stock or slow.
     """
     from fastserial import doctor as examination
     from fastserial.doctor_view import show
@@ -103,8 +106,16 @@ def run(
 
 def main() -> None:
     """Run the command line; an expected error is one line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character is no error
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except (FastserialError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
+        raise SystemExit(_USAGE_ERROR) from None
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        say("error: this needs torch, which is not installed: pip install torch", err=True)
         raise SystemExit(_USAGE_ERROR) from None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fastserial.console import say
 from fastserial.report import format_bytes
 
 __all__ = ["convert"]
@@ -27,7 +29,7 @@ def convert(
     to: Annotated[
         Target | None, typer.Option("--to", help="Default: by the target's name, else zip.")
     ] = None,
-    key: Annotated[str, typer.Option(help="Convert this part only, such as `model`.")] = "",
+    key: Annotated[str, typer.Option(help="Convert this part only (`model`).")] = "",
     copy_shared: Annotated[
         bool, typer.Option("--copy-shared", help="Write shared tensors several times.")
     ] = False,
@@ -41,10 +43,12 @@ def convert(
     """
     from fastserial.conversion import convert as run
 
+    # torch's warning tells of what either goes well or is an error of ours, with a remedy
+    warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
     done = run(
         source, target, to.value if to else None, key=key, copy_shared=copy_shared, verify=verify
     )
-    typer.echo(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
+    say(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
     if done.dropped:
         names = ", ".join(map(ascii, done.dropped))
-        typer.echo(f"not kept, for want of a place in the format: metadata {names}", err=True)
+        say(f"not kept, for want of a place in the format: metadata {names}", err=True)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from fastserial import config as config_module
-from fastserial.console import new_console
+from fastserial.console import counted, json_text, new_console, print_table, say
 from fastserial.report import format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def verify(
         typer.echo(json.dumps(result, indent=2))
     else:
         for name in nothing:
-            typer.echo(f"no checkpoints in {name}", err=True)
+            say(f"no checkpoints in {name}", err=True)
         if not quiet and len(reports) > 1:
             _print_sum(console, reports)
     raise typer.Exit(status)
@@ -89,27 +88,28 @@ _COLORS = {"ok": "green", "damaged": "red", "unreadable": "yellow"}
 
 def _print_report(console: Console, report: VerifyReport) -> None:
     color = _COLORS[report.status]
-    speed = format_bandwidth(report.bytes / report.seconds) if report.seconds else ""
+    facts: list[str] = []
+    if report.format is not None:
+        records = counted(report.records, "record")
+        facts = [report.format, records, format_bytes(report.bytes), *_speed([report])]
     console.print(
-        f"[{color}]{report.status:10}[/] {escape(report.path)}  {report.format or '-'}, "
-        f"{report.records} records, {format_bytes(report.bytes)}, {speed}",
+        f"[{color}]{report.status:10}[/] {escape(report.path)}  {', '.join(facts)}".rstrip(),
         soft_wrap=True,
     )
     for note in report.notes:
         console.print(f"           {escape(note)}", soft_wrap=True)
     if report.problems:
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in ("kind", "record", "byte", "tensors", "what is wrong"):
-            table.add_column(column, overflow="fold")
-        for problem in report.problems:
-            table.add_row(
+        rows = [
+            (
                 problem.kind,
-                escape(problem.record or "-"),
-                "-" if problem.offset is None else str(problem.offset),
-                escape(_some(problem.tensors)),
-                escape(problem.message),
+                problem.record or "-",
+                "-" if problem.offset is None else problem.offset,
+                _some(problem.tensors),
+                problem.message,
             )
-        console.print(table)
+            for problem in report.problems
+        ]
+        print_table(console, "", ("kind", "record", "byte", "tensors", "what is wrong"), rows)
         if report.found > len(report.problems):
             console.print(f"... and {report.found - len(report.problems)} more")
 
@@ -123,16 +123,23 @@ def _some(names: tuple[str, ...]) -> str:
 def _print_sum(console: Console, reports: list[VerifyReport]) -> None:
     counts = {status: sum(r.status == status for r in reports) for status in _COLORS}
     nbytes = sum(report.bytes for report in reports)
-    seconds = sum(report.seconds for report in reports)
     texts = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    console.print(
-        f"{len(reports)} files: {texts}; {format_bytes(nbytes)}, "
-        f"{format_bandwidth(nbytes / seconds if seconds else 0)}"
-    )
+    facts = ", ".join((format_bytes(nbytes), *_speed(reports)))
+    console.print(f"{len(reports)} files: {texts}; {facts}")
+
+
+def _speed(reports: Sequence[VerifyReport]) -> Iterator[str]:
+    """Yield how fast files were read; nothing of those of which only the structure was."""
+    read = [report for report in reports if report.checked_bytes]
+    seconds = sum(report.seconds for report in read)
+    if seconds:
+        yield format_bandwidth(sum(report.checked_bytes for report in read) / seconds)
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A zip, legacy or safetensors checkpoint.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     records: Annotated[bool, typer.Option("--records", help="List the zip records, too.")] = False,
 ) -> None:
@@ -140,16 +147,19 @@ def inspect(
 
     Exit status: 0, 1 if the file is damaged, 2 if it cannot be read.
     """
-    from fastserial.errors import CorruptCheckpointError
+    from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
     from fastserial.inspection import inspect as look
 
     try:
         found = look(path)
+    except UnreadableCheckpointError as error:
+        say(f"unreadable: {error}", err=True)
+        raise typer.Exit(_CANNOT_TELL) from None
     except CorruptCheckpointError as error:
-        typer.echo(f"damaged: {error}", err=True)
+        say(f"damaged: {error}", err=True)
         raise typer.Exit(_DAMAGED) from None
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        typer.echo(json_text(found.to_dict()))
         return
     _print_inspection(new_console(), found, records)
 
@@ -158,29 +168,23 @@ def _print_inspection(console: Console, found: Inspection, records: bool) -> Non
     name = os.path.basename(found.path)
     console.print(
         f"{escape(name)}: {found.format}, {format_bytes(found.bytes)}, "
-        f"{len(found.tensors)} tensors, {len(found.storages)} storages, {found.values} other values"
+        f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.storages), 'storage')}, "
+        f"{counted(found.values, 'other value')}",
+        soft_wrap=True,
     )
-    console.print(escape("; ".join(found.hints)))
+    if found.hints:
+        console.print(escape("; ".join(found.hints)), soft_wrap=True)
     _print_tensors(console, found)
     _print_sharing(console, found)
     if records:
         rows = [(n, str(o), format_bytes(b)) for n, o, b in found.records]
-        console.print(_table(f"{len(rows)} records", ("record", "byte", "size"), rows))
+        print_table(console, counted(len(rows), "record"), ("record", "byte", "size"), rows)
     if found.imports:
         console.print(
             f"unpickling would import: {escape(', '.join(found.imports))}", soft_wrap=True
         )
     for note in found.notes:
         console.print(f"[yellow]note[/]: {escape(note)}", soft_wrap=True)
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", padding=(0, 1))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    return table
 
 
 def _print_tensors(console: Console, found: Inspection) -> None:
@@ -202,7 +206,8 @@ def _print_tensors(console: Console, found: Inspection) -> None:
             )
         )
     columns = ("tensor", "dtype", "shape", "bytes", "at byte", "storage", "kind")
-    console.print(_table(f"{len(rows)} tensors", columns, rows))
+    if rows:
+        print_table(console, counted(len(rows), "tensor"), columns, rows)
 
 
 def _print_sharing(console: Console, found: Inspection) -> None:
@@ -213,7 +218,7 @@ def _print_sharing(console: Console, found: Inspection) -> None:
     ]
     if rows:
         columns = ("storage", "bytes", "could be saved", "tensors")
-        console.print(_table("Storages shared or larger than need be", columns, rows))
+        print_table(console, "Storages shared or larger than need be", columns, rows)
     if found.wasted_bytes:
         console.print(
             f"{format_bytes(found.wasted_bytes)} could be saved: views drag their whole storage "

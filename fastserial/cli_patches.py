@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from fastserial import patchset, patchtool
-from fastserial.console import new_console
+from fastserial.console import new_console, say
 from fastserial.errors import FastserialError, PatchError
 
 __all__ = ["patches_app"]
@@ -43,7 +43,7 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except FastserialError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -120,7 +120,7 @@ def build(
         typer.echo(json.dumps([str(path) for path in written], indent=2))
         return
     for path in written:
-        typer.echo(path)
+        say(path)
 
 
 @patches_app.command()
@@ -143,7 +143,8 @@ def check(
 
 def _print_check(report: patchtool.CheckReport) -> None:
     console = new_console()
-    console.print(f"torch {report.torch or '(unknown version)'} in {report.where}", soft_wrap=True)
+    where = f"torch {report.torch or '(unknown version)'} in {report.where}"
+    console.print(where, markup=False, soft_wrap=True)
     relation = "is made for this version" if report.exact else "is made for another version"
     console.print(f"patch {report.patch} {relation}")
     table = Table("function", "anchors", "source hash", "built hash", "strips back")
@@ -154,7 +155,7 @@ def _print_check(report: patchtool.CheckReport) -> None:
     console.print(table)
     for one in report.functions:
         if one.problem:
-            console.print(f"{one.function}: {one.problem}", soft_wrap=True)
+            console.print(f"{one.function}: {one.problem}", markup=False, soft_wrap=True)
     console.print("the patch applies" if report.ok else "the patch does NOT apply")
 
 
@@ -173,4 +174,4 @@ def new(
     with _errors():
         source = patchtool.open_torch(torch, torch_version)
         path = patchtool.new(source, folder, _named(name))
-        typer.echo(path)
+        say(path)

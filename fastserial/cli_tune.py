@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastserial.bench.units import parse_bytes
+from fastserial.console import say
 from fastserial.errors import ConfigError, FastserialError
 
 if TYPE_CHECKING:
@@ -39,15 +40,23 @@ def tune(
     what is in force.
     """
     from fastserial.console import new_console
+    from fastserial.probes import folder_problem
 
     console = new_console()
+    if show and forget:
+        raise ConfigError("give --show or --forget, not both")
+    if folder is None and not show:
+        what = "to forget: --forget FOLDER" if forget else "to tune for, or --show"
+        raise ConfigError(f"give the FOLDER {what}")
+    if folder is not None:
+        problem = folder_problem(folder)
+        if problem is not None:
+            raise FastserialError(problem)
     if show:
         _show_all(console, folder)
-    elif folder is None:
-        raise ConfigError("give the FOLDER to tune for, or --show")
-    elif forget:
+    elif folder is not None and forget:
         _forget(folder)
-    else:
+    elif folder is not None:
         _tune(folder, parse_bytes(size), seconds, pairs, console)
 
 
@@ -85,25 +94,25 @@ def _show(found: Tuned, console: Console) -> None:
     from fastserial.report import format_bytes
 
     made = f"{found.saves} durable saves of {format_bytes(found.nbytes)}"
-    say = [
+    lines = [
         found.device,
         f"{made} with {found.tried} settings in {found.seconds:.0f} s",
         f"defaults:  {found.default}",
     ]
     if found.verdict is None:
-        say.append("Nothing looked faster than the defaults: they are kept.")
+        lines.append("Nothing looked faster than the defaults: they are kept.")
     else:
-        say.append(f"candidate: {found.candidate}")
+        lines.append(f"candidate: {found.candidate}")
         ratios = ", ".join(f"{ratio:.2f}" for ratio in found.verdict.ratios)
-        say.append(f"speed over the defaults, pair by pair: {ratios}")
+        lines.append(f"speed over the defaults, pair by pair: {ratios}")
         kept = (
             "The candidate is used from now on"
             if found.verdict.accepted
             else ("The defaults are kept")
         )
-        say.append(f"{kept}: {found.verdict.reason}.")
-    say.append(f"Noted in {found.file}, for {found.key}.")
-    for line in say:
+        lines.append(f"{kept}: {found.verdict.reason}.")
+    lines.append(f"Noted in {found.file}, for {found.key}.")
+    for line in lines:
         console.print(escape(line), soft_wrap=True)
 
 
@@ -135,9 +144,7 @@ def _show_all(console: Console, folder: Path | None) -> None:
 def _forget(folder: Path) -> None:
     from fastserial import tuned, tunedfile
 
-    if not folder.is_dir():
-        raise FastserialError(f"{folder} is not a directory")
     key, _ = tuned.entry_for(folder)
     done = tunedfile.forget(key)
     tuned.forget_cache()
-    typer.echo(f"forgotten: {key}" if done else f"nothing is known of {key}")
+    say(f"forgotten: {key}" if done else f"nothing is known of {key}")

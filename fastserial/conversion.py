@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import os
 import pickle
+import shlex
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ __all__ = ["Container", "Converted", "convert"]
 
 Container = Literal["zip", "legacy", "safetensors"]
 _PROTOCOL = 2  # torch's default
+_SHOWN_KEYS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ def convert(
         source: a zip, legacy or safetensors file.
         target: the new file.
         to: its container; by default safetensors or zip, by the target's name.
-        key: convert the part of it under this key, such as `model`; nested keys joined by dots.
+        key: convert the part of it under this key, such as `model`; nested keys and places in
+            lists joined by dots, as `inspect` shows them.
         copy_shared: write tensors that share memory, which safetensors cannot tell, several times.
         verify: check every CRC-32 of the source first (zip).
         config: options of the writer; by default those in force.
@@ -126,11 +130,52 @@ def _verify(path: str) -> None:
 
 
 def _part(value: Any, key: str) -> Any:
-    for name in key.split(".") if key else ():
-        if not isinstance(value, Mapping) or name not in value:
-            raise ConvertError(f"there is no {name!r} on the way to {key!r}")
-        value = value[name]
-    return value
+    """Return what is under a key; names in it may hold dots themselves.
+
+    Raises:
+        ConvertError: there is nothing; tells how far the way goes, and what is there.
+    """
+    names = key.split(".") if key else []
+    found = _under(value, names)
+    if found is not None:
+        return found[0]
+    for count in range(len(names) - 1, -1, -1):
+        found = _under(value, names[:count])
+        if found is not None:
+            break
+    way, rest = ".".join(names[:count]), ".".join(names[count:])
+    inside = found[0] if found is not None else value
+    raise ConvertError(f"there is no {rest!r} in {repr(way) if way else 'it'}{_offers(inside)}")
+
+
+def _under(value: Any, names: list[str]) -> tuple[Any] | None:
+    if not names:
+        return (value,)
+    for count in range(1, len(names) + 1):
+        item = _child(value, ".".join(names[:count]))
+        found = _under(item[0], names[count:]) if item is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _child(value: Any, name: str) -> tuple[Any] | None:
+    """Return the value of one name: a key that reads so, or a place in a list."""
+    if isinstance(value, Mapping):
+        if name in value:
+            return (value[name],)
+        return next(((item,) for key, item in value.items() if str(key) == name), None)
+    if isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
+        return (value[int(name)],)
+    return None
+
+
+def _offers(value: Any) -> str:
+    if not isinstance(value, Mapping) or not value:
+        return ""
+    names = [repr(key) for key in itertools.islice(value, _SHOWN_KEYS)]
+    more = ", ..." if len(value) > _SHOWN_KEYS else ""
+    return f"; there are: {', '.join(names)}{more}"
 
 
 # -- bytes from the source -----------------------------------------------------------------------
@@ -312,17 +357,19 @@ def _flat_tensors(value: Any) -> dict[str, torch.Tensor]:
     """
     if not isinstance(value, Mapping):
         raise ConvertError(
-            f"safetensors holds a dictionary of tensors, not a {type(value).__name__}"
+            f"safetensors holds a dictionary of tensors, nothing of type {type(value).__name__}"
         )
     found: dict[str, torch.Tensor] = {}
     for key, item in value.items():
         problem = None
         if not isinstance(key, str):
-            problem = f"its key is a {type(key).__name__}, not a string"
+            problem = f"its key is of type {type(key).__name__}, not a string"
+        elif _is_no_unicode(key):
+            problem = "its key is no valid Unicode (a lone surrogate)"
         elif isinstance(item, Mapping):
-            problem = "it is a dictionary; convert it by itself with its key"
+            problem = "it is a dictionary"
         elif type(item) not in (torch.Tensor, torch.nn.Parameter):
-            problem = f"it is a {type(item).__name__}, not a tensor"
+            problem = f"it is of type {type(item).__name__}, not a tensor"
         elif item.layout is not torch.strided or item.is_quantized or item.is_nested:
             problem = "it is no plain tensor"
         elif item.device.type != "cpu":
@@ -330,9 +377,28 @@ def _flat_tensors(value: Any) -> dict[str, torch.Tensor]:
         elif _type_name(item) not in TYPE_NAMES:
             problem = f"safetensors has no dtype {_type_name(item)}"
         if problem:
-            raise ConvertError(f"entry {key!r} cannot be represented in safetensors: {problem}")
+            raise ConvertError(
+                f"entry {key!r} cannot be represented in safetensors: {problem}{_advice(value)}"
+            )
         found[key] = cast("torch.Tensor", item).detach()
     return found
+
+
+def _is_no_unicode(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _advice(value: Mapping[Any, Any]) -> str:
+    """Name the entry that most likely is wanted: the one with the most tensors."""
+    counts = {
+        key: sum(isinstance(one, torch.Tensor) for one in item.values())
+        for key, item in value.items()
+        if isinstance(key, str) and isinstance(item, Mapping)
+    }
+    best = max(counts, key=lambda key: counts[key], default="")
+    if not counts.get(best):
+        return ""
+    return f"; to convert the tensors in {best!r} alone: key={best!r} (--key {shlex.quote(best)})"
 
 
 def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -348,7 +414,7 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
         if start < stop:
             raise ConvertError(
                 f"entries {owner!r} and {key!r} share memory, which safetensors cannot tell; "
-                "copy_shared writes them twice"
+                "copy_shared=True (--copy-shared) writes them twice"
             )
         if end > stop:
             stop, owner = end, key

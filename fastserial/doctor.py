@@ -1,4 +1,4 @@
-"""`fastserial doctor`: how saves run here, what slows them, and what to do about it.
+"""`fastserial doctor`: how saves and loads run here, what slows them, and what to do about it.
 
 `examine` collects facts; `doctor_findings` judges them; `doctor_view` shows both.
 """
@@ -24,7 +24,7 @@ from fastserial import __version__, boot, config, engines, hugepages, patching, 
 from fastserial.config import Config
 from fastserial.engines import EngineStatus
 from fastserial.errors import ConfigError, FastserialError, PatchError
-from fastserial.probes import Folder, probe_folder
+from fastserial.probes import Folder, folder_problem, probe_folder
 from fastserial.tunedfile import Entry
 
 __all__ = [
@@ -137,8 +137,9 @@ def examine(folder: Path | None = None) -> Diagnosis:
     """
     from fastserial.doctor_findings import judge
 
-    if folder is not None and not folder.is_dir():
-        raise FastserialError(f"{folder} is not a directory; create it first")
+    unfit = folder_problem(folder) if folder is not None else None
+    if unfit is not None:
+        raise FastserialError(unfit)
     options, chosen, problem = _options(folder)
     entry, tuned_problem = _tuned(folder)
     engine = next(option for option in options if option.name == "engine")

@@ -12,7 +12,7 @@ from fastserial.report import format_bytes
 
 __all__ = ["judge"]
 
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs")
 _LITTLE_SPACE = 1 << 30
 
 
@@ -33,7 +33,7 @@ def _about_torch(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(torch.reason or "there is no torch", "pip install torch", True)
     elif torch.reason is not None:
         yield Finding(
-            f"torch.save stays stock: {torch.reason}",
+            f"torch.save and torch.load stay stock: {torch.reason}",
             "pip install --upgrade fastserial, or a torch that `fastserial patches list` names; "
             "`fastserial patches check` shows the details",
             True,
@@ -59,8 +59,13 @@ def _about_engine(found: Diagnosis) -> Iterator[Finding]:
     if status is None or status.missing is not None:
         why = status.missing if status is not None else f"there is no engine {found.engine!r}"
         yield Finding(f"saves will fail: {why}", fix, True)
-    elif status.capabilities is not None and not status.capabilities.moves_data:
-        yield Finding(f"engine {found.engine} writes files without their data", fix, True)
+    elif status.capabilities is not None:
+        if not status.capabilities.moves_data:
+            yield Finding(f"engine {found.engine} writes files without their data", fix, True)
+        if not status.capabilities.reads:
+            yield Finding(
+                f"loads stay stock: engine {found.engine} cannot read from files", fix, True
+            )
 
 
 def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ __all__ = [
     "LoadMismatchError",
     "PatchError",
     "PickleLimitError",
+    "UnreadableCheckpointError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
     "WriteError",
@@ -81,6 +82,13 @@ class CorruptCheckpointError(FastserialError, RuntimeError):
     def __str__(self) -> str:
         parts = [self.path, f"record {self.record}" if self.record else None, self.message]
         return ": ".join(part for part in parts if part)
+
+
+class UnreadableCheckpointError(CorruptCheckpointError):
+    """A file that is no checkpoint, or none of a kind that fastserial reads.
+
+    It need not be damaged. (A `CorruptCheckpointError` so that who catches that goes on to do so.)
+    """
 
 
 class PickleLimitError(FastserialError, RuntimeError):

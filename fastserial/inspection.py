@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from fastserial.collection import paused_collection
 from fastserial.containers.directory import Directory, is_zip, read_directory
 from fastserial.containers.legacy_read import is_legacy, read_legacy
-from fastserial.errors import CorruptCheckpointError
+from fastserial.containers.safetensors import contiguous_stride, read_header
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.outline import Outline, TensorEntry, outline
 from fastserial.pickles import Limits
 from fastserial.reading import read_record, zip_outline
@@ -19,6 +21,7 @@ from fastserial.storagetable import ITEM_BYTES
 __all__ = ["Inspection", "StorageUse", "inspect"]
 
 _SMALL_RECORD = 4096
+_MOST_NOTES = 100
 _HINTS = (".format_version", ".storage_alignment", "byteorder", "version")
 
 
@@ -61,7 +64,7 @@ class Inspection:
 
     Attributes:
         path: the file.
-        format: `zip` or `legacy`.
+        format: `zip`, `legacy` or `safetensors`.
         bytes: size of the file.
         hints: what the file tells of the torch that wrote it.
         archive_name: what stands before the names of the records (zip).
@@ -105,18 +108,25 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as plain JSON values."""
         places = {storage.key: storage.offset for storage in self.storages}
-        result = asdict(self)
-        for row, tensor in zip(result["tensors"], self.tensors, strict=True):
+        tensors, storages = list(map(_values, self.tensors)), list(map(_values, self.storages))
+        for row, tensor in zip(tensors, self.tensors, strict=True):
             start = places.get(tensor.storage or "")
             row["offset"] = None if start is None else start + tensor.span[0]
             row["contiguous"] = tensor.is_contiguous
-        for row, storage in zip(result["storages"], self.storages, strict=True):
+        for row, storage in zip(storages, self.storages, strict=True):
             row["wasted_bytes"] = storage.wasted_bytes
         return {
-            **result,
+            **_values(self),
+            "tensors": tensors,
+            "storages": storages,
             "tensor_bytes": self.tensor_bytes,
             "wasted_bytes": self.wasted_bytes,
         }
+
+
+def _values(one: Inspection | StorageUse | TensorEntry) -> dict[str, Any]:
+    """Return the attributes of one object. (`asdict` copies them: three times as long.)"""
+    return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
 def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspection:
@@ -127,7 +137,8 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         limits: what reading the pickle may take (bytes, seconds).
 
     Raises:
-        CorruptCheckpointError: it is damaged, or no checkpoint.
+        CorruptCheckpointError: it is damaged.
+        UnreadableCheckpointError: it is no checkpoint, or none that can be inspected.
         PickleLimitError: its pickle is larger than the limits.
         OSError: it cannot be read.
     """
@@ -135,18 +146,42 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
     fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise CorruptCheckpointError("not a regular file")
-        if is_zip(fd):
-            return _inspect_zip(name, fd, info.st_size, limits)
-        if is_legacy(fd):
-            return _inspect_legacy(name, fd, info.st_size, limits)
-        raise CorruptCheckpointError("neither a zip nor a legacy checkpoint")
+        with paused_collection():
+            return _inspect(name, fd, info, limits)
     except CorruptCheckpointError as error:
         error.path = name
         raise
     finally:
         os.close(fd)
+
+
+def _inspect(name: str, fd: int, info: os.stat_result, limits: Limits | None) -> Inspection:
+    size = info.st_size
+    if stat.S_ISDIR(info.st_mode):
+        raise UnreadableCheckpointError(
+            "a directory, such as torch.distributed.checkpoint writes: give a file"
+        )
+    if not stat.S_ISREG(info.st_mode):
+        raise UnreadableCheckpointError("not a regular file")
+    if not size:
+        raise UnreadableCheckpointError("the file is empty")
+    if name.endswith(".distcp"):
+        raise UnreadableCheckpointError(
+            "a shard of torch.distributed.checkpoint, which holds many small archives"
+        )
+    if is_zip(fd):
+        return _inspect_zip(name, fd, size, limits)
+    if name.endswith(".safetensors"):
+        return _inspect_safetensors(name, fd, size)
+    if is_legacy(fd):
+        return _inspect_legacy(name, fd, size, limits)
+    try:
+        read_directory(fd, size, headers=False)
+    except CorruptCheckpointError:
+        raise UnreadableCheckpointError(
+            "neither a zip, a legacy nor a safetensors checkpoint"
+        ) from None
+    raise CorruptCheckpointError("the first bytes of the archive are damaged", offset=0)
 
 
 def _inspect_zip(name: str, fd: int, size: int, limits: Limits | None) -> Inspection:
@@ -193,6 +228,40 @@ def _inspect_legacy(name: str, fd: int, size: int, limits: Limits | None) -> Ins
         imports=tuple(sorted(map(str, found.globals))),
         values=found.values,
         notes=_notes(found),
+    )
+
+
+def _inspect_safetensors(name: str, fd: int, size: int) -> Inspection:
+    header = read_header(fd)
+    tensors: list[TensorEntry] = []
+    storages: list[StorageUse] = []
+    notes: list[str] = []
+    for entry in header:
+        dtype = entry.dtype
+        if dtype is None:
+            notes.append(f"tensor {entry.key}: torch has no dtype {entry.type_name}")
+            continue
+        strides = contiguous_stride(entry.shape)
+        tensors.append(
+            TensorEntry(entry.key, dtype, entry.shape, strides, entry.key, 0, entry.nbytes)
+        )
+        storages.append(
+            StorageUse(
+                entry.key, dtype, entry.nbytes, entry.offset, "cpu", (entry.key,), entry.nbytes
+            )
+        )
+    return Inspection(
+        path=name,
+        format="safetensors",
+        bytes=size,
+        hints=(),
+        archive_name=None,
+        records=(),
+        tensors=tuple(tensors),
+        storages=tuple(storages),
+        imports=(),
+        values=0,
+        notes=tuple(notes[:_MOST_NOTES]),
     )
 
 

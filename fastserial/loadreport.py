@@ -32,6 +32,9 @@ class LoadReport(Report):
     verified: bool = False
 
     def __str__(self) -> str:
+        if not self.bytes:  # nothing of which to tell a speed
+            who = "by torch itself" if self.engine == "torch" else "no tensor's bytes"
+            return self._with_file(f"READ: {who}, run={self.seconds * 1000:.0f}msec")
         direct, cached = format_bytes(self.direct_bytes), format_bytes(self.cached_bytes)
         details = f"direct={direct}, cached={cached}, verified={int(self.verified)}"
         return self.line("READ", details)
@@ -50,7 +53,7 @@ def publish_load(report: LoadReport, config: Config) -> None:
         try:
             config.on_load(report)
         except Exception:  # the object is there: this must not look like a failed load
-            _log.exception("on_load failed for %s", report.path)
+            _log.exception("on_load failed for %r", report.path)
 
 
 def last_load_report() -> LoadReport | None:

@@ -6,10 +6,12 @@ by its address in the mapping.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import pickle
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,15 +20,22 @@ from torch import _weights_only_unpickler
 
 from fastserial.containers.directory import is_zip
 from fastserial.containers.legacy_read import is_legacy, read_legacy
-from fastserial.containers.safetensors import read_header
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.containers.safetensors import contiguous_stride, read_header
+from fastserial.errors import (
+    ConvertError,
+    CorruptCheckpointError,
+    FastserialError,
+    UnreadableCheckpointError,
+)
 from fastserial.patching import get_original
 from fastserial.prefetchplan import new_storage
-from fastserial.tensorindex import contiguous_stride, is_little_endian
+from fastserial.reading import PICKLE
+from fastserial.tensorindex import is_little_endian
 from fastserial.ziploading import read_places
 
 __all__ = ["Mapped", "map_checkpoint"]
 
+_PROTOCOL = 2  # torch's default
 _BIG_ENDIAN = "the file is of a big-endian machine: load and save it with torch"
 
 
@@ -78,52 +87,84 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
     size = info.st_size
     try:
         if not stat.S_ISREG(info.st_mode):
-            raise CorruptCheckpointError("not a regular file")
+            raise UnreadableCheckpointError("not a regular file")
         if not size:
-            raise CorruptCheckpointError("the file is empty")
+            raise UnreadableCheckpointError("the file is empty")
         whole = cast(
             "torch.UntypedStorage",
             torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size),
         )
         sizes = None
         if is_zip(fd):
-            container, (value, sizes) = "zip", _map_zip(fd, size, whole)
+            container, (value, sizes) = "zip", _map_zip(fd, path, size, whole)
         elif path.endswith(".safetensors"):
             container, value = "safetensors", _map_safetensors(fd, whole)
         elif is_legacy(fd):
-            container, value = "legacy", _map_legacy(fd, whole)
+            container, value = "legacy", _map_legacy(fd, path, whole)
         else:
-            raise CorruptCheckpointError("neither a zip, a legacy nor a safetensors checkpoint")
+            raise UnreadableCheckpointError("neither a zip, a legacy nor a safetensors checkpoint")
     except CorruptCheckpointError as error:
         error.path = error.path or path
         raise
-    except pickle.UnpicklingError as error:
-        raise ConvertError(f"{path}: {error}") from error
     return Mapped(container, value, whole, sizes)
 
 
-def _map_zip(fd: int, size: int, whole: torch.UntypedStorage) -> tuple[Any, dict[int, int]]:
+def _map_zip(
+    fd: int, path: str, size: int, whole: torch.UntypedStorage
+) -> tuple[Any, dict[int, int]]:
     directory = read_places(fd, size)
     if not is_little_endian(fd, directory):
         raise ConvertError(_BIG_ENDIAN)
     if directory.find("constants.pkl") is not None:
-        raise ConvertError("a TorchScript archive is no checkpoint of torch.save")
+        raise ConvertError(f"{path}: a TorchScript archive is no checkpoint of torch.save")
+    pickled = directory.find(PICKLE)
+    if pickled is None:
+        raise ConvertError(
+            f"{path}: the archive holds no data.pkl: it is no checkpoint of torch.save, but for "
+            "instance of torch.package or torch.export"
+        )
     storages = (record for record in directory.records if record.name.startswith("data/"))
     packed = next((record for record in storages if not record.is_stored), None)
     if packed is not None:
-        raise ConvertError(f"record {packed.name} is compressed: load and save it with torch")
+        raise ConvertError(
+            f"{path}: record {packed.name} is compressed: load and save it with torch"
+        )
     load = get_original("_load")
     more = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
     reader = torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
-    value = load(
-        reader,
-        "cpu",
-        _weights_only_unpickler,
-        overall_storage=_Slices(whole),
-        encoding="utf-8",
-        **more,
-    )
+    with _unpickling(fd, path, pickled.data_offset):
+        value = load(
+            reader,
+            "cpu",
+            _weights_only_unpickler,
+            overall_storage=_Slices(whole),
+            encoding="utf-8",
+            **more,
+        )
     return value, {record.data_offset: record.size for record in directory.records}
+
+
+@contextlib.contextmanager
+def _unpickling(fd: int, path: str, offset: int) -> Iterator[None]:
+    """Say in our words why torch refuses the pickle at `offset`."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        start = os.pread(fd, 2, offset)  # an opcode and the protocol
+        if start[:1] == pickle.PROTO and start[1] > _PROTOCOL:
+            raise ConvertError(
+                f"{path}: it was pickled with protocol {start[1]}, which weights_only does not "
+                "fully know: if you trust the file, load it with torch.load(..., "
+                f"weights_only=False) and save it without pickle_protocol ({error})"
+            ) from error
+        raise ConvertError(f"{path}: {error}") from error
+    except (FastserialError, OSError, MemoryError):
+        raise
+    except Exception as error:  # what a damaged or hostile pickle makes torch raise
+        what = str(error).partition("\n")[0]
+        raise ConvertError(
+            f"{path}: torch cannot make what is in it: {type(error).__name__}: {what}"
+        ) from error
 
 
 class _Slices:
@@ -149,11 +190,16 @@ def _map_safetensors(fd: int, whole: torch.UntypedStorage) -> dict[str, torch.Te
         empty = torch.empty(0, dtype=getattr(torch, entry.dtype))
         storage = whole[entry.offset : entry.offset + entry.nbytes]
         strides = contiguous_stride(entry.shape)
-        tensors[entry.key] = empty.set_(storage, 0, entry.shape, strides)
+        try:
+            tensors[entry.key] = empty.set_(storage, 0, entry.shape, strides)
+        except (RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
+            raise ConvertError(
+                f"entry {entry.key!r}: torch can make no tensor of its shape"
+            ) from error
     return tensors
 
 
-def _map_legacy(fd: int, whole: torch.UntypedStorage) -> Any:
+def _map_legacy(fd: int, path: str, whole: torch.UntypedStorage) -> Any:
     file = read_legacy(fd)
     if not file.little_endian:
         raise ConvertError(_BIG_ENDIAN)
@@ -190,4 +236,5 @@ def _map_legacy(fd: int, whole: torch.UntypedStorage) -> Any:
         stream.seek(file.object_offset)
         unpickler: Any = _weights_only_unpickler.Unpickler(stream, encoding="utf-8")
         unpickler.persistent_load = persistent_load
-        return unpickler.load()
+        with _unpickling(fd, path, file.object_offset):
+            return unpickler.load()

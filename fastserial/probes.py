@@ -17,7 +17,7 @@ from fastserial.deviceid import block_node, first_line
 from fastserial.filesystem import DirectAlignment
 from fastserial.staging import BufferPool
 
-__all__ = ["Device", "Folder", "device_of", "leftovers", "probe_folder"]
+__all__ = ["Device", "Folder", "device_of", "folder_problem", "leftovers", "probe_folder"]
 
 _TEMPORARY = re.compile(r"\..+\.fastserial-\d+\.tmp", re.DOTALL)
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
@@ -89,6 +89,15 @@ def probe_folder(folder: Path) -> Folder:
             )
     except OSError as error:
         return Folder(where, error.strerror or str(error), kind, device, free, leftovers=left)
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Return why a path is not a folder to save to, and what to do; None if it is one."""
+    if folder.is_dir():
+        return None
+    if folder.exists():
+        return f"{folder} is not a directory: give the folder that checkpoints are saved to"
+    return f"{folder} is not a directory: there is no such path; create it first"
 
 
 def leftovers(folder: Path) -> tuple[str, ...]:

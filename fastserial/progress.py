@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from fastserial.printable import printable
+
 __all__ = ["ProgressBar", "progress_bar"]
 
 _log = logging.getLogger("fastserial")
@@ -53,7 +55,7 @@ def progress_bar(wanted: bool, name: str) -> ProgressBar:
         _log.warning("progress=True needs tqdm: pip install 'fastserial[progress]'")
         return ProgressBar()
     try:
-        bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc=name)
+        bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc=printable(name))
     except Exception as error:
         _log.warning("the progress bar cannot be shown: %r", error)
         return ProgressBar()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fastserial.printable import printable
+
 __all__ = ["Latency", "Report", "SaveReport", "format_bandwidth", "format_bytes", "last_report"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -104,9 +106,13 @@ class Report:
         """Return the report as one line, as fio prints them."""
         line = (
             f"{direction}: bw={format_bandwidth(self.bandwidth)}, io={format_bytes(self.bytes)}, "
-            f"run={self.seconds * 1000:.0f}msec, engine={self.engine}, {details}, file={self.path}"
+            f"run={self.seconds * 1000:.0f}msec, engine={self.engine}, {details}"
         )
-        return f"{line}, fallback={self.fallback}" if self.fallback else line
+        return self._with_file(line)
+
+    def _with_file(self, line: str) -> str:
+        line = f"{line}, file={printable(self.path)}"
+        return f"{line}, fallback={printable(self.fallback)}" if self.fallback else line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

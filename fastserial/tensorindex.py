@@ -13,8 +13,13 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from fastserial.containers.directory import Directory, is_zip
 from fastserial.containers.legacy_read import is_legacy, read_legacy
-from fastserial.containers.safetensors import read_header
-from fastserial.errors import CheckpointKeyError, CorruptCheckpointError, UnreadableTensorError
+from fastserial.containers.safetensors import contiguous_stride, read_header
+from fastserial.errors import (
+    CheckpointKeyError,
+    CorruptCheckpointError,
+    UnreadableCheckpointError,
+    UnreadableTensorError,
+)
 from fastserial.outline import Outline, TensorEntry, outline
 from fastserial.reading import read_record, zip_outline
 from fastserial.storagetable import ITEM_BYTES, PACKED
@@ -114,7 +119,7 @@ def read_index(fd: int, path: str) -> TensorIndex:
             return _of_safetensors(fd)
         if is_legacy(fd):
             return _of_legacy(fd)
-        raise CorruptCheckpointError("neither a zip, a legacy nor a safetensors checkpoint")
+        raise UnreadableCheckpointError("neither a zip, a legacy nor a safetensors checkpoint")
     except CorruptCheckpointError as error:
         error.path = error.path or path
         raise
@@ -124,7 +129,9 @@ def _of_zip(fd: int) -> TensorIndex:
     directory = read_places(fd, os.fstat(fd).st_size)
     found = zip_outline(fd, directory)
     if found is None:
-        raise CorruptCheckpointError("the archive holds no pickle: not a checkpoint of torch")
+        raise UnreadableCheckpointError(
+            "the archive holds no data.pkl: not a checkpoint of torch.save"
+        )
     if not is_little_endian(fd, directory):
         raise UnreadableTensorError("the file is of a big-endian machine: use torch.load")
     storages = {
@@ -171,16 +178,6 @@ def _of_safetensors(fd: int) -> TensorIndex:
         stride = contiguous_stride(entry.shape)
         entries[entry.key] = TensorPlace(entry.key, entry.dtype, entry.shape, stride, 0, storage)
     return TensorIndex("safetensors", entries)
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor (elements)."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _entries(found: Outline, storages: dict[str, StoragePlace]) -> dict[str, TensorPlace | str]:

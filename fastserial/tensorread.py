@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from fastserial.errors import UnreadableTensorError
 from fastserial.reader import FastFileReader
 from fastserial.sinks import DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.tensorindex import TensorPlace
@@ -23,9 +24,18 @@ _CHUNK = 32 * 1024 * 1024  # bytes of memory for parts that lie scattered
 
 
 def meta_of(place: TensorPlace) -> torch.Tensor:
-    """Return a meta tensor with the dtype, shape and strides of a tensor in a file."""
+    """Return a meta tensor with the dtype, shape and strides of a tensor in a file.
+
+    Raises:
+        UnreadableTensorError: torch can make no tensor of this shape.
+    """
     dtype = getattr(torch, place.dtype)
-    return torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta")
+    try:
+        return torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
+        raise UnreadableTensorError(
+            f"tensor {place.key!r} cannot be read: torch can make no tensor of its shape"
+        ) from error
 
 
 def is_dense(view: torch.Tensor) -> bool:

@@ -450,7 +450,8 @@ class FastFileWriter:
         elif self._replacement is not None and self._replacement.committed:
             text += "; the new file is in place, but a power cut may bring the old one back"
         else:
-            text += "; the previous file is intact"
+            is_new = self._target.mode is None
+            text += "; no file was made" if is_new else "; the previous file is intact"
         if number in REMEDIES:
             text += f". {REMEDIES[number]}"
         found = write_error(number, self._target.name, text)
@@ -487,7 +488,7 @@ class FastFileWriter:
             try:
                 config.on_report(report)
             except Exception:  # the file is safe: this must not look like a failed save
-                _log.exception("on_report failed for %s", self.name)
+                _log.exception("on_report failed for %r", self.name)
 
 
 class _Guarded:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import gc
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -17,10 +19,17 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from fastserial import cli_convert
+import fastserial
 from fastserial.conversion import Container, convert
-from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
+from fastserial.errors import (
+    ConvertError,
+    CorruptCheckpointError,
+    UnreadableTensorError,
+    WriteError,
+)
 from fastserial.inspection import inspect
 
+ZIP = "_use_new_zipfile_serialization"
 TORCH_CONTAINERS: tuple[Container, ...] = ("zip", "legacy")
 SMALL = [
     (case, fmt)
@@ -206,8 +215,110 @@ def test_part(tmp_path: Path) -> None:
     convert(source, tmp_path / "m.pt", key="deep.er")
     with stock():
         assert torch.load(tmp_path / "m.pt").keys() == {"b"}
-    with pytest.raises(ConvertError, match="'nothing'"):
+    with pytest.raises(ConvertError, match="no 'nothing' in 'deep'; there are: 'er'"):
         convert(source, tmp_path / "m.pt", key="deep.nothing")
+    with pytest.raises(ConvertError, match="no 'x' in 'epoch'"):
+        convert(source, tmp_path / "m.pt", key="epoch.x")
+
+
+@pytest.mark.parametrize(
+    ("key", "size"),
+    [("a.b", 2), ("a.b.c", 3), ("x.y.z.w", 4), ("7", 5), ("list.1", 6), ("list", None)],
+)
+def test_parts_whose_names_hold_dots(key: str, size: int | None, tmp_path: Path) -> None:
+    value = {
+        "a": {"b": torch.ones(2)},
+        "a.b": {"c": torch.ones(3)},
+        "x.y": {"z.w": torch.ones(4)},
+        7: torch.ones(5),
+        "list": [torch.ones(1), torch.ones(6)],
+    }
+    target = tmp_path / "target.pt"
+    convert(saved(tmp_path, value), target, key=key)
+    with stock():
+        found = torch.load(target)
+    assert len(found) == (size or 2)
+
+
+@pytest.mark.parametrize("first", [{}, {"epoch": 3}])
+def test_the_part_that_is_wanted_is_named(first: dict[str, Any], tmp_path: Path) -> None:
+    """A Lightning checkpoint, say."""
+    value = {**first, "state_dict": {"w": torch.ones(3)}, "callbacks": {}}
+    with pytest.raises(ConvertError, match=r"key='state_dict' \(--key state_dict\)"):
+        convert(saved(tmp_path, value), tmp_path / "t.safetensors")
+
+
+def test_words_for_what_safetensors_cannot_hold(tmp_path: Path) -> None:
+    for value, words in (
+        ({"epoch": 3}, "of type int, not a tensor"),
+        ({3: torch.ones(1)}, "of type int, not a string"),
+        (3, "nothing of type int"),
+        ({"bad\ud800": torch.ones(1)}, "no valid Unicode"),
+    ):
+        with pytest.raises(ConvertError, match=words):
+            convert(saved(tmp_path, value), tmp_path / "t.safetensors")
+    tensor = torch.ones(3)
+    with pytest.raises(ConvertError, match=r"copy_shared=True \(--copy-shared\) writes"):
+        convert(saved(tmp_path, {"a": tensor, "b": tensor}), tmp_path / "t.safetensors")
+
+
+@pytest.mark.parametrize("fmt", TORCH_CONTAINERS)
+def test_what_a_later_pickle_protocol_means(fmt: str, tmp_path: Path) -> None:
+    source, zipped = tmp_path / "source.pt", fmt == "zip"
+    with stock():
+        torch.save({"a": torch.ones(3)}, source, pickle_protocol=4, **{ZIP: zipped})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with stock():
+                torch.load(source, weights_only=True)
+        except Exception:
+            with pytest.raises(ConvertError, match=r"source\.pt: .* protocol 4"):
+                convert(source, tmp_path / "t.pt")
+        else:  # a torch that knows it
+            convert(source, tmp_path / "t.pt")
+
+
+def test_archives_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    with torch.package.PackageExporter(tmp_path / "package.pt") as exporter:
+        exporter.save_text("words", "hello.txt", "hello")
+    for to in TORCH_CONTAINERS:
+        with pytest.raises(ConvertError, match=r"package\.pt: .*no data\.pkl"):
+            convert(tmp_path / "package.pt", tmp_path / "t", to)
+    assert os.listdir(tmp_path) == ["package.pt"]
+
+
+def test_a_tensor_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    class Huge:
+        def __reduce__(self) -> Any:
+            size = (1 << 62, 1 << 62, 0)
+            storage = torch.ones(1).untyped_storage()
+            arguments = (
+                torch.storage.TypedStorage(
+                    wrap_storage=storage, dtype=torch.float32, _internal=True
+                ),
+            )
+            rest = (0, size, (1, 1, 1), False, collections.OrderedDict())
+            return torch._utils._rebuild_tensor_v2, arguments + rest
+
+    for fmt in TORCH_CONTAINERS:
+        source = saved(tmp_path, {"w": Huge()}, fmt)
+        with pytest.raises(ConvertError, match=r"source\.pt: torch cannot make"):
+            convert(source, tmp_path / "t.pt")
+        with fastserial.open(source) as file:
+            with pytest.raises(UnreadableTensorError, match=r"tensor 'w' .* shape"):
+                file.get_tensor("w")
+            with pytest.raises(UnreadableTensorError, match=r"tensor 'w' .* shape"):
+                file.get_slice("w")
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [1 << 62] * 3 + [0], "data_offsets": [0, 0]}}
+    )
+    source = tmp_path / "source.safetensors"
+    source.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ConvertError, match="'w': torch can make no tensor"):
+        convert(source, tmp_path / "t.pt")
+    with fastserial.open(source) as file, pytest.raises(UnreadableTensorError, match="shape"):
+        file.get_tensor("w")
 
 
 class Custom:

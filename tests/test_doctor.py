@@ -24,7 +24,7 @@ from fastserial.cli import app
 from fastserial.config import Config
 from fastserial.doctor import Boot, Diagnosis, Finding, Package, Torch, examine
 from fastserial.doctor_findings import judge
-from fastserial.engines import EngineStatus
+from fastserial.engines import Capabilities, EngineStatus
 from fastserial.errors import FastserialError
 from fastserial.filesystem import DirectAlignment
 from fastserial.probes import Folder, probe_folder
@@ -118,6 +118,28 @@ def test_folder_missing(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     with pytest.raises(FastserialError, match="not a directory"):
         examine(Path(__file__))
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.touch()
+    with pytest.raises(FastserialError, match="give the folder") as caught:
+        examine(path)
+    assert "create it" not in str(caught.value)
+
+
+def test_loads(healthy: Diagnosis, capsys: pytest.CaptureFixture[str]) -> None:
+    from fastserial.doctor_view import show
+
+    show(healthy)
+    assert "torch.load stays stock" in capsys.readouterr().out
+    names = ("torch.serialization._save", "torch.serialization._load")
+    loads = dataclasses.replace(healthy.torch, functions=names)
+    show(dataclasses.replace(healthy, torch=loads))
+    assert "read ahead in parallel by engine threads" in capsys.readouterr().out
+    blind = Capabilities(reads=False)
+    found = dataclasses.replace(healthy, engines=(EngineStatus("threads", None, blind),))
+    assert "loads stay stock" in only(found).text
 
 
 def test_options_from_the_environment() -> None:
@@ -279,6 +301,7 @@ def test_nothing_to_find(healthy: Diagnosis) -> None:
         ({"alignment": None}, "page cache", True),
         ({"alignment": DirectAlignment(4, 1 << 23, True)}, "block_size", True),
         ({"file_system": "tmpfs", "alignment": None}, "memory", False),
+        ({"file_system": "devtmpfs"}, "memory", False),
         ({"preallocates": False}, "fallocate", False),
         ({"unnamed_files": False}, "O_TMPFILE", False),
         ({"leftovers": (".a.fastserial-0.tmp",)}, ".a.fastserial-0.tmp", False),

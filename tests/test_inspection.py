@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.inspection import Inspection, inspect
 from fastserial.outline import Outline, outline
 from fastserial.pickles import Call, Decoded, Global, Limits, Mapping, Persistent
@@ -134,20 +134,58 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     assert any(name.endswith(".mkdir") for name in found.imports)
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", pickle.dumps([1])])
-def test_no_checkpoint(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "x.pt"
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("x.pt", b"", "the file is empty"),
+        ("x.pt", b"hello", "neither"),
+        ("x.pt", pickle.dumps([1]), "neither"),
+        ("__0_0.distcp", b"PK\3\4 and so on", "torch.distributed.checkpoint"),
+    ],
+)
+def test_no_checkpoint(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match=r"x\.pt: neither") as caught:
+    with pytest.raises(UnreadableCheckpointError, match=f"{name}: .*{why}") as caught:
         inspect(path)
+    assert isinstance(caught.value, CorruptCheckpointError)
     assert isinstance(caught.value, RuntimeError)
 
 
 def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CorruptCheckpointError, match="regular"):
+    with pytest.raises(UnreadableCheckpointError, match="a directory"):
         inspect(tmp_path)
+    with pytest.raises(UnreadableCheckpointError, match="regular"):
+        inspect("/dev/null")
     with pytest.raises(FileNotFoundError):
         inspect(tmp_path / "missing")
+
+
+def test_damaged_first_bytes_are_damage(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(3)}, path)
+    path.write_bytes(b"????" + path.read_bytes()[4:])
+    with pytest.raises(CorruptCheckpointError, match="first bytes") as caught:
+        inspect(path)
+    assert not isinstance(caught.value, UnreadableCheckpointError)
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = {"w": torch.arange(6.0).view(3, 2), "b.c": torch.zeros(2, dtype=torch.bfloat16)}
+    path = tmp_path / "x.safetensors"
+    safetensors.save_file(state, path)
+    found = inspect(path)
+    assert found.format == "safetensors"
+    assert {tensor.key: tensor.shape for tensor in found.tensors} == {"w": (3, 2), "b.c": (2,)}
+    for tensor in found.tensors:
+        at = found.offset_of(tensor)
+        assert at is not None
+        assert path.read_bytes()[at : at + tensor.nbytes] == bytes_of(state[tensor.key])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError) as caught:
+        inspect(path)
+    assert not isinstance(caught.value, UnreadableCheckpointError)
 
 
 # -- hostile pickles -----------------------------------------------------------------------------

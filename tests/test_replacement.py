@@ -227,6 +227,17 @@ def test_an_error_says_what_happened_and_keeps_the_old_file(
     assert os.listdir(target.parent) == ["x.pt"]
 
 
+def test_an_error_of_a_first_save_tells_of_no_previous_file(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.unlink()
+    with failing(monkeypatch, "fsync", errno.EIO), pytest.raises(WriteError) as caught:
+        write(target, b"new")
+    assert "no file was made" in str(caught.value)
+    assert "previous" not in str(caught.value)
+    assert not os.listdir(target.parent)
+
+
 @pytest.mark.parametrize("verify", [False, True])
 def test_an_interrupt_while_files_are_closed(
     target: Path, named: bool, verify: bool, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from fastserial.bench.cli_scaling import scaling
 from fastserial.bench.cli_sweep import sweep
 from fastserial.bench.deepspeed import deepspeed_command
 from fastserial.bench.units import parse_bytes
+from fastserial.console import say
 
 __all__ = ["bench_app"]
 
@@ -106,7 +107,7 @@ def create(
     from fastserial.bench import ramdisk
 
     ramdisk.create(folder, parse_bytes(size))
-    typer.echo(f"{folder} is ready; `fastserial bench ramdisk remove {folder}` gives it back")
+    say(f"{folder} is ready; `fastserial bench ramdisk remove {folder}` gives it back")
 
 
 @ramdisk_app.command()
@@ -115,4 +116,4 @@ def remove(folder: Annotated[Path, typer.Argument(help="Where it is mounted.")])
     from fastserial.bench import ramdisk
 
     ramdisk.remove(folder)
-    typer.echo(f"{folder} is unmounted")
+    say(f"{folder} is unmounted")

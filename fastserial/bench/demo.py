@@ -63,7 +63,7 @@ def run_demo(folder: Path, nbytes: int, runs: int) -> bool:
         with scratch(folder, 2 * size + _SLACK) as place:
             compared = [_compare(state, one, place, runs, status.update) for one in _FORMATS]
     console.print(str(this_machine()), soft_wrap=True)
-    console.print(describe_folder(probe_folder(folder)), soft_wrap=True)
+    console.print(describe_folder(probe_folder(folder)), markup=False, soft_wrap=True)
     console.print(
         f"GPT-2 with random weights: {len(state)} tensors; every save includes its fsync; medians "
         f"of {runs} interleaved runs (least–greatest)",

@@ -16,7 +16,7 @@ from fastserial.bench.load import TEMPERATURES, LoadLine, LoadResult
 from fastserial.bench.machine import describe_folder
 from fastserial.bench.summary import Line
 from fastserial.bench.units import MB
-from fastserial.bench.view import UNKNOWN, format_ratio, show_lines, show_missing
+from fastserial.bench.view import UNKNOWN, format_ratio, print_lines, show_lines, show_missing
 from fastserial.report import format_bytes
 
 __all__ = ["load_as_json", "load_caption", "load_lines", "show_load"]
@@ -24,7 +24,7 @@ __all__ = ["load_as_json", "load_caption", "load_lines", "show_load"]
 
 def show_load(result: LoadResult, console: Console, lines: bool = False) -> None:
     """Print the result of `bench load`, with `lines` also one line per row in fio's manner."""
-    console.print(escape(load_caption(result)), soft_wrap=True)
+    print_lines(load_caption(result), console)
     console.print(escape(describe_options(result.options)), soft_wrap=True)
     show_missing(result.missing, console)
     console.print(_table("", result.lines))

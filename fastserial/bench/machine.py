@@ -10,6 +10,7 @@ import torch
 
 from fastserial import __version__
 from fastserial.bench.meminfo import meminfo
+from fastserial.printable import printable
 from fastserial.probes import Folder
 from fastserial.report import format_bytes
 
@@ -58,7 +59,7 @@ def describe_folder(folder: Folder) -> str:
         if device.nbytes is not None:
             words.append(f"of {format_bytes(device.nbytes)}")
     if device.backing_file:
-        words.append(f"(a loop device over {device.backing_file})")
+        words.append(f"(a loop device over {printable(device.backing_file)})")
     if folder.direct_problem is not None or folder.alignment is None:
         direct = "no direct I/O"
     else:

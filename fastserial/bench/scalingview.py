@@ -17,7 +17,7 @@ from fastserial.bench.machine import describe_folder
 from fastserial.bench.plot import new_figure, save_figure, wrapped
 from fastserial.bench.scaling import Axis, Point, ScalingResult
 from fastserial.bench.units import GB
-from fastserial.bench.view import format_ratio, show_missing
+from fastserial.bench.view import format_ratio, print_lines, show_missing
 from fastserial.report import format_bytes
 
 __all__ = ["plot_scaling", "scaling_as_json", "scaling_cells", "scaling_plots", "show_scaling"]
@@ -37,7 +37,7 @@ _FEW_DECADES = 3
 
 def show_scaling(result: ScalingResult, console: Console) -> None:
     """Print where it ran and a table for each curve."""
-    console.print(escape(_caption(result)), soft_wrap=True)
+    print_lines(_caption(result), console)
     console.print(escape(describe_options(result.options)), soft_wrap=True)
     show_missing(result.missing, console)
     for axis in _TITLES:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from fastserial.bench.errors import BenchError
+from fastserial.probes import folder_problem
 from fastserial.report import format_bytes
 
 __all__ = ["scratch"]
@@ -31,8 +32,9 @@ def scratch(folder: Path, needed: int) -> Iterator[Path]:
     Raises:
         BenchError: the folder is missing or not writable, or there is too little space.
     """
-    if not folder.is_dir():
-        raise BenchError(f"{folder} is not a directory; create it first")
+    problem = folder_problem(folder)
+    if problem is not None:
+        raise BenchError(problem)
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
     if free < needed:

@@ -26,7 +26,7 @@ from fastserial.bench.tune import Space, Verdict, compare, search
 from fastserial.config import Config
 from fastserial.deviceid import device_key
 from fastserial.errors import EngineUnavailableError
-from fastserial.probes import probe_folder
+from fastserial.probes import folder_problem, probe_folder
 from fastserial.report import format_bytes
 from fastserial.tunedfile import Entry, Settings, remember
 
@@ -214,8 +214,9 @@ def _room(folder: Path, wanted: int) -> int:
     Raises:
         BenchError: too few for a result that means something.
     """
-    if not folder.is_dir():
-        raise BenchError(f"{folder} is not a directory; create it first")
+    problem = folder_problem(folder)
+    if problem is not None:
+        raise BenchError(problem)
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
     memory = meminfo().get("MemAvailable", wanted * _SHARE)
@@ -223,8 +224,8 @@ def _room(folder: Path, wanted: int) -> int:
     if room < LEAST_BYTES:
         raise BenchError(
             f"a save of {format_bytes(room)} says nothing: {format_bytes(LEAST_BYTES)} are the "
-            f"least, and a {_SHARE * _COPIES}th of the {format_bytes(free)} free in {folder} and a "
-            f"quarter of the {format_bytes(memory)} of memory are the most"
+            f"least; 1/{_SHARE * _COPIES} of the {format_bytes(free)} free in {folder} and "
+            f"1/{_SHARE} of the {format_bytes(memory)} of memory are the most"
         )
     return room
 

@@ -23,6 +23,7 @@ __all__ = [
     "caption",
     "fio_line",
     "format_ratio",
+    "print_lines",
     "show_comparison",
     "show_lines",
     "show_missing",
@@ -48,7 +49,7 @@ def show_save(result: SaveResult, console: Console, lines: bool = False) -> None
 
 def show_comparison(found: Comparison, console: Console, lines: bool = False) -> None:
     """Print where, what and how fast, what is missing, and whether to quote it."""
-    console.print(escape(caption(found)), soft_wrap=True)
+    print_lines(caption(found), console)
     console.print(escape(describe_options(found.options)), soft_wrap=True)
     show_missing(found.missing, console)
     console.print(_table(found.lines))
@@ -70,6 +71,12 @@ def caption(found: Comparison) -> str:
         f"{found.machine}\n{describe_folder(found.folder)}\n{found.data}; medians of {found.runs} "
         "interleaved runs (least–greatest); ratios are of runs of the same round"
     )
+
+
+def print_lines(text: str, console: Console) -> None:
+    """Print a text of several lines."""
+    for line in text.split("\n"):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def show_missing(missing: Mapping[str, str], console: Console) -> None:

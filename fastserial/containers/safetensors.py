@@ -17,7 +17,14 @@ from fastserial.containers.directory import read_exactly
 from fastserial.errors import CorruptCheckpointError
 from fastserial.storagetable import ITEM_BYTES
 
-__all__ = ["TYPE_NAMES", "SafetensorsEntry", "header_bytes", "read_header", "read_metadata"]
+__all__ = [
+    "TYPE_NAMES",
+    "SafetensorsEntry",
+    "contiguous_stride",
+    "header_bytes",
+    "read_header",
+    "read_metadata",
+]
 
 _LENGTH_BYTES = 8
 _MOST_HEADER = 100_000_000  # as the reference implementation
@@ -124,6 +131,16 @@ def _entry(key: str, value: Any, start: int) -> SafetensorsEntry:
     return SafetensorsEntry(key, name, dtype, tuple(shape), start + first, last - first)
 
 
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor (elements)."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def header_bytes(
     tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
 ) -> bytes:
@@ -132,6 +149,9 @@ def header_bytes(
     Args:
         tensors: key, torch's name of the dtype, shape and bytes of each.
         metadata: free text.
+
+    Raises:
+        UnicodeEncodeError: a key or a text holds lone surrogates, which UTF-8 has not.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     at = 0

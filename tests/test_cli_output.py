@@ -1,0 +1,254 @@
+"""What commands print: nothing from a file reaches the terminal raw, and errors are one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+from fastserial import cli
+from fastserial.console import json_text, new_console, print_table
+from fastserial.loadreport import LoadReport
+from fastserial.printable import printable
+from fastserial.progress import progress_bar
+
+ROOT = Path(fastserial.__file__).resolve().parent.parent
+HOSTILE = (
+    "\x1b[2J\x1b]0;title\x07 \r\n| forged | row | [red]m[/red] [/] :x: "
+    "\x00\x7f\x9b31m\u2028\u2029\u202ertl\u200b\ufeff\ud800\udcff end"
+)
+SHOWN = r"\x1b[2J\x1b]0;title\x07 \r\n| forged | row | [red]m[/red] [/] :x: "
+HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run `fastserial` in this process; return its exit status, output and errors."""
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fastserial", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out, said.err
+
+    return run
+
+
+def hidden_in(text: str) -> set[str]:
+    return {c for c in text if unicodedata.category(c) in HIDDEN} - {"\n"}
+
+
+# -- escaping ------------------------------------------------------------------------------------
+
+
+def test_printable() -> None:
+    assert printable("model.läyers.0.重み") == "model.läyers.0.重み"
+    shown = printable(HOSTILE)
+    assert shown.startswith(SHOWN)
+    assert not hidden_in(shown)
+    assert "\n" not in shown
+    assert printable(shown) == shown
+    shown.encode()
+
+
+def test_every_way_through_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = new_console()
+    table = Table("column", escape(HOSTILE), title=escape(HOSTILE))
+    table.add_row(escape(HOSTILE), "cell")
+    console.print(escape(HOSTILE), soft_wrap=True)
+    console.print(HOSTILE, markup=False, soft_wrap=True)
+    console.print(table)
+    print_table(console, HOSTILE, ("a", HOSTILE), [(1, HOSTILE), (HOSTILE, 2)])
+    said = capsys.readouterr().out
+    assert not hidden_in(said)
+    lines = said.splitlines()
+    assert lines[0].startswith(SHOWN)
+    assert lines[0] == lines[1]
+    assert len(lines[-4:]) == 4
+    assert lines[-2] == f"1{' ' * 61}{printable(HOSTILE)}"
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_hostile_keys(command: Command, tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "x.pt"
+    state = {HOSTILE: torch.ones(2), "view": torch.zeros(9)[:2]}
+    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    status, said, _ = command("inspect", path, "--records")
+    assert status == 0
+    assert not hidden_in(said)
+    rows = [line for line in said.splitlines() if line.startswith(SHOWN)]
+    assert len(rows) == 1
+    assert "float32" in rows[0]
+    if zipped:
+        data = bytearray(path.read_bytes())
+        data[bytes(data).index(torch.ones(2).numpy().tobytes())] ^= 1
+        path.write_bytes(data)
+        status, said, _ = command("verify", path)
+        assert status == 1
+        assert not hidden_in(said)
+        assert SHOWN in said
+        assert len(said.splitlines()) == 3
+
+
+def test_hostile_keys_of_safetensors(command: Command, tmp_path: Path) -> None:
+    path, target = tmp_path / "x.safetensors", tmp_path / "t.safetensors"
+    header = json.dumps({HOSTILE: {"dtype": "\x1b[1m", "shape": [], "data_offsets": [0, 0]}})
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    status, said, _ = command("inspect", path)
+    assert status == 0
+    assert SHOWN in said
+    assert r"\x1b[1m" in said
+    assert not hidden_in(said)
+    status, _, said = command("convert", path, target)
+    assert status == 2
+    assert not hidden_in(said)
+    assert len(said.splitlines()) == 1
+
+
+def test_hostile_paths(command: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "d\x1b[31m\n[red]x\udcff"
+    folder.mkdir()
+    path = folder / "n\x1b[31m\nok forged.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    for words in (
+        ("verify", folder),
+        ("inspect", path),
+        ("convert", path, folder / "t.pt"),
+        ("convert", path, folder / "missing" / "t.pt"),
+        ("inspect", folder),
+        ("verify", path, folder / "missing"),
+        ("tune", "--forget", path),
+        ("doctor", path),
+        ("doctor", folder),
+    ):
+        _, out, err = command(*words)
+        assert r"\x1b[31m\n" in out + err, words
+        assert not hidden_in(out + err), words
+        assert not [line for line in (out + err).splitlines() if line.startswith("ok forged")]
+
+
+def test_a_terminal_that_cannot_show_a_character(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"é重": torch.ones(2)}, path)
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert command("inspect", path)[0] == 0
+    sys.stdout.flush()
+    assert rb"\xe9\u91cd" in raw.getvalue()
+
+
+def test_reports_and_bars(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("tqdm")
+    report = LoadReport(path=HOSTILE, container="zip", bytes=1, seconds=1.0, engine="threads")
+    assert not hidden_in(str(report))
+    assert "\n" not in str(report)
+    bar = progress_bar(True, HOSTILE)
+    bar.update(1)
+    bar.close()
+    said = capsys.readouterr().err
+    assert SHOWN in said
+    assert not {c for c in said if c in "\x1b\x07\x9b\u202e"}
+
+
+# -- exit status and words -----------------------------------------------------------------------
+
+
+def test_inspect_tells_unreadable_from_damaged(command: Command, tmp_path: Path) -> None:
+    text, empty, whole, cut = (tmp_path / name for name in ("t.txt", "e.pt", "w.pt", "c.pt"))
+    text.write_text("hello world")
+    empty.touch()
+    torch.save({"a": torch.ones(2)}, whole)
+    cut.write_bytes(whole.read_bytes()[:-1])
+    assert command("inspect", whole)[0] == 0
+    for path in (text, empty, tmp_path, "/dev/null"):
+        status, out, err = command("inspect", path)
+        assert (status, out) == (2, "")
+        assert err.startswith("unreadable: ")
+    status, _, err = command("inspect", cut)
+    assert status == 1
+    assert err.startswith("damaged: ")
+    assert command("inspect", tmp_path / "missing")[0] == 2
+
+
+def test_verify_tells_no_speed_of_what_it_did_not_read(command: Command, tmp_path: Path) -> None:
+    text, whole, legacy, cut = (tmp_path / name for name in ("t.txt", "w.pt", "l.pt", "c.pt"))
+    text.write_text("hello world")
+    torch.save({"a": torch.ones(2)}, whole)
+    torch.save({"a": torch.ones(2)}, legacy, _use_new_zipfile_serialization=False)
+    cut.write_bytes(whole.read_bytes()[:-1])
+    for path, speed in ((whole, True), (text, False), (legacy, False), (cut, False)):
+        assert ("/s" in command("verify", path)[1]) == speed, path.name
+    assert "/s" not in command("verify", text, legacy)[1]
+
+
+def test_tune_words(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "a.pt"
+    file.touch()
+    for words, said in (
+        (["--forget"], "--forget FOLDER"),
+        ([], "or --show"),
+        (["--show", "--forget", tmp_path], "not both"),
+        ([file], "is not a directory: give the folder"),
+        ([tmp_path / "missing"], "create it first"),
+    ):
+        status, out, err = command("tune", *words)
+        assert (status, out) == (2, "")
+        assert said in err
+        assert len(err.splitlines()) == 1
+    assert "--show" not in command("tune", "--forget")[2]
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from fastserial.cli import main; "
+        f"sys.argv = ['fastserial', 'convert', {str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r}]; "
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: this needs torch, which is not installed: pip install torch\n"
+
+
+def test_a_load_that_torch_did_tells_no_speed() -> None:
+    values: dict[str, Any] = {"path": "x.pt", "container": "zip", "seconds": 0.5}
+    report = LoadReport(bytes=0, engine="torch", fallback="mmap=True", **values)
+    assert str(report) == "READ: by torch itself, run=500msec, file=x.pt, fallback=mmap=True"
+    assert "bw=" in str(LoadReport(bytes=1, engine="threads", **values))
+
+
+def test_json_text_is_json() -> None:
+    values = {"a": [1, {"b": [2, (3,)]}], "b": [], "c": None, "d": "x\n\ud800", "e": (1, 2)}
+    assert json.loads(json_text(values)) == json.loads(json.dumps(values))
+    assert json_text(values).isascii()
+
+
+def test_inspect_prints_a_line_for_each_tensor_without_rich(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20,000 rows took ten seconds in one of rich's tables."""
+    import rich.table
+
+    monkeypatch.delattr(rich.table, "Table")
+    path = tmp_path / "x.pt"
+    torch.save({f"w{index}": torch.zeros(1) for index in range(100)}, path)
+    said = command("inspect", path)[1]
+    assert sum(line.startswith("w") for line in said.splitlines()) == 100
