@@ -18,8 +18,8 @@ from identity import digest, saver, stock
 from typer import Typer
 from typer.testing import CliRunner
 
-from fastserial import cli_convert
 import fastserial
+from fastserial import cli_convert
 from fastserial.conversion import Container, convert
 from fastserial.errors import (
     ConvertError,
