@@ -22,12 +22,13 @@ _CHUNK = 1024 * 1024  # stays in cache between checksum and copy into the page c
 _MOST_PIECES = 512  # the kernel takes 1024
 
 
-def write_buffered(fd: int, parts: Sequence[Part]) -> None:
+def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> None:
     """Write parts to a file, in their order.
 
     Args:
         fd: of the file.
         parts: what needs checksums comes after what gives them.
+        fill_holes: write the zeros of holes, too: the file takes its bytes in their order only.
 
     Raises:
         OSError: the disk is full or failed.
@@ -63,7 +64,7 @@ def write_buffered(fd: int, parts: Sequence[Part]) -> None:
             gathered = 0
 
     for part in parts:
-        if isinstance(part.source, Hole):
+        if isinstance(part.source, Hole) and not fill_holes:
             continue
         if together and part.offset != together[0].offset + gathered:
             join()
@@ -88,9 +89,9 @@ def write_buffered(fd: int, parts: Sequence[Part]) -> None:
 
 
 def _chunks(part: Part) -> Iterator[Part]:
-    """Cut a part of device memory, which passes through the host, so that little of it is there."""
+    """Cut what is put together in memory, such as a part on a device: little is there at a time."""
     offset, source, start, length, ledger = part
-    if length <= _CHUNK or not isinstance(source, Data):
+    if length <= _CHUNK or not isinstance(source, Data | Literal | Hole):
         yield part
         return
     for done in range(0, length, _CHUNK):

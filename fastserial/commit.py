@@ -20,7 +20,7 @@ import stat
 from collections.abc import Iterator
 from itertools import chain
 
-from fastserial import freeing
+from fastserial import filesystem, freeing
 from fastserial.targets import PathTarget
 
 __all__ = ["CannotReplace", "Replacement", "temporary_name"]
@@ -28,28 +28,33 @@ __all__ = ["CannotReplace", "Replacement", "temporary_name"]
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
 _NAME_MAX = 255  # bytes,
+_SHORT_NAME = 28  # characters: with the suffix, too, no file system finds it too long
 _CHARACTER_MAX = 4  # of which a character takes up to so many
-# What file systems say that have no locks, or cannot sync a directory.
+# What file systems say that have no locks, or cannot sync.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 # We may not give files away, or the owner does not exist in this user namespace (container).
 _NO_SUCH_OWNER = (errno.EPERM, errno.EACCES, errno.EINVAL)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 
 
-def temporary_name(name: str, slot: int) -> str:
-    """Return the temporary name number `slot` of the file `name` (without its directory)."""
+def temporary_name(name: str, slot: int, name_max: int = _NAME_MAX) -> str:
+    """Return the temporary name number `slot` of the file `name` (without its directory).
+
+    Args:
+        name_max: how many bytes a name may have in its directory.
+    """
     suffix = f".fastserial-{slot}.tmp"
-    room = _NAME_MAX - len(suffix) - 1
+    room = name_max - len(suffix) - 1
     if len(name) > room // _CHARACTER_MAX:
         name = os.fsdecode(os.fsencode(name)[:room])
     return f".{name}{suffix}"
 
 
 @functools.lru_cache(maxsize=64)
-def _first_names(name: str) -> tuple[str, ...]:
+def _first_names(name: str, name_max: int) -> tuple[str, ...]:
     """Return the temporary names of a file that every save looks for."""
-    return tuple([temporary_name(name, slot) for slot in range(_LOOKAHEAD)])
+    return tuple([temporary_name(name, slot, name_max) for slot in range(_LOOKAHEAD)])
 
 
 @functools.cache
@@ -106,11 +111,14 @@ class Replacement:
         self.fallback: str | None = None
         self.fd = -1
         self._replaced = -1
+        self._name_max = _NAME_MAX
         directory, self._base = os.path.split(target.path)
         freeing.wait_until_free()
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self._directory = os.open(directory or os.curdir, flags)
         try:
+            if len(self._base) > _SHORT_NAME:
+                self._name_max = filesystem.name_max(self._directory)
             # A nameless file gets a temporary name only where it replaces another.
             self._sweep(_LOOKAHEAD if target.mode is not None else 1)
             self.fd = self._create()
@@ -120,11 +128,11 @@ class Replacement:
             raise
 
     def _create(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
+        flags = os.O_RDWR
         if not _can_link():
             return self._create_named(flags)
         try:
-            return os.open(".", flags | os.O_TMPFILE, 0o666, dir_fd=self._directory)
+            return filesystem.open_own(".", flags | os.O_TMPFILE, dir_fd=self._directory)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
@@ -134,7 +142,9 @@ class Replacement:
         self._sweep(_LOOKAHEAD)
         for name in self._names():
             try:
-                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._directory)
+                fd = filesystem.open_own(
+                    name, flags | os.O_CREAT | os.O_EXCL, dir_fd=self._directory
+                )
             except FileExistsError:
                 continue
             try:
@@ -152,16 +162,16 @@ class Replacement:
 
     def _names(self) -> Iterator[str]:
         base = self._base
-        first = _first_names(base)
+        first = _first_names(base, self._name_max)
         later = range(len(first), _SLOTS)
-        return chain(first, (temporary_name(base, slot) for slot in later))
+        return chain(first, (temporary_name(base, slot, self._name_max) for slot in later))
 
     def _sweep(self, look: int) -> None:
         """Remove what killed processes left of this target, so that its space is free again.
 
         Does nothing if there is none of the first `look` temporary names.
         """
-        if not any(map(self._exists, _first_names(self._base)[:look])):
+        if not any(map(self._exists, _first_names(self._base, self._name_max)[:look])):
             return
         free = 0
         for name in self._names():
@@ -221,7 +231,13 @@ class Replacement:
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
-            os.fsync(self.fd)
+            try:
+                os.fsync(self.fd)
+            except OSError as error:
+                if error.errno not in _NO_SYNC:
+                    raise
+                self.durable = False
+                self.fallback = "the file system cannot sync a file"
         elif self.named is not None:
             os.close(os.dup(self.fd))  # network file systems report late errors at a close
 
@@ -253,7 +269,7 @@ class Replacement:
         try:
             os.fsync(self._directory)
         except OSError as error:
-            if error.errno not in _NO_DIRECTORY_SYNC:
+            if error.errno not in _NO_SYNC:
                 raise
             self.fallback = "the file system cannot sync a directory"
 

@@ -33,6 +33,7 @@ class ExtentWriter:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         may_be_locked: bool = False,
+        sequential: bool = False,
     ) -> None:
         """Start without an engine.
 
@@ -41,6 +42,7 @@ class ExtentWriter:
             config: the options.
             on_progress: called with the bytes of each piece that is written.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
+            sequential: the file takes its bytes in their order only.
         """
         self.tally = TransferTally()
         self._fd = fd
@@ -48,6 +50,7 @@ class ExtentWriter:
         self._untuned: Config | None = None
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
+        self._sequential = sequential
         self._expected: int | None = None
         self._nbytes = 0
         self._blocks: BlockWriter | None = None
@@ -106,7 +109,8 @@ class ExtentWriter:
         nbytes = sum([part.length for part in parts])
         self._nbytes += nbytes
         config, blocks = self._config, self._blocks
-        if blocks is None and (self._nbytes > config.small_file or config.direct is True):
+        large = self._nbytes > config.small_file or config.direct is True
+        if blocks is None and large and not self._sequential:
             blocks = self._blocks = BlockWriter(
                 self._fd,
                 config,
@@ -121,7 +125,7 @@ class ExtentWriter:
                 blocks.put(part)
             return
         began = perf_counter()
-        write_buffered(self._fd, parts)
+        write_buffered(self._fd, parts, self._sequential)
         self.tally.cached_bytes += nbytes
         self.tally.cached_seconds += perf_counter() - began
         if self._on_progress is not None:

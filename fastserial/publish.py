@@ -7,9 +7,9 @@ import errno
 import os
 from collections.abc import Iterable
 
-from fastserial.commit import Replacement
 from fastserial.errors import write_error
-from fastserial.targets import PathTarget, path_target
+from fastserial.inplace import InPlaceFile, open_target
+from fastserial.targets import StockWay, path_target
 
 __all__ = ["replace_text", "sync_folders"]
 
@@ -20,20 +20,24 @@ _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPE
 def replace_text(path: str, text: str) -> None:
     """Replace a text file as a whole and durably: readers see the old text or the new one.
 
+    Where no file can be replaced, it is overwritten.
+
     Raises:
-        WriteError: the file cannot be written; the old one is intact.
+        WriteError: the file cannot be written.
     """
     target = path_target(path)
-    if not isinstance(target, PathTarget):
+    if isinstance(target, StockWay):
         raise write_error(errno.EINVAL, path, target.reason)
     try:
-        replacement = Replacement(target, durable=True)
+        file = open_target(target, durable=True)
         try:
-            os.write(replacement.fd, text.encode())
-            replacement.sync()
-            replacement.commit()
+            if isinstance(file, InPlaceFile):
+                file.begin()
+            os.write(file.fd, text.encode())
+            file.sync()
+            file.commit()
         except BaseException:
-            replacement.discard()
+            file.discard()
             raise
     except OSError as error:
         raise write_error(error.errno or errno.EIO, path, error.strerror) from error

@@ -28,7 +28,7 @@ from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.extent_writer import ExtentWriter
-from fastserial.inplace import InPlaceFile
+from fastserial.inplace import InPlaceFile, open_target
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import synchronize
@@ -116,21 +116,28 @@ class FastFileWriter:
         self._report: SaveReport | None = None
         self._in_place: InPlaceFile | None = None
         try:
-            if isinstance(target, PathTarget):
-                self._replacement = Replacement(target, self._config.durable)
-                self._fd, self._start = self._replacement.fd, 0
-            elif isinstance(target, InPlaceTarget):
-                self._in_place = InPlaceFile(target, self._config.durable)
-                self._config = self._in_place.adapted(self._config)
-                self._fd, self._start = self._in_place.fd, 0
-            else:
+            if isinstance(target, FileTarget):
                 self._fd, self._start = target.fd, target.offset
+            else:
+                opened = open_target(target, self._config.durable)
+                if isinstance(opened, Replacement):
+                    self._replacement = opened
+                else:
+                    self._in_place, self._target = opened, opened.target
+                    self._config = opened.adapted(self._config)
+                self._fd, self._start = opened.fd, 0
         except OSError as error:
             raise self._write_error(error) from error
         self._bar = progress_bar(self._config.progress, target.name)
         # our own new file needs no look for locks, which on NFS may show our `flock`
         theirs = isinstance(target, FileTarget)
-        self._out = ExtentWriter(self._fd, self._config, self._bar.update, theirs)
+        self._out = ExtentWriter(
+            self._fd,
+            self._config,
+            self._bar.update,
+            may_be_locked=theirs,
+            sequential=isinstance(self._target, InPlaceTarget) and self._target.sequential,
+        )
         self._written = 0  # bytes passed on
         self._statistics = WriterStatistics(self._out.tally)
         self._gathered = bytearray()
@@ -302,6 +309,7 @@ class FastFileWriter:
                 self._phases["sync"] = synced - written
                 self._phases["commit"] = perf_counter() - synced
             elif self._in_place is not None:
+                self._in_place.sync()
                 self._in_place.commit()
                 self._phases["sync"] = perf_counter() - written
             elif isinstance(self._target, FileTarget):
@@ -443,7 +451,8 @@ class FastFileWriter:
                 text += f", {free} are free)" if free is not None else ")"
         elif number == errno.ENOENT and self._replacement is not None:
             text = "the directory was removed during the save"
-        if self._in_place is not None and not self._in_place.begun:
+        is_open = self._in_place is not None and self._in_place.begun
+        if isinstance(self._target, InPlaceTarget) and not is_open:
             text += "; the previous file is intact"
         elif not isinstance(self._target, PathTarget):
             text += "; the save is incomplete"
@@ -462,7 +471,7 @@ class FastFileWriter:
         out, config = self._out, self._config
         why, durable = None, False
         if self._replacement is not None:
-            why, durable = self._replacement.fallback, config.durable
+            why, durable = self._replacement.fallback, self._replacement.durable
         elif self._in_place is not None:
             why, durable = self._in_place.target.reason, self._in_place.synced
         report = SaveReport(
