@@ -23,7 +23,7 @@ from itertools import chain
 from fastserial import freeing
 from fastserial.targets import PathTarget
 
-__all__ = ["Replacement", "temporary_name"]
+__all__ = ["CannotReplace", "Replacement", "temporary_name"]
 
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
@@ -69,6 +69,20 @@ def _lock(fd: int) -> bool:
             return False
         raise
     return True
+
+
+class CannotReplace(Exception):  # noqa: N818 - no error: another way is taken
+    """No new file can take the target's place; nothing was changed so far.
+
+    Attributes:
+        reason: why; the report's `fallback`.
+        sequential: the file system takes bytes in the order of the file only.
+    """
+
+    def __init__(self, reason: str, sequential: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.sequential = sequential
 
 
 class Replacement:
