@@ -7,9 +7,10 @@ import errno
 import os
 from collections.abc import Iterable
 
-from fastserial.commit import Replacement
+from fastserial.commit import CannotReplace, Replacement
 from fastserial.errors import write_error
-from fastserial.targets import PathTarget, path_target
+from fastserial.inplace import InPlaceFile
+from fastserial.targets import InPlaceTarget, StockWay, path_target
 
 __all__ = ["replace_text", "sync_folders"]
 
@@ -20,23 +21,44 @@ _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPE
 def replace_text(path: str, text: str) -> None:
     """Replace a text file as a whole and durably: readers see the old text or the new one.
 
+    Where the file cannot be replaced, it is overwritten.
+
     Raises:
-        WriteError: the file cannot be written; the old one is intact.
+        WriteError: the file cannot be written.
     """
     target = path_target(path)
-    if not isinstance(target, PathTarget):
+    if isinstance(target, StockWay):
         raise write_error(errno.EINVAL, path, target.reason)
     try:
-        replacement = Replacement(target, durable=True)
-        try:
-            os.write(replacement.fd, text.encode())
-            replacement.sync()
-            replacement.commit()
-        except BaseException:
-            replacement.discard()
-            raise
+        if not isinstance(target, InPlaceTarget):
+            try:
+                _replace(Replacement(target, durable=True), text)
+                return
+            except CannotReplace as refusal:
+                target = InPlaceTarget(target.name, refusal.reason, refusal.sequential)
+        _overwrite(InPlaceFile(target, durable=True), text)
     except OSError as error:
         raise write_error(error.errno or errno.EIO, path, error.strerror) from error
+
+
+def _replace(replacement: Replacement, text: str) -> None:
+    try:
+        os.write(replacement.fd, text.encode())
+        replacement.sync()
+        replacement.commit()
+    except BaseException:
+        replacement.discard()
+        raise
+
+
+def _overwrite(file: InPlaceFile, text: str) -> None:
+    try:
+        file.begin()
+        os.write(file.fd, text.encode())
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
 
 
 def sync_folders(folders: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastserial import config as config_module
 from fastserial import filesystem, tuned
 from fastserial.checksums import CrcLedger
-from fastserial.commit import Replacement
+from fastserial.commit import CannotReplace, Replacement
 from fastserial.config import Config
 from fastserial.containers.batch import storage_batch
 from fastserial.containers.extents import Extent, Hole, Literal, total_length
@@ -115,13 +115,17 @@ class FastFileWriter:
         self._in_place: InPlaceFile | None = None
         try:
             if isinstance(target, PathTarget):
-                self._replacement = Replacement(target, self._config.durable)
-                self._fd, self._start = self._replacement.fd, 0
-            elif isinstance(target, InPlaceTarget):
+                try:
+                    self._replacement = Replacement(target, self._config.durable)
+                    self._fd, self._start = self._replacement.fd, 0
+                except CannotReplace as refusal:
+                    target = InPlaceTarget(target.name, refusal.reason, refusal.sequential)
+                    self._target = target
+            if isinstance(target, InPlaceTarget):
                 self._in_place = InPlaceFile(target, self._config.durable)
                 self._config = self._in_place.adapted(self._config)
                 self._fd, self._start = self._in_place.fd, 0
-            else:
+            elif isinstance(target, FileTarget):
                 self._fd, self._start = target.fd, target.offset
         except OSError as error:
             raise self._write_error(error) from error
@@ -410,6 +414,8 @@ class FastFileWriter:
         if not config.preallocate or needed <= config.small_file or config.engine == "null":
             return
         if any(type(extent.source) is Hole for extent in extents):
+            return
+        if self._blocks.compression is not None:
             return
         if isinstance(self._target, FileTarget):
             self._size_before = os.fstat(self._fd).st_size
