@@ -86,11 +86,14 @@ def give(fd: int, wanted: Attributes) -> None:
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
         if mode != wanted.mode or made.owner != wanted.owner:
             os.fchmod(fd, wanted.mode)
-    now = os.fstat(fd)  # some file systems only pretend
-    if (now.st_uid, now.st_gid) != wanted.owner:
+    now = attributes_of(os.fstat(fd), fd)  # some file systems only pretend
+    if now.owner != wanted.owner:
         raise CannotKeep(_text("owner"))
-    if (now.st_mode ^ wanted.mode) & 0o777:
+    if (now.mode ^ wanted.mode) & 0o777:
         raise CannotKeep(_text("mode"))
+    for name in now.extended.keys() ^ wanted.extended.keys():
+        if name.startswith(_ACL):
+            raise CannotKeep(_text(f"attribute {name}"))
 
 
 def _text(what: str) -> str:
@@ -156,7 +159,7 @@ def _is_known(number: int, kind: str) -> bool:
     if number != _NOBODY:
         return True
     try:
-        with open(f"/proc/self/{kind}_map", encoding="ascii") as file:
+        with open(f"/proc/self/{kind}_map", encoding="utf-8") as file:
             return file.read().split() == _EVERYBODY
     except OSError:  # no /proc, or a kernel without user namespaces
         return True

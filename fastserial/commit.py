@@ -37,7 +37,7 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
-_CHANGED = "its owner or attributes were changed during the save, to what we may not set"
+_CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
 
 
 def temporary_name(name: str, slot: int) -> str:

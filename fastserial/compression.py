@@ -64,7 +64,7 @@ def _of_mount(fd: int, overlays: int) -> Compression | None:
 
 def _mount_of(fd: int) -> tuple[str, dict[str, str]]:
     """Return the type of the file system that an open file lies on, and its mount options."""
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+    with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as file:
         told = dict(line.split(":", 1) for line in file)
     number = told.get("mnt_id", "").strip()
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
