@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from fastserial.checksums import crc32
-from fastserial.containers.extents import Data, Literal
+from fastserial.containers.extents import Data, Hole, Literal
 from fastserial.staging import HostMemory
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["write_all", "write_buffered"]
 
 _UNCOPIED = 64 * 1024  # a storage of so many bytes is worth a piece of its own
+_STAGED = 8 * 1024 * 1024  # so much of a device's storage is copied to the host at a time
 _CHUNK = 1024 * 1024  # stays in cache between checksum and copy into the page cache
 _MOST_PIECES = 512  # the kernel takes 1024
 
@@ -58,7 +60,7 @@ def write_buffered(
         queued = 0
         pieces.clear()
 
-    for part in (*parts, None):
+    for part in chain(chain.from_iterable(map(_cut, parts)), (None,)):
         data = _uncopied(part) if part is not None else None
         if part is not None and data is None:
             together.append(part)
@@ -78,6 +80,19 @@ def write_buffered(
             _enter(part, crc)
     if pieces:
         write()
+
+
+def _cut(part: Part) -> Iterable[Part]:
+    """Return a part in pieces that may be put together in memory."""
+    source, start, length, _ = part
+    if length <= _STAGED or not isinstance(source, Data | Literal | Hole):
+        return (part,)
+    if _uncopied(part) is not None:
+        return (part,)
+    end = start + length
+    return (
+        part._replace(start=at, length=min(_STAGED, end - at)) for at in range(start, end, _STAGED)
+    )
 
 
 def _known(parts: Sequence[Part]) -> memoryview | None:

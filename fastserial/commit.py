@@ -30,29 +30,34 @@ __all__ = ["CannotReplace", "Replacement", "temporary_name"]
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
 _NAME_MAX = 255  # bytes,
+_SHORT_NAME = 28  # characters: with the suffix, too, no file system finds it too long
 _CHARACTER_MAX = 4  # of which a character takes up to so many
-# What file systems say that have no locks, or cannot sync a directory.
+# What file systems say that have no locks, or cannot sync.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
 
 
-def temporary_name(name: str, slot: int) -> str:
-    """Return the temporary name number `slot` of the file `name` (without its directory)."""
+def temporary_name(name: str, slot: int, name_max: int = _NAME_MAX) -> str:
+    """Return the temporary name number `slot` of the file `name` (without its directory).
+
+    Args:
+        name_max: how many bytes a name may have in its directory.
+    """
     suffix = f".fastserial-{slot}.tmp"
-    room = _NAME_MAX - len(suffix) - 1
+    room = name_max - len(suffix) - 1
     if len(name) > room // _CHARACTER_MAX:
         name = os.fsdecode(os.fsencode(name)[:room])
     return f".{name}{suffix}"
 
 
 @functools.lru_cache(maxsize=64)
-def _first_names(name: str) -> tuple[str, ...]:
+def _first_names(name: str, name_max: int) -> tuple[str, ...]:
     """Return the temporary names of a file that every save looks for."""
-    return tuple([temporary_name(name, slot) for slot in range(_LOOKAHEAD)])
+    return tuple([temporary_name(name, slot, name_max) for slot in range(_LOOKAHEAD)])
 
 
 @functools.cache
@@ -124,11 +129,14 @@ class Replacement:
         self._directory = -1
         self._append_only = False
         self._seen: os.stat_result | None = None
+        self._name_max = _NAME_MAX
         directory, self._base = os.path.split(target.path)
         freeing.wait_until_free()
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         try:
             self._directory = os.open(directory or os.curdir, flags)
+            if len(self._base) > _SHORT_NAME:
+                self._name_max = filesystem.name_max(self._directory)
             # A nameless file gets a temporary name only where it replaces another.
             self._sweep(_LOOKAHEAD if target.mode is not None else 1)
             self._kept = self._look(target.path)
@@ -176,13 +184,13 @@ class Replacement:
             ) from error
 
     def _create_nameless(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
+        flags = os.O_RDWR
         if not _can_link():
             return self._create_named(flags)
         # Nobody can open a file without a name, and its permissions are set before the first byte.
         mode = 0o666 if self._kept is None else self._kept.mode & 0o777
         try:
-            return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=self._directory)
+            return filesystem.open_own(".", flags | os.O_TMPFILE, mode, dir_fd=self._directory)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
@@ -195,7 +203,9 @@ class Replacement:
         mode = 0o666 if self._kept is None else 0o600
         for name in self._names():
             try:
-                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=self._directory)
+                fd = filesystem.open_own(
+                    name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=self._directory
+                )
             except FileExistsError:
                 continue
             try:
@@ -213,16 +223,16 @@ class Replacement:
 
     def _names(self) -> Iterator[str]:
         base = self._base
-        first = _first_names(base)
+        first = _first_names(base, self._name_max)
         later = range(len(first), _SLOTS)
-        return chain(first, (temporary_name(base, slot) for slot in later))
+        return chain(first, (temporary_name(base, slot, self._name_max) for slot in later))
 
     def _sweep(self, look: int) -> None:
         """Remove what killed processes left of this target, so that its space is free again.
 
         Does nothing if there is none of the first `look` temporary names.
         """
-        if not any(map(self._exists, _first_names(self._base)[:look])):
+        if not any(map(self._exists, _first_names(self._base, self._name_max)[:look])):
             return
         free = 0
         for name in self._names():
@@ -266,7 +276,13 @@ class Replacement:
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
-            os.fsync(self.fd)
+            try:
+                os.fsync(self.fd)
+            except OSError as error:
+                if error.errno not in _NO_SYNC:
+                    raise
+                self.durable = False
+                self.fallback = "the file system cannot sync a file"
         elif self.named is not None:
             os.close(os.dup(self.fd))  # network file systems report late errors at a close
 
@@ -328,7 +344,7 @@ class Replacement:
         try:
             os.fsync(self._directory)
         except OSError as error:
-            if error.errno not in _NO_DIRECTORY_SYNC:
+            if error.errno not in _NO_SYNC:
                 raise
             self.fallback = "the file system cannot sync a directory"
 

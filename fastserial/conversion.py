@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from fastserial import filesystem
 from fastserial.archive import ZipArchive
 from fastserial.config import Config, current
 from fastserial.containers.batch import batch_of
@@ -81,7 +82,7 @@ def convert(
     to = to or ("safetensors" if path.endswith(".safetensors") else "zip")
     if verify:
         _verify(name)
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is refused
+    fd = filesystem.open_own(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
     try:
         before = os.fstat(fd)
         mapped = map_checkpoint(fd, name)

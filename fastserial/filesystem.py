@@ -12,9 +12,12 @@ import errno
 import fcntl
 import os
 import struct
+import sys
 from dataclasses import dataclass
 
 __all__ = [
+    "OWN",
+    "PROC",
     "DirectAlignment",
     "direct_alignment",
     "free_bytes",
@@ -22,11 +25,18 @@ __all__ = [
     "is_compressed",
     "is_locked",
     "is_mount_point",
+    "is_out_of_inodes",
     "is_read_only",
     "kind_of",
+    "magic_of",
+    "mount_of",
+    "name_max",
+    "open_own",
     "preallocate",
     "reopen",
 ]
+
+PROC = 0x9FA0  # what `magic_of` says of procfs
 
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
@@ -35,15 +45,23 @@ _STATX_ATTR_COMPRESSED = 0x4
 _STATX_ATTR_APPEND = 0x20
 _STATX_ATTR_MOUNT_ROOT = 0x2000
 _STATX_DIOALIGN = 0x2000
+_STATX_MNT_ID = 0x1000  # since Linux 5.8,
+_STATX_MNT_ID_UNIQUE = 0x4000  # never used again: since 6.8
 _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
-_MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156
+_MASK_AT, _MOUNT_AT, _MEMORY_AT, _OFFSET_AT = 0, 144, 152, 156
+_STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
+_INTERRUPTIONS = 8  # so often the reserving of space is begun anew
+_NAME_MAX = 255  # bytes of a file's name on most file systems
 _FALLOC_FL_KEEP_SIZE = 1
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 DEFAULT_ALIGNMENT = 4096
+OWN = os.O_ASYNC  # means nothing where a regular file is opened: our own descriptors have it
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
+_statfs = _libc.statfs
+_statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +95,65 @@ def reopen(fd: int, flags: int) -> int:
     Raises:
         OSError: the file system does not take the flags, or /proc is not mounted.
     """
-    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    return open_own(f"/proc/self/fd/{fd}", flags)
+
+
+def open_own(
+    path: str | os.PathLike[str], flags: int, mode: int = 0o666, *, dir_fd: int | None = None
+) -> int:
+    """Open a file for ourselves, as `os.open` does: `openfiles` does not count the descriptor.
+
+    Raises:
+        OSError: as `os.open`.
+    """
+    flags |= os.O_CLOEXEC
+    try:
+        return os.open(path, flags | OWN, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # A FUSE file system may refuse flags that it does not know.
+    return os.open(path, flags, mode, dir_fd=dir_fd)
+
+
+def magic_of(path: str) -> int:
+    """Return the number of the file system's type (`f_type` of statfs) that holds `path`.
+
+    0 if that cannot be told.
+    """
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _statfs(os.fsencode(path), buffer) != 0:
+        return 0
+    word = buffer.raw[: ctypes.sizeof(ctypes.c_long)]
+    return int.from_bytes(word, sys.byteorder) & 0xFFFFFFFF
+
+
+def mount_of(path: str) -> int:
+    """Return the number of the mount that holds `path`, 0 if the kernel does not tell."""
+    if _statx is None:
+        return 0
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    if _statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE, buffer) != 0:
+        return 0
+    return int.from_bytes(buffer.raw[_MOUNT_AT : _MOUNT_AT + 8], sys.byteorder)
+
+
+def is_out_of_inodes(place: int | str) -> bool:
+    """Return whether the file system can hold no more files, however small."""
+    try:
+        stats = os.statvfs(place)
+    except OSError:
+        return False
+    return stats.f_files > 0 and stats.f_favail == 0
+
+
+def name_max(place: int | str) -> int:
+    """Return how many bytes the name of a file may have in a directory, at most 255."""
+    try:
+        told = os.statvfs(place).f_namemax
+    except OSError:
+        told = 0
+    return min(told, _NAME_MAX) if told > 0 else _NAME_MAX
 
 
 def is_locked(fd: int) -> bool:
@@ -97,21 +173,22 @@ def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> b
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
     With `keep_size` the space is there, but the file does not grow. Returns False where the file
-    system cannot.
+    system cannot, or where signals come faster than it can: some begin anew after each.
 
     Raises:
         OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed.
     """
     call = _libc.fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while call(fd, _FALLOC_FL_KEEP_SIZE if keep_size else 0, offset, length) != 0:
+    for _ in range(_INTERRUPTIONS):  # between two calls, Python runs the signal's handler
+        if call(fd, _FALLOC_FL_KEEP_SIZE if keep_size else 0, offset, length) == 0:
+            return True
         number = ctypes.get_errno()
-        if number == errno.EINTR:
-            continue
         if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV):
             return False
-        raise OSError(number, os.strerror(number))
-    return True
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return False
 
 
 def free_bytes(place: int | str) -> int:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from fastserial import config as config_module
+from fastserial import filesystem
 from fastserial.collection import paused_collection
 from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
@@ -144,7 +145,8 @@ def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
     """
     serialization: Any = torch.serialization
     if serialization._is_path(target):
-        return _Load(serialization._open_file(target, "rb"))
+        # A save to the same path, in another thread, need not spare a file that only we read.
+        return _Load(open(target, "rb", opener=filesystem.open_own))
     return _Load(serialization._open_buffer_reader(target))
 
 

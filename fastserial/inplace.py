@@ -10,15 +10,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import sys
 from dataclasses import replace
 
+from fastserial import filesystem
+from fastserial.commit import CannotReplace, Replacement
 from fastserial.config import Config
-from fastserial.targets import InPlaceTarget
+from fastserial.targets import InPlaceTarget, PathTarget
 
-__all__ = ["InPlaceFile"]
+__all__ = ["InPlaceFile", "open_target"]
 
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def open_target(target: PathTarget | InPlaceTarget, durable: bool) -> Replacement | InPlaceFile:
+    """Make a new file for a target, or open the one that is there where that cannot be.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    if isinstance(target, InPlaceTarget):
+        return InPlaceFile(target, durable)
+    try:
+        return Replacement(target, durable)
+    except CannotReplace as found:
+        reason, sequential = found.reason, found.sequential
+    except OSError as error:
+        directory = os.path.dirname(target.path) or os.curdir
+        if target.mode is None or error.errno != errno.ENOSPC:
+            raise
+        if not filesystem.is_out_of_inodes(directory):
+            raise
+        reason, sequential = "no inode is free for a new file, so the old one is overwritten", False
+    return InPlaceFile(InPlaceTarget(target.name, reason, sequential), durable)
 
 
 class InPlaceFile:
@@ -39,26 +62,44 @@ class InPlaceFile:
         self.begun = False
         self.synced = False
         self._durable = durable
-        self.fd = os.open(target.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._is_new = not os.path.exists(target.name)
+        if target.sequential:
+            # Such a file system wants it emptied by the very `open`: the number is kept till then.
+            self.fd = os.eventfd(0, os.EFD_CLOEXEC)
+        else:
+            self.fd = filesystem.open_own(target.name, os.O_WRONLY | os.O_CREAT)
 
     def adapted(self, config: Config) -> Config:
         """Return the options that the file system can serve."""
         if not self.target.sequential:
             return config
-        # A file that counts as small is written in one pass, from its first byte to its last.
-        return replace(config, small_file=sys.maxsize, direct=False, preallocate=False, tuned=False)
+        return replace(config, direct=False, preallocate=False, tuned=False)
 
     def begin(self) -> None:
-        """Empty the file, right before its first byte is written. Idempotent."""
-        if not self.begun:
+        """Empty the file, right before its first byte is written. Idempotent.
+
+        Raises:
+            OSError: it cannot be opened for writing.
+        """
+        if self.begun:
+            return
+        if self.target.sequential:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            fd = filesystem.open_own(self.target.name, flags)
+            self.begun = True
+            try:
+                os.dup2(fd, self.fd, inheritable=False)
+            finally:
+                os.close(fd)
+        else:
             self.begun = True
             os.ftruncate(self.fd, 0)
 
-    def commit(self) -> None:
-        """Put the new content on the device, if the save is to be durable, and close the file.
+    def sync(self) -> None:
+        """Put the new content on the device, if the save is to be durable.
 
         Raises:
-            OSError: the device failed, or a network file system reports a late error.
+            OSError: the device failed.
         """
         if self._durable:
             try:
@@ -67,12 +108,23 @@ class InPlaceFile:
             except OSError as error:
                 if error.errno not in _NO_SYNC:
                     raise
+
+    def commit(self) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: a network file system reports a late error.
+        """
         fd, self.fd = self.fd, -1
         os.close(fd)
 
     def discard(self) -> None:
-        """Close the file as it is. Idempotent."""
+        """Close the file as it is; one that was not there before is removed. Idempotent."""
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        if fd < 0:
+            return
+        with contextlib.suppress(OSError):
+            if self._is_new and os.path.samestat(os.fstat(fd), os.stat(self.target.name)):
+                os.unlink(self.target.name)
+        with contextlib.suppress(OSError):
+            os.close(fd)

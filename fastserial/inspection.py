@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fastserial import filesystem
 from fastserial.containers.directory import Directory, is_zip, read_directory
 from fastserial.containers.legacy_read import is_legacy, read_legacy
 from fastserial.errors import CorruptCheckpointError
@@ -132,7 +133,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         OSError: it cannot be read.
     """
     name = os.fspath(path)
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = filesystem.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):

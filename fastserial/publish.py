@@ -7,10 +7,9 @@ import errno
 import os
 from collections.abc import Iterable
 
-from fastserial.commit import CannotReplace, Replacement
 from fastserial.errors import write_error
-from fastserial.inplace import InPlaceFile
-from fastserial.targets import InPlaceTarget, StockWay, path_target
+from fastserial.inplace import InPlaceFile, open_target
+from fastserial.targets import StockWay, path_target
 
 __all__ = ["replace_text", "sync_folders"]
 
@@ -21,7 +20,7 @@ _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPE
 def replace_text(path: str, text: str) -> None:
     """Replace a text file as a whole and durably: readers see the old text or the new one.
 
-    Where the file cannot be replaced, it is overwritten.
+    Where no file can be replaced, it is overwritten.
 
     Raises:
         WriteError: the file cannot be written.
@@ -30,35 +29,18 @@ def replace_text(path: str, text: str) -> None:
     if isinstance(target, StockWay):
         raise write_error(errno.EINVAL, path, target.reason)
     try:
-        if not isinstance(target, InPlaceTarget):
-            try:
-                _replace(Replacement(target, durable=True), text)
-                return
-            except CannotReplace as refusal:
-                target = InPlaceTarget(target.name, refusal.reason, refusal.sequential)
-        _overwrite(InPlaceFile(target, durable=True), text)
+        file = open_target(target, durable=True)
+        try:
+            if isinstance(file, InPlaceFile):
+                file.begin()
+            os.write(file.fd, text.encode())
+            file.sync()
+            file.commit()
+        except BaseException:
+            file.discard()
+            raise
     except OSError as error:
         raise write_error(error.errno or errno.EIO, path, error.strerror) from error
-
-
-def _replace(replacement: Replacement, text: str) -> None:
-    try:
-        os.write(replacement.fd, text.encode())
-        replacement.sync()
-        replacement.commit()
-    except BaseException:
-        replacement.discard()
-        raise
-
-
-def _overwrite(file: InPlaceFile, text: str) -> None:
-    try:
-        file.begin()
-        os.write(file.fd, text.encode())
-        file.commit()
-    except BaseException:
-        file.discard()
-        raise
 
 
 def sync_folders(folders: Iterable[str]) -> None:

@@ -160,7 +160,7 @@ def _open(source: str | os.PathLike[str] | BinaryIO | int, name: str | None) -> 
     """Return the name and a new descriptor of the file."""
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
-        return name or path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return name or path, filesystem.open_own(path, os.O_RDONLY)
     fd = source if isinstance(source, int) else source.fileno()
     called = getattr(source, "name", None)
     text = name or (called if isinstance(called, str) else f"<fd {fd}>")

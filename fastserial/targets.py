@@ -11,7 +11,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from fastserial import filesystem
+from fastserial import capabilities, filesystem, openfiles
 from fastserial.errors import REMEDIES, WriteError, write_error
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _MAX_LINKS = 40  # as the kernel's own limit
-_SPECIAL = ("/proc/", "/dev/fd/")
+_RACES = 8  # so often links may be changed, or the file replaced, while we look
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +81,59 @@ class StockWay:
     reason: str
 
 
-def _follow(path: str) -> tuple[str, os.stat_result | None] | None:
+def _follow(name: str) -> tuple[str, os.stat_result | None] | None:
     """Return the file a chain of symbolic links ends at and its status, None if there is no file.
 
-    Returns None if the chain leads to a descriptor.
+    Returns None if the chain leads through /proc, to a descriptor.
 
     Raises:
-        OSError: a directory on the way is missing or not ours to search.
+        OSError: a directory on the way is missing or not ours to search, or the kernel does not
+            follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
     """
-    for _ in range(_MAX_LINKS):
-        if path.startswith(_SPECIAL):
-            return None
-        try:
-            found = os.lstat(path)
-        except FileNotFoundError:
-            return path, None
-        if not stat.S_ISLNK(found.st_mode):
+    for _ in range(_RACES):
+        path, links = name, 0
+        found = _status(path, follow=False)
+        while found is not None and stat.S_ISLNK(found.st_mode):
+            directory = os.path.dirname(path)
+            if filesystem.magic_of(directory or os.curdir) == filesystem.PROC:
+                return None
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            # Left to the kernel to resolve: the directories above may not be ours to read.
+            path = os.path.join(directory, os.readlink(path))
+            found = _status(path, follow=False)
+        if not links or _identity(found) == _identity(_status(name, follow=True)):
             return path, found
-        # Left to the kernel to resolve: the directories above may not be ours to read.
-        path = os.path.join(os.path.dirname(path), os.readlink(path))
-    raise write_error(errno.ELOOP, path)
+    raise OSError(errno.ELOOP, "The links there are being changed")
+
+
+def _status(path: str, *, follow: bool) -> os.stat_result | None:
+    try:
+        return os.stat(path, follow_symlinks=follow)
+    except FileNotFoundError:
+        return None
+
+
+def _identity(found: os.stat_result | None) -> tuple[int, int] | None:
+    return (found.st_dev, found.st_ino) if found is not None else None
+
+
+def _is_removed(directory: str, parent: os.stat_result) -> bool:
+    """Return whether a directory was removed, but is still our current one.
+
+    Some file systems give every directory 0 links.
+    """
+    if parent.st_nlink:
+        return False
+    try:
+        fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return os.readlink(f"/proc/self/fd/{fd}").endswith(" (deleted)")
+        finally:
+            os.close(fd)
+    except OSError:  # then the save finds out
+        return False
 
 
 def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
@@ -118,21 +151,26 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
         path, existing = found
         directory = os.path.dirname(path) or os.curdir
         parent = os.stat(directory)
-    except WriteError:
-        raise
     except OSError as error:
         raise _refusal(error.errno or errno.EIO, name) from error
     if not stat.S_ISDIR(parent.st_mode):
         raise _refusal(errno.ENOTDIR, name)
-    if parent.st_nlink == 0:  # removed, but still our current directory
+    if _is_removed(directory, parent):
         raise _refusal(errno.ENOENT, name)
+    magic = filesystem.magic_of(directory)
+    if magic == filesystem.PROC:
+        return StockWay("not a file on a file system")
+
+    def in_place(reason: str) -> InPlaceTarget:
+        return InPlaceTarget(name, reason, _is_sequential(directory, magic))
+
     is_open = os.access(directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
     if existing is None:
         if not is_open:
             if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
                 raise _denial(directory, name)
-            return InPlaceTarget(name, "the directory is not readable, so it cannot be synced")
-        return PathTarget(name, path, None, None)
+            return in_place("the directory is not readable, so it cannot be synced")
+        return _unless_limited(PathTarget(name, path, None, None), directory, magic)
     if stat.S_ISDIR(existing.st_mode):
         raise _refusal(errno.EISDIR, name)
     if not stat.S_ISREG(existing.st_mode):
@@ -140,16 +178,42 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     if not os.access(path, os.W_OK, effective_ids=True):
         raise _denial(directory, name)
     if not is_open:
-        return InPlaceTarget(
-            name, "the directory is not open to us, so the file can only be overwritten"
-        )
+        return in_place("the directory is not open to us, so the file can only be overwritten")
     if os.geteuid() not in (0, existing.st_uid):
-        return InPlaceTarget(name, "the file is another user's, so it can only be overwritten")
+        return in_place("the file is another user's, so it can only be overwritten")
     if filesystem.is_mount_point(path, parent.st_dev):
-        return InPlaceTarget(name, "the file is a mount point, so it can only be overwritten")
+        return in_place("the file is a mount point, so it can only be overwritten")
+    if parent.st_mode & stat.S_ISVTX and existing.st_uid not in (os.geteuid(), parent.st_uid):
+        # Whether we may write it is for the kernel to say: `fs.protected_regular`.
+        return in_place("the file is another user's, in a sticky directory")
+    if openfiles.is_held(existing.st_dev, existing.st_ino):
+        return in_place("this process has the file open, so it is overwritten")
     mode = stat.S_IMODE(existing.st_mode)
     owner = (existing.st_uid, existing.st_gid)
-    return PathTarget(name, path, mode, owner, existing.st_size)
+    found_there = PathTarget(name, path, mode, owner, existing.st_size)
+    return _unless_limited(found_there, directory, magic)
+
+
+def _unless_limited(target: PathTarget, directory: str, magic: int) -> PathTarget | InPlaceTarget:
+    """Return the target, or how to overwrite it where the file system cannot replace files."""
+    if magic in capabilities.CAPABLE:
+        return target
+    try:
+        limit = capabilities.limit_of(directory)
+    except OSError:  # then the save finds out
+        return target
+    return target if limit is None else InPlaceTarget(target.name, limit.reason, limit.sequential)
+
+
+def _is_sequential(directory: str, magic: int) -> bool:
+    """Return whether a file is to be written from its first byte to its last, as torch does."""
+    if magic in capabilities.CAPABLE:
+        return False
+    try:
+        limit = capabilities.limit_of(directory)
+    except OSError:  # we may not try
+        return True
+    return limit is not None and limit.sequential
 
 
 def _denial(directory: str, name: str) -> WriteError:
@@ -164,6 +228,8 @@ def _refusal(number: int, name: str) -> WriteError:
         errno.EISDIR: "The target is a directory; give the path of a file in it",
         errno.ENOTDIR: f"{directory} is not a directory",
         errno.EROFS: f"{directory} is on a read-only file system. {REMEDIES[errno.EROFS]}",
+        errno.ELOOP: "The system does not follow the symbolic links there (a loop, `nosymfollow`); "
+        "give the path of the file itself",
         errno.EACCES: "No permission to write the file; check the modes and owners of the file "
         "and its directory",
     }

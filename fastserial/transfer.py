@@ -143,11 +143,13 @@ class BlockWriter:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         may_be_locked: bool = False,
+        sequential: bool = False,
     ) -> None:
         """Write to descriptor `fd` from byte `offset` on; the descriptor stays the caller's.
 
         Args:
             may_be_locked: others know the file and may hold a `lockf` lock on it.
+            sequential: the file takes its bytes in their order only.
         """
         self.position = offset
         self.direct = False
@@ -160,7 +162,8 @@ class BlockWriter:
         self._config = config
         self._untuned: Config | None = None
         self._expected: int | None = None
-        self._buffered = False  # as a whole, by `finish`
+        self._sequential = sequential
+        self._buffered = sequential  # as a whole, by `finish`
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
         self._direct_fd = -1
@@ -194,9 +197,12 @@ class BlockWriter:
         if ledger is not None:
             self._ledgers.add(ledger)
         if self._buffered:
-            if self.position - self._start + source.length <= self._config.small_file:
+            small = self.position - self._start + source.length <= self._config.small_file
+            if self._sequential or small:
                 self._parts.append(Part(source, 0, source.length, ledger))
                 self.position += source.length
+                if not small:
+                    self._write_buffered()
                 return
             self._go_over_to_blocks()
         size = self._config.block_size
@@ -214,7 +220,7 @@ class BlockWriter:
     def expect(self, nbytes: int) -> None:
         """Tell how many bytes there will be, as far as known: a small file needs no engine."""
         self._expected = nbytes
-        if self._engine is None:
+        if self._engine is None and not self._sequential:
             whole = sum(part.length for part in self._parts) == self.position - self._start
             buffered = whole and self.is_small(nbytes)
             if self._buffered and not buffered:
@@ -223,6 +229,8 @@ class BlockWriter:
 
     def is_small(self, nbytes: int) -> bool:
         """Return whether a file of so many bytes needs no engine."""
+        if self._sequential:
+            return True
         return nbytes <= self._config.small_file and self._config.direct is not True
 
     def write_only(self, data: bytearray) -> bool:

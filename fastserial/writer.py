@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastserial import config as config_module
 from fastserial import filesystem, tuned
 from fastserial.checksums import CrcLedger
-from fastserial.commit import CannotReplace, Replacement
+from fastserial.commit import Replacement
 from fastserial.config import Config
 from fastserial.containers.batch import storage_batch
 from fastserial.containers.extents import Extent, Hole, Literal, total_length
 from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
-from fastserial.inplace import InPlaceFile
+from fastserial.inplace import InPlaceFile, open_target
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import synchronize
@@ -114,25 +114,29 @@ class FastFileWriter:
         self._report: SaveReport | None = None
         self._in_place: InPlaceFile | None = None
         try:
-            if isinstance(target, PathTarget):
-                try:
-                    self._replacement = Replacement(target, self._config.durable)
-                    self._fd, self._start = self._replacement.fd, 0
-                except CannotReplace as refusal:
-                    target = InPlaceTarget(target.name, refusal.reason, refusal.sequential)
-                    self._target = target
-            if isinstance(target, InPlaceTarget):
-                self._in_place = InPlaceFile(target, self._config.durable)
-                self._config = self._in_place.adapted(self._config)
-                self._fd, self._start = self._in_place.fd, 0
-            elif isinstance(target, FileTarget):
+            if isinstance(target, FileTarget):
                 self._fd, self._start = target.fd, target.offset
+            else:
+                opened = open_target(target, self._config.durable)
+                if isinstance(opened, Replacement):
+                    self._replacement = opened
+                else:
+                    self._in_place, self._target = opened, opened.target
+                    self._config = opened.adapted(self._config)
+                self._fd, self._start = opened.fd, 0
         except OSError as error:
             raise self._write_error(error) from error
         self._bar = progress_bar(self._config.progress, target.name)
         # our own new file needs no look for locks, which on NFS may show our `flock`
         theirs = isinstance(target, FileTarget)
-        self._blocks = BlockWriter(self._fd, self._start, self._config, self._bar.update, theirs)
+        self._blocks = BlockWriter(
+            self._fd,
+            self._start,
+            self._config,
+            self._bar.update,
+            may_be_locked=theirs,
+            sequential=isinstance(self._target, InPlaceTarget) and self._target.sequential,
+        )
         self._statistics = WriterStatistics(self._blocks.tally)
         self._gathered = bytearray()
         self._closed = False
@@ -315,6 +319,7 @@ class FastFileWriter:
                 self._phases["sync"] = synced - written
                 self._phases["commit"] = perf_counter() - synced
             elif self._in_place is not None:
+                self._in_place.sync()
                 self._in_place.commit()
                 self._phases["sync"] = perf_counter() - written
             elif isinstance(self._target, FileTarget):
@@ -464,7 +469,8 @@ class FastFileWriter:
                 text += f", {free} are free)" if free is not None else ")"
         elif number == errno.ENOENT and self._replacement is not None:
             text = "the directory was removed during the save"
-        if self._in_place is not None and not self._in_place.begun:
+        is_open = self._in_place is not None and self._in_place.begun
+        if isinstance(self._target, InPlaceTarget) and not is_open:
             text += "; the previous file is intact"
         elif not isinstance(self._target, PathTarget):
             text += "; the save is incomplete"
@@ -482,7 +488,7 @@ class FastFileWriter:
         blocks, config = self._blocks, self._config
         why, durable = None, False
         if self._replacement is not None:
-            why, durable = self._replacement.fallback, config.durable
+            why, durable = self._replacement.fallback, self._replacement.durable
         elif self._in_place is not None:
             why, durable = self._in_place.target.reason, self._in_place.synced
         report = SaveReport(

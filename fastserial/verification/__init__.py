@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from time import perf_counter
 
 from fastserial import config as config_module
+from fastserial import filesystem
 from fastserial.config import Config
 from fastserial.containers.directory import is_zip, read_directory
 from fastserial.containers.legacy_read import is_legacy
@@ -45,7 +46,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     size = 0
     reason: str | None = None
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = filesystem.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
         try:
             before = os.fstat(fd)
             size = before.st_size
@@ -131,7 +132,7 @@ def _is_checkpoint(path: str) -> bool:
     if suffix in _SUFFIXES or suffix in _OTHERS:
         return suffix in _SUFFIXES
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = filesystem.open_own(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
