@@ -329,9 +329,9 @@ class Replacement:
 
         They are told of the last `close` of a file without a name under a number, such as `#12`.
         """
-        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError):
-            os.close(os.open(self._base, flags, dir_fd=self._directory))
+            os.close(filesystem.open_own(self._base, flags, dir_fd=self._directory))
 
     def _hold(self, base: str) -> None:
         """Keep a large old file's space allocated until the new one is safe: see `freeing`."""
