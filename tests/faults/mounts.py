@@ -152,18 +152,18 @@ class Lab:
         self._stack.callback(self.unmount, where)
         return where
 
-    def mirror(self, folder: Path, *options: str) -> Path:
-        """Mount `mirror.py`, a FUSE file system in Python, over a folder."""
+    def mirror(self, folder: Path, *options: str, program: str = "mirror.py") -> Path:
+        """Mount `mirror.py`, a FUSE file system in Python, over a folder; or `store.py`."""
         where = self._new("fuse")
         where.mkdir()
         process = subprocess.Popen(
-            [sys.executable, str(_HERE / "mirror.py"), str(folder), str(where), *options]
+            [sys.executable, str(_HERE / program), str(folder), str(where), *options]
         )
         self._stack.callback(process.wait, 30)
         self._stack.callback(self.unmount, where)
         deadline = time.monotonic() + 30
         while not os.path.ismount(where):
-            assert process.poll() is None, "mirror.py ended"
-            assert time.monotonic() < deadline, "mirror.py does not mount"
+            assert process.poll() is None, f"{program} ended"
+            assert time.monotonic() < deadline, f"{program} does not mount"
             time.sleep(0.01)
         return where

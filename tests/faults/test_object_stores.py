@@ -1,0 +1,114 @@
+"""File systems that lack what a replacement needs: saved there as stock does, and nothing left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from identity import difference, fast, stock
+from mounts import Lab, need
+
+import fastserial
+from fastserial import FastFileWriter
+
+pytestmark = pytest.mark.timeout(300)
+
+_IN_ORDER = "the file system takes the bytes of a file in their order only"
+_NO_RENAME = "the file system cannot rename a file over another"
+_STATES: list[dict[str, Any]] = [
+    {"a": torch.arange(3000.0)},
+    {"a": torch.arange(3_000_000.0), "b": [torch.full((70_000,), i) for i in range(5)]},
+    {str(i): torch.full((3000,), i) for i in range(900)},
+]
+
+
+@pytest.fixture(params=["zip", "legacy"])
+def use_zip(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "zip")
+
+
+def mounted(lab: Lab, *options: str) -> Path:
+    need("fusermount")
+    pytest.importorskip("fuse", reason="needs fusepy (pip install fusepy) and libfuse2")
+    below = lab.folder / "below"
+    below.mkdir()
+    return lab.mirror(below, *options, program="store.py")
+
+
+@pytest.mark.parametrize(
+    ("options", "fallback"),
+    [
+        (["--sequential"], _IN_ORDER),
+        (["--sequential", "--no-unlink"], _IN_ORDER),
+        (["--no-rename"], _NO_RENAME),
+        (["--no-replace"], _NO_RENAME),
+        (["--no-sync"], "the file system cannot sync a file"),
+        (["--no-link-counts"], None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_lacks_something(
+    options: list[str], fallback: str | None, use_zip: bool, lab: Lab
+) -> None:
+    """New files, and files over others; no other file is there afterwards."""
+    folder = mounted(lab, *options)
+    for number, state in enumerate(_STATES):
+        kept = lab.folder / f"{number}.pt"
+        path = folder / f"{number}.pt"
+        with stock():
+            torch.save(state, kept, _use_new_zipfile_serialization=use_zip)
+            torch.save(state, path, _use_new_zipfile_serialization=use_zip)
+        for durable in (True, False):
+            with fast(durable=durable):
+                torch.save(state, path, _use_new_zipfile_serialization=use_zip)
+            assert difference(kept.read_bytes(), path.read_bytes()) is None
+            report = fastserial.last_report()
+            assert report is not None
+            if durable or "--no-sync" not in options:
+                assert report.fallback == fallback
+            assert report.durable is (durable and "--no-sync" not in options)
+        new = folder / "new" / path.name
+        new.parent.mkdir(exist_ok=True)
+        with fast():
+            torch.save(state, new, _use_new_zipfile_serialization=use_zip)
+        assert difference(kept.read_bytes(), new.read_bytes()) is None
+    names = [f"{number}.pt" for number in range(len(_STATES))]
+    for place in (folder, lab.folder / "below"):
+        assert sorted(os.listdir(place / "new")) == names
+        assert sorted(os.listdir(place)) == [*names, "new"]
+
+
+def test_a_stream_of_writes_in_order(lab: Lab) -> None:
+    """More than is kept in memory, in pieces of all sizes."""
+    path = mounted(lab, "--sequential") / "x"
+    pieces = [bytes([i]) * (10 ** (i % 7)) * 3 for i in range(40)]
+    with FastFileWriter(path) as writer:
+        for piece in pieces:
+            writer.write(piece)
+            assert sum(part.length for part in writer._blocks._parts) <= 9 << 20
+    assert path.read_bytes() == b"".join(pieces)
+
+
+def test_what_cannot_be_pickled_costs_nothing(lab: Lab) -> None:
+    path = mounted(lab, "--sequential") / "x.pt"
+    path.write_bytes(b"old")
+    with fast(), pytest.raises((AttributeError, TypeError)):
+        torch.save({"a": torch.zeros(10), "b": lambda: None}, path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(path.parent) == ["x.pt"]
+
+
+def test_names_are_short_there(lab: Lab) -> None:
+    """As on eCryptfs: a temporary name may not be longer than a name may be."""
+    folder = mounted(lab, "--name-max=143")
+    path = folder / ("n" * 140 + ".pt")
+    for _ in range(2):
+        with fast():
+            torch.save(_STATES[0], path)
+    assert os.listdir(folder) == [path.name]
+    report = fastserial.last_report()
+    assert report is not None
+    assert report.fallback is None

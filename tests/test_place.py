@@ -1,0 +1,295 @@
+"""Where a save goes: to a new file or into the old one, and to the file that stock would write."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import FORMATS
+from identity import difference, fast, stock
+
+import fastserial
+from fastserial import filesystem, targets
+from fastserial.checksums import CrcLedger, crc32
+from fastserial.containers.extents import Data
+from fastserial.errors import MissingDirectoryError
+from fastserial.targets import PathTarget, path_target
+from fastserial.transfer import Part
+
+SMALL = {"x": torch.arange(1000.0)}
+HELD = "this process has the file open, so it is overwritten"
+_PROGRAMS = Path(__file__).parent / "programs"
+
+both_formats = pytest.mark.parametrize("fmt", FORMATS)
+both_ways = pytest.mark.parametrize("way", [{}, {"small_file": 0}], ids=["small", "blocks"])
+
+
+def save(f: Any, fmt: str = "zip", live: Any = SMALL) -> None:
+    torch.save(live, f, _use_new_zipfile_serialization=fmt == "zip")
+
+
+def fallback() -> str | None:
+    report = fastserial.last_report()
+    assert report is not None
+    return report.fallback
+
+
+# -- files that this process has open ----------------------------------------------------------
+
+
+@both_formats
+@both_ways
+def test_a_temporary_file_is_read_through_its_handle(
+    fmt: str, way: dict[str, Any], tmp_path: Path
+) -> None:
+    with tempfile.NamedTemporaryFile(dir=tmp_path, suffix=".pt") as file:
+        with stock():
+            save(file.name, fmt)
+        want = file.read()
+        file.seek(0)
+        with fast(**way):
+            save(file.name, fmt)
+        assert difference(want, file.read()) is None
+        assert fallback() == HELD
+        assert os.listdir(tmp_path) == [os.path.basename(file.name)]
+
+
+@both_formats
+def test_a_descriptor_shows_the_new_size(fmt: str, tmp_path: Path) -> None:
+    fd, name = tempfile.mkstemp(dir=tmp_path)
+    try:
+        with fast():
+            save(name, fmt)
+        assert os.fstat(fd).st_size == os.stat(name).st_size > 4000
+    finally:
+        os.close(fd)
+
+
+def test_a_lock_stays_on_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"old")
+    with path.open("rb") as mine, fast():
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        save(path)
+        with path.open("rb") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_without_other_threads(tmp_path: Path) -> None:
+    """A handle for reading sees the new file; torch.load's own handle does not count."""
+    done = subprocess.run(
+        [sys.executable, str(_PROGRAMS / "held.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert answers["fast"] == answers["stock"] > 4000
+    assert answers["loading"] is None
+
+
+def test_a_mapped_file_is_replaced(tmp_path: Path) -> None:
+    """Emptied, as by stock, it would kill the process that touches the old tensors."""
+    path = tmp_path / "a.pt"
+    with fast():
+        save(path, live={"x": torch.arange(300_000.0)})
+        mapped = torch.load(path, mmap=True)["x"]
+        save(path)
+        assert fallback() is None
+    assert mapped.equal(torch.arange(300_000.0))
+
+
+def test_a_lazy_checkpoint_goes_on_reading_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with fast():
+        save(path, live={"x": torch.arange(300_000.0), "y": torch.ones(3)})
+        with fastserial.open(path) as lazy:
+            assert lazy.get_tensor("y").equal(torch.ones(3))
+            save(path)
+            assert fallback() is None
+            assert lazy.get_tensor("x").equal(torch.arange(300_000.0))
+
+
+# -- names of descriptors, links ---------------------------------------------------------------
+
+SPELLINGS: dict[str, Callable[[int], str]] = {
+    "plain": lambda fd: f"/proc/self/fd/{fd}",
+    "two slashes": lambda fd: f"//proc/self/fd/{fd}",
+    "a dot": lambda fd: f"/./proc/self/fd/{fd}",
+    "a dot in /dev": lambda fd: f"/dev/./fd/{fd}",
+    "of a thread": lambda fd: f"/proc/thread-self/fd/{fd}",
+    "relative": str,
+}
+
+
+@both_formats
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_descriptor_by_any_name(
+    spelling: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[str, bytes] = {}
+    for side, context in {"stock": stock, "fast": fast}.items():
+        with tempfile.TemporaryFile(dir=tmp_path) as file, monkeypatch.context() as patch:
+            if spelling == "relative":
+                patch.chdir("/proc/self/fd")
+            with context():
+                save(SPELLINGS[spelling](file.fileno()), fmt)
+            file.seek(0)
+            written[side] = file.read()
+        assert os.listdir(tmp_path) == []
+    assert len(written["stock"]) > 4000
+    assert len(written["fast"]) == len(written["stock"])  # the archive may be named by the number
+
+
+def test_links_that_change_are_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link changes between our look and the kernel's: nothing is decided on the old one."""
+    for name in ("one.pt", "two.pt"):
+        (tmp_path / name).write_bytes(b"old")
+    link = tmp_path / "a.pt"
+    link.symlink_to("one.pt")
+    real, changed = os.readlink, []
+
+    def readlink(path: str) -> str:
+        found = real(path)
+        if not changed:
+            changed.append(True)
+            link.unlink()
+            link.symlink_to("two.pt")
+        return found
+
+    monkeypatch.setattr(targets.os, "readlink", readlink)
+    found = path_target(str(link))
+    assert isinstance(found, PathTarget)
+    assert found.path == str(tmp_path / "two.pt")
+
+
+def test_what_the_kernel_does_not_follow_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `fs.protected_symlinks`, or on a mount with `nosymfollow`."""
+    victim, link = tmp_path / "victim.pt", tmp_path / "a.pt"
+    victim.write_bytes(b"old")
+    link.symlink_to("victim.pt")
+    real = os.stat
+
+    def forbidden(path: Any, *, follow_symlinks: bool = True, **rest: Any) -> os.stat_result:
+        if follow_symlinks and path == str(link):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, follow_symlinks=follow_symlinks, **rest)
+
+    with fast(), monkeypatch.context() as patch:
+        patch.setattr(os, "stat", forbidden)
+        with pytest.raises(fastserial.WriteError) as caught:
+            save(str(link))
+    assert caught.value.errno == errno.EACCES
+    assert isinstance(caught.value, PermissionError)
+    assert victim.read_bytes() == b"old"
+    assert link.is_symlink()
+
+
+def test_a_removed_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with fast(), pytest.raises(MissingDirectoryError):
+        save("a.pt")
+
+
+# -- reserving space ---------------------------------------------------------------------------
+
+
+class _Interrupted:
+    """Stands for `fallocate` where every call is interrupted by a signal."""
+
+    argtypes: Any = None
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: object) -> int:
+        self.calls += 1
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ctypes.set_errno(errno.EINTR)
+        return -1
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> _Interrupted:
+    call = _Interrupted()
+
+    class Library:
+        fallocate = call
+
+    monkeypatch.setattr(filesystem, "_libc", Library)
+    return call
+
+
+def test_reserving_space_ends_under_signals(tmp_path: Path, interrupted: _Interrupted) -> None:
+    """A profiler's timer that is faster than the file system: the save goes on without."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with (tmp_path / "x").open("wb") as file:
+            assert filesystem.preallocate(file.fileno(), 0, 1 << 20) is False
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert 1 < interrupted.calls < 100
+    assert len(heard) == interrupted.calls
+
+
+def test_a_handler_may_end_it(tmp_path: Path, interrupted: _Interrupted) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with (tmp_path / "x").open("wb") as file, pytest.raises(KeyboardInterrupt):
+            filesystem.preallocate(file.fileno(), 0, 1 << 20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interrupted.calls == 1
+
+
+# -- what is put together in memory ------------------------------------------------------------
+
+
+def test_a_large_storage_of_a_device_is_copied_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(20_000_001)
+    copies: list[int] = []
+
+    class Memory:
+        nbytes = len(content)
+
+        def copy_to(self, address: int, start: int, length: int) -> None:
+            copies.append(length)
+            ctypes.memmove(address, content[start : start + length], length)
+
+    from fastserial.buffered import write_buffered
+    from fastserial.transfer import staged
+
+    ledger = CrcLedger([len(content)], [None])
+    part = Part(Data(Memory(), len(content), 0), 0, len(content), ledger)
+    with (tmp_path / "x").open("wb") as file:
+        write_buffered(file.fileno(), [part], 0, staged)
+    assert (tmp_path / "x").read_bytes() == content
+    assert max(copies) <= 8 << 20
+    assert ledger.wait(0) == crc32(content)
