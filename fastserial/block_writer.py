@@ -18,6 +18,7 @@ from time import perf_counter
 from fastserial import filesystem
 from fastserial.buffered import write_all
 from fastserial.checksums import CrcLedger
+from fastserial.compression import Compression
 from fastserial.config import Config
 from fastserial.containers.extents import Data, Hole, Literal, Packed, Source
 from fastserial.engines import Completion, Engine, Op, Request, create
@@ -58,6 +59,7 @@ class BlockWriter:
         expected: int | None = None,
         untuned: Config | None = None,
         may_be_locked: bool = False,
+        compression: Compression | None = None,
     ) -> None:
         """Write to descriptor `fd`, which stays the caller's.
 
@@ -67,6 +69,7 @@ class BlockWriter:
             expected: bytes there will be, if known: what a short file does not use is not started.
             untuned: options to go on with where the engine of `config` cannot run here.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
+            compression: how the file system compresses the file.
         """
         self.direct = False
         self.fallback: str | None = None
@@ -79,6 +82,7 @@ class BlockWriter:
         self._expected = expected
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
+        self._compression = compression
         self._direct_fd = -1
         self._readback: ReadBack | None = None
         self._align = _PAGE
@@ -232,6 +236,9 @@ class BlockWriter:
 
     def _open_direct(self) -> None:
         if self._config.direct is False:
+            return
+        if self._compression is Compression.THROUGH_CACHE:
+            self.fallback = "the file system compresses this file, but not what is written directly"
             return
         alignment = filesystem.direct_alignment(self._fd)
         if alignment is None:

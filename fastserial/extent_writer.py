@@ -7,12 +7,14 @@ needs checksums that other writers know is written once their ledgers are merged
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from fastserial.block_writer import BlockWriter
 from fastserial.buffered import write_buffered
 from fastserial.checksums import CrcLedger
+from fastserial.compression import Compression, compression_of
 from fastserial.config import Config
 from fastserial.containers.extents import Extent
 from fastserial.fill import Part
@@ -80,6 +82,11 @@ class ExtentWriter:
         """Latencies of the transfers themselves."""
         return self._blocks.complete_seconds if self._blocks is not None else []
 
+    @functools.cached_property
+    def compression(self) -> Compression | None:
+        """How the file system compresses the file; None: not, or the user wants direct I/O."""
+        return None if self._config.direct is True else compression_of(self._fd)
+
     def reconfigure(self, config: Config) -> bool:
         """Go over to other options, with the engine so far in reserve; False if it is too late."""
         if self._blocks is not None:
@@ -119,6 +126,7 @@ class ExtentWriter:
                 expected=self._expected,
                 untuned=self._untuned,
                 may_be_locked=self._may_be_locked,
+                compression=self.compression,
             )
         if blocks is not None:
             for part in parts:
