@@ -27,7 +27,8 @@ class CrcLedger:
         self._pieces: dict[int, list[tuple[int, int, int]]] = {}
         self._arrived: dict[int, int] = {}
         self._missing = self._crcs.count(None)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # its own `with` may be cut off halfway
         self._failed = False
 
     def add(self, record: int, start: int, length: int, crc: int) -> None:
@@ -35,7 +36,7 @@ class CrcLedger:
         if length == self._sizes[record]:
             self._settle(record, crc)
             return
-        with self._changed:
+        with self._lock:
             pieces = self._pieces.setdefault(record, [])
             pieces.append((start, length, crc))
             self._arrived[record] = self._arrived.get(record, 0) + length
@@ -50,13 +51,13 @@ class CrcLedger:
 
     def add_many(self, first: int, crcs: Sequence[int]) -> None:
         """Enter the CRCs of whole records, from record `first` on."""
-        with self._changed:
+        with self._lock:
             self._crcs[first : first + len(crcs)] = crcs
             self._missing -= len(crcs)
             self._changed.notify_all()
 
     def _settle(self, record: int, crc: int) -> None:
-        with self._changed:
+        with self._lock:
             self._crcs[record] = crc
             self._missing -= 1
             self._changed.notify_all()
@@ -65,7 +66,7 @@ class CrcLedger:
         """Return a record's CRC, waiting for pieces that other threads are copying."""
         crc = self._crcs[record]
         if crc is None:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._crcs[record] is not None or self._failed)
             crc = self._crcs[record]
             if crc is None:
@@ -74,7 +75,7 @@ class CrcLedger:
 
     def wait_all(self) -> Sequence[int]:
         """Return the CRCs of all records, waiting for them."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._missing or self._failed)
             if self._missing:
                 raise EngineError("it failed in another thread")
@@ -82,6 +83,6 @@ class CrcLedger:
 
     def fail(self) -> None:
         """Wake all who wait: the pieces they wait for will not come."""
-        with self._changed:
+        with self._lock:
             self._failed = True
             self._changed.notify_all()

@@ -14,6 +14,8 @@ import os
 import struct
 from dataclasses import dataclass
 
+from fastserial.interrupts import Descriptors
+
 __all__ = [
     "DirectAlignment",
     "direct_alignment",
@@ -67,13 +69,16 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
     return DirectAlignment(DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT, False)
 
 
-def reopen(fd: int, flags: int) -> int:
-    """Open the file behind a descriptor anew, with other flags.
+def reopen(fd: int, flags: int, files: Descriptors | None = None) -> int:
+    """Open the file behind a descriptor anew, with other flags; `files` then owns it.
 
     Raises:
         OSError: the file system does not take the flags, or /proc is not mounted.
     """
-    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    path = f"/proc/self/fd/{fd}"
+    if files is not None:
+        return files.open(path, flags)
+    return os.open(path, flags | os.O_CLOEXEC)
 
 
 def is_locked(fd: int) -> bool:

@@ -34,6 +34,7 @@ from fastserial.containers.extents import (
 )
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
+from fastserial.interrupts import Descriptors, finish
 from fastserial.packing import fill_packed
 from fastserial.readback import ReadBack
 from fastserial.staging import BufferPool, HostMemory
@@ -121,10 +122,11 @@ def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: 
 
 @dataclass(slots=True)
 class _Block:
-    """What fills a block, and how many bytes that is."""
+    """What fills a block, how many bytes that is, and what keeps the descriptors open."""
 
     parts: list[Part]
     length: int
+    files: object
     fill_seconds: float = 0.0
 
 
@@ -141,11 +143,13 @@ class BlockWriter:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         may_be_locked: bool = False,
+        owner: object = None,
     ) -> None:
         """Write to descriptor `fd` from byte `offset` on; the descriptor stays the caller's.
 
         Args:
             may_be_locked: others know the file and may hold a `lockf` lock on it.
+            owner: kept as long as the descriptor is written to.
         """
         self.position = offset
         self.direct = False
@@ -161,6 +165,8 @@ class BlockWriter:
         self._buffered = False  # as a whole, by `finish`
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
+        self._owner = owner
+        self._files = Descriptors()
         self._direct_fd = -1
         self._readback: ReadBack | None = None
         self._align = _PAGE
@@ -262,16 +268,20 @@ class BlockWriter:
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
+        finish(self._stop, self._free)
+
+    def _stop(self) -> None:
         for ledger in self._ledgers:
             ledger.fail()  # if the save failed, a thread may wait for what will not come
         if self._engine is not None:
             self._engine.close()
+
+    def _free(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        fd, self._direct_fd = self._direct_fd, -1  # first: an interrupt must not close it twice
-        if fd >= 0:
-            os.close(fd)
+        self._direct_fd = -1
+        self._files.close()
         if self._readback is not None:
             self._readback.close()
             self._readback = None
@@ -318,7 +328,7 @@ class BlockWriter:
                 aligned if direct else length,
                 pool.take(),
                 _prepare,
-                _Block(parts, length),
+                _Block(parts, length, (self._owner, self._files)),
             )
         )
 
@@ -374,7 +384,7 @@ class BlockWriter:
             self.fallback = f"block_size is not a multiple of the device's {self._align} bytes"
             return
         try:
-            self._direct_fd = filesystem.reopen(self._fd, os.O_WRONLY | os.O_DIRECT)
+            self._direct_fd = filesystem.reopen(self._fd, os.O_WRONLY | os.O_DIRECT, self._files)
         except OSError as error:
             self.fallback = f"direct I/O refused: {error.strerror}"
             return

@@ -28,6 +28,7 @@ from fastserial.containers.extents import Extent, Hole, Literal, total_length
 from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
+from fastserial.interrupts import finish
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import synchronize
@@ -110,7 +111,14 @@ class FastFileWriter:
         self._bar = progress_bar(self._config.progress, target.name)
         # our own new file needs no look for locks, which on NFS may show our `flock`
         theirs = self._replacement is None
-        self._blocks = BlockWriter(self._fd, self._start, self._config, self._bar.update, theirs)
+        self._blocks = BlockWriter(
+            self._fd,
+            self._start,
+            self._config,
+            self._bar.update,
+            theirs,
+            self._replacement or target,
+        )
         self._statistics = WriterStatistics(self._blocks.tally)
         self._gathered = bytearray()
         self._closed = False
@@ -303,15 +311,14 @@ class FastFileWriter:
         self._closed = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
-        try:
-            self._blocks.close()
-            self._bar.close()
-        finally:
-            if self._replacement is not None:
-                self._replacement.discard()
-            elif self._size_before is not None:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._fd, self._size_before)
+        finish(self._blocks.close, self._bar.close, self._undo)
+
+    def _undo(self) -> None:
+        if self._replacement is not None:
+            self._replacement.discard()
+        elif self._size_before is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size_before)
 
     def __enter__(self) -> FastFileWriter:
         return self
