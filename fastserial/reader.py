@@ -51,6 +51,7 @@ class FastFileReader:
         self._closed = True  # until there is something to close
         self.config = config if config is not None else config_module.current()
         self._files = Descriptors()
+        self._shared = False
         self.name, self.fd = _open(source, name, self._files)
         self._closed = False
         try:
@@ -136,13 +137,13 @@ class FastFileReader:
     def another(self, crew: Crew) -> FastFileReader:
         """Return another reader of the same open file, with an engine of the crew.
 
-        The file stays open until all readers are closed, or gone.
+        The file stays open until both are gone, closed or not.
 
         Raises:
             EngineUnavailableError: the configured engine cannot read here.
         """
         other = object.__new__(FastFileReader)
-        other._closed = False
+        other._closed, other._shared = False, True
         other.config, other.name, other.fd, other._files = (
             self.config, self.name, self.fd, self._files
         )  # fmt: skip
@@ -156,7 +157,8 @@ class FastFileReader:
             return
         self._closed = True
         finish(self.blocks.close, self.bar.close)
-        self._files = Descriptors()  # the last reader of the file closes it
+        if not self._shared:
+            self._files = Descriptors()  # closed as soon as nobody reads from it
 
     def __enter__(self) -> FastFileReader:
         return self

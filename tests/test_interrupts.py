@@ -55,10 +55,10 @@ def check(result: dict[str, Any]) -> None:
     assert not [name for name in result["names"] if name.startswith(".")], result
 
 
-@pytest.mark.parametrize("what", ["save", "load", "read", "half"])
+@pytest.mark.parametrize("what", ["save", "load", "half"])
 def test_while_the_interpreter_shuts_down(what: str, tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    if what in ("load", "read"):
+    if what == "load":
         torch.save({str(i): torch.full((100_000,), float(i)) for i in range(10)}, path)
     done = run("at_exit.py", path, what, "fast", seconds=100)
     assert done.returncode == 1, done.stderr
@@ -68,10 +68,11 @@ def test_while_the_interpreter_shuts_down(what: str, tmp_path: Path) -> None:
         return
     assert done.stdout == "done\n", done.stderr
     if what == "save":
-        again = tmp_path / "stock.pt"
+        again = tmp_path / "stock" / "f.pt"
+        again.parent.mkdir()
         assert run("at_exit.py", again, what, "stock").stdout == "done\n"
         assert len(torch.load(path)) == 10
-        assert path.read_bytes().replace(b"f/", b"") == again.read_bytes().replace(b"stock/", b"")
+        assert path.read_bytes() == again.read_bytes()
 
 
 def test_descriptors_close_themselves(tmp_path: Path) -> None:

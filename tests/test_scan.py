@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,8 @@
 """Saves or loads while the interpreter shuts down.
 
-    python at_exit.py PATH save|load|read|half stock|fast
+    python at_exit.py PATH save|load|half stock|fast
 
-save, load, read: in `__del__` of a trainer that an uncaught error keeps alive.
+save, load: in `__del__` of a trainer that an uncaught error keeps alive.
 half: closes a writer whose threads were started before.
 """
 
@@ -24,10 +24,7 @@ class Trainer:
         self.state, self.path, self.done = STATE, PATH, print
         self.save, self.load, self.shutting_down = torch.save, torch.load, sys.is_finalizing
         self.held: Any = None
-        if WHAT == "read":
-            self.held = fastserial.open(PATH)
-            self.held.get_tensor("3")
-        elif WHAT == "half":
+        if WHAT == "half":
             self.held = fastserial.FastFileWriter(PATH)
             self.held.write(bytes(2_000_000))
 
@@ -38,8 +35,6 @@ class Trainer:
             self.save(self.state, self.path)
         elif self.held is None:
             self.load(self.path)
-        elif WHAT == "read":
-            self.held.get_tensor("5")
         else:
             self.held.close()
         self.done("done", flush=True)
