@@ -41,10 +41,11 @@ _end: _End | None = None  # of the pause that was begun last
 class paused_collection:
     """Collect no cycles in the body; in any number of threads at once."""
 
-    __slots__ = ("_pause",)
+    __slots__ = ("_end", "_pause")
 
     def __init__(self) -> None:
         self._pause: _Pause | None = None
+        self._end: _End | None = None
 
     def __enter__(self) -> None:
         try:
@@ -56,20 +57,20 @@ class paused_collection:
     def _begin(self) -> None:
         """Join the pause that is on, or begin one."""
         global _end
-        if _end is not None:
-            self._pause = _end()
+        self._end = _end
+        self._pause = _end() if _end is not None else None
         if self._pause is None:
             first, *others = thresholds = gc.get_threshold()
             if first:
                 self._pause = _Pause()
-                end = _End(self._pause, _restore)
-                end.restore = partial(gc.set_threshold, *thresholds)
-                _end = end
+                self._end = _End(self._pause, _restore)
+                self._end.restore = partial(gc.set_threshold, *thresholds)
                 gc.set_threshold(0, *others)
+                _end = self._end  # now others may join
 
     def __exit__(self, *error: object) -> None:
-        if _end is not None and gc.get_threshold()[0]:
-            _end.restore = _nothing  # somebody set others meanwhile
+        if self._pause is not None and self._end is not None and gc.get_threshold()[0]:
+            self._end.restore = _nothing  # somebody set others meanwhile
         self._pause = None
 
 

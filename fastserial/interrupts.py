@@ -25,7 +25,7 @@ from itertools import repeat
 __all__ = ["Background", "Descriptors", "finish"]
 
 _BOTTOM = -1  # of a list of descriptors
-_TRIES = 1000  # a step that fails so often will not end
+_TRIES = 100  # a step that fails so often will not end
 
 
 def finish(*steps: Callable[[], object]) -> None:

@@ -235,7 +235,7 @@ def test_an_interrupt_while_files_are_closed(
     """It stays an interrupt; no descriptor is closed twice: by then it may be another file's."""
     way = config.current(small_file=0, block_size=65536, verify=verify)
     monkeypatch.setattr(freeing, "LARGE", 1)
-    monkeypatch.setattr(freeing, "free", lambda fd: os.close(fd))
+    monkeypatch.setattr(freeing, "free", lambda files: files.close())
     real = os.close
     twice: list[int] = []
     before = os.listdir("/proc/self/fd")
