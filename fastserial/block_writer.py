@@ -24,6 +24,7 @@ from fastserial.containers.extents import Data, Hole, Literal, Packed, Source
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.fill import Part, fill, staged
+from fastserial.interrupts import Descriptors, finish
 from fastserial.readback import ReadBack
 from fastserial.staging import BufferPool
 from fastserial.statistics import TransferTally
@@ -36,10 +37,11 @@ _PAGE = 4096
 
 @dataclass(slots=True)
 class _Block:
-    """What fills a block, and how many bytes that is."""
+    """What fills a block, how many bytes that is, and what keeps the descriptors open."""
 
     parts: list[Part]
     length: int
+    files: object
     fill_seconds: float = 0.0
 
 
@@ -60,6 +62,7 @@ class BlockWriter:
         untuned: Config | None = None,
         may_be_locked: bool = False,
         compression: Compression | None = None,
+        owner: object = None,
     ) -> None:
         """Write to descriptor `fd`, which stays the caller's.
 
@@ -70,6 +73,7 @@ class BlockWriter:
             untuned: options to go on with where the engine of `config` cannot run here.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
             compression: how the file system compresses the file.
+            owner: kept as long as the descriptor is written to.
         """
         self.direct = False
         self.fallback: str | None = None
@@ -83,6 +87,8 @@ class BlockWriter:
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
         self._compression = compression
+        self._owner = owner
+        self._files = Descriptors()
         self._direct_fd = -1
         self._readback: ReadBack | None = None
         self._align = _PAGE
@@ -144,16 +150,20 @@ class BlockWriter:
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
+        finish(self._stop, self._free)
+
+    def _stop(self) -> None:
         for ledger in self._ledgers:
             ledger.fail()  # if the save failed, a thread may wait for what will not come
         if self._engine is not None:
             self._engine.close()
+
+    def _free(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        fd, self._direct_fd = self._direct_fd, -1  # first: an interrupt must not close it twice
-        if fd >= 0:
-            os.close(fd)
+        self._direct_fd = -1
+        self._files.close()
         if self._readback is not None:
             self._readback.close()
             self._readback = None
@@ -190,7 +200,7 @@ class BlockWriter:
                 aligned if direct else length,
                 pool.take(),
                 _prepare,
-                _Block(parts, length),
+                _Block(parts, length, (self._owner, self._files)),
             )
         )
 
@@ -249,7 +259,7 @@ class BlockWriter:
             self.fallback = f"block_size is not a multiple of the device's {self._align} bytes"
             return
         try:
-            self._direct_fd = filesystem.reopen(self._fd, os.O_WRONLY | os.O_DIRECT)
+            self._direct_fd = filesystem.reopen(self._fd, os.O_WRONLY | os.O_DIRECT, self._files)
         except OSError as error:
             self.fallback = f"direct I/O refused: {error.strerror}"
             return

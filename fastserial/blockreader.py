@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 
 from fastserial import filesystem
 from fastserial.config import Config
-from fastserial.engines import Completion, Engine, Op, Request, create
-from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
+from fastserial.crew import Crew, Hand, engage
+from fastserial.engines import Completion, Engine, Op, Request
+from fastserial.errors import CorruptCheckpointError
+from fastserial.interrupts import Descriptors, finish
 from fastserial.pagecache import cached_fraction
-from fastserial.staging import Buffer, BufferPool
+from fastserial.staging import Buffer
 
 __all__ = ["PAGE", "Block", "BlockReader", "ReadCounts"]
 
@@ -69,8 +71,14 @@ class BlockReader:
         size: int,
         config: Config,
         on_progress: Callable[[int], None] | None = None,
+        owner: object = None,
+        crew: Crew | None = None,
     ) -> None:
         """Read from descriptor `fd`, which stays the caller's, up to byte `size`.
+
+        Args:
+            owner: kept as long as the descriptor is read from.
+            crew: where the engine comes from; by default it is a new one.
 
         Raises:
             EngineUnavailableError: the configured engine cannot read here.
@@ -82,28 +90,44 @@ class BlockReader:
         self._size = size
         self._config = config
         self._on_progress = on_progress
+        self._owner = owner
+        self._files = Descriptors()
         self._direct_fd = -1  # stays open after a refusal: requests in flight name it
         self._refused = False
         self._in_flight = 0
         self._batch: list[Request] = []
-        self._pool: BufferPool | None = None
-        self._engine = self._create(config)
+        self._crew = crew
+        self._hand: Hand | None = engage(config) if crew is None else crew.take(config)
         try:
             self._open_direct()
         except BaseException:
-            self._engine.close()
+            self.close()
             raise
 
-    def _create(self, config: Config) -> Engine:
-        engine = create(config.engine, config.threads)
-        able = engine.capabilities
-        if not able.reads or not able.moves_data:
-            raise EngineUnavailableError(f"engine {config.engine!r} does not read")
-        # engines with buffers of their own get them now; the others when the first is needed
-        if able.registered_buffers:
-            self._pool = engine.allocate(config.queue_depth, config.block_size)
-        engine.open(self._pool.buffers if self._pool else (), config.queue_depth)
-        return engine
+    @property
+    def _engine(self) -> Engine:
+        return self._working.engine
+
+    @property
+    def _working(self) -> Hand:
+        if self._hand is None:
+            raise ValueError("I/O operation on closed file.")
+        return self._hand
+
+    def rest(self) -> None:
+        """Give the engine back to the crew until `wake`; nothing is in flight."""
+        hand, self._hand = self._hand, None
+        if hand is not None and self._crew is not None:
+            self._crew.give(self._config, hand)
+
+    def wake(self) -> None:
+        """Take an engine of the crew again.
+
+        Raises:
+            EngineUnavailableError: the configured engine cannot read here.
+        """
+        if self._hand is None and self._crew is not None:
+            self._hand = self._crew.take(self._config)
 
     def _open_direct(self) -> None:
         config = self._config
@@ -119,7 +143,7 @@ class BlockReader:
             self.fallback = f"block_size is not a multiple of the device's {self.alignment} bytes"
             return
         try:
-            self._direct_fd = filesystem.reopen(self._fd, os.O_RDONLY | os.O_DIRECT)
+            self._direct_fd = filesystem.reopen(self._fd, os.O_RDONLY | os.O_DIRECT, self._files)
         except OSError as error:
             self.fallback = f"direct I/O refused: {error.strerror}"
 
@@ -193,15 +217,15 @@ class BlockReader:
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
-        self._engine.close()
+        hand = self._hand
+        finish(*([hand.close] if hand is not None else []), self._free)
+
+    def _free(self) -> None:
         self._batch = []
         self._in_flight = 0
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-        fd, self._direct_fd = self._direct_fd, -1  # first: an interrupt must not close it twice
-        if fd >= 0:
-            os.close(fd)
+        self._direct_fd = -1
+        self._files.close()
+        self._owner = None
 
     # -- one block -----------------------------------------------------------------------------
 
@@ -219,9 +243,10 @@ class BlockReader:
 
     def _stage(self) -> Buffer:
         config = self._config
-        pool = self._pool
+        pool = self._working.pool
         if pool is None:
-            pool = self._pool = self._engine.allocate(config.queue_depth, config.block_size)
+            pool = self._engine.allocate(config.queue_depth, config.block_size)
+            self._working.pool = pool
         while not pool.free:
             self.reap()
         return pool.take()
@@ -253,8 +278,8 @@ class BlockReader:
             self._finish(request, 0)
         elif not self._engine.capabilities.parallel_prepare:
             self._finish(request, completion.transferred)
-        if block.memory is None and self._pool is not None:
-            self._pool.give(request.buffer)
+        if block.memory is None and self._working.pool is not None:
+            self._working.pool.give(request.buffer)
         self._count(request, direct)
         if self._on_progress is not None:
             self._on_progress(block.length)

@@ -36,7 +36,8 @@ class CrcLedger:
         self._pieces: dict[int, list[Piece]] = {}
         self._arrived: dict[int, int] = {}
         self._missing = self._crcs.count(None)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # its own `with` may be cut off halfway
         self._failed = False
 
     def add(self, record: int, start: int, length: int, crc: int) -> None:
@@ -44,7 +45,7 @@ class CrcLedger:
         if length == self._sizes[record]:
             self.add_many(record, (crc,))
             return
-        with self._changed:
+        with self._lock:
             pieces = self._pieces.setdefault(record, [])
             pieces.append(Piece(record, start, length, crc))
             self._arrived[record] = self._arrived.get(record, 0) + length
@@ -60,14 +61,14 @@ class CrcLedger:
     def add_many(self, first: int, crcs: Sequence[int]) -> None:
         """Enter the CRCs of whole records, from record `first` on; again does no harm."""
         stop = first + len(crcs)
-        with self._changed:
+        with self._lock:
             self._missing -= self._crcs[first:stop].count(None)
             self._crcs[first:stop] = crcs
             self._changed.notify_all()
 
     def pieces(self) -> list[Piece]:
         """Return what is known so far, to be entered in the ledger of another writer."""
-        with self._changed:
+        with self._lock:
             found = [piece for pieces in self._pieces.values() for piece in pieces]
             columns = enumerate(zip(self._crcs, self._sizes, strict=True))
             whole = [
@@ -85,7 +86,7 @@ class CrcLedger:
         """Return a record's CRC, waiting for pieces that other threads are copying."""
         crc = self._crcs[record]
         if crc is None:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._crcs[record] is not None or self._failed)
             crc = self._crcs[record]
             if crc is None:
@@ -94,7 +95,7 @@ class CrcLedger:
 
     def wait_all(self) -> Sequence[int]:
         """Return the CRCs of all records, waiting for them."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._missing or self._failed)
             if self._missing:
                 raise EngineError("it failed in another thread")
@@ -102,6 +103,6 @@ class CrcLedger:
 
     def fail(self) -> None:
         """Wake all who wait: the pieces they wait for will not come."""
-        with self._changed:
+        with self._lock:
             self._failed = True
             self._changed.notify_all()

@@ -2,48 +2,87 @@
 
 Each of them brings the next collection nearer, and a collection looks at all that live: with
 20,000 tensors that took a third of the time. References are counted meanwhile as ever.
+
+A threshold of 0 holds it off, not `gc.disable()`, which others may call meanwhile. The pause lasts
+as long as somebody refers to it: no interrupt, no forgotten call makes it longer, and it needs no
+lock, which a signal handler could find taken.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import operator
 import os
-import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable
+from functools import partial
 
 __all__ = ["paused_collection"]
 
-_lock = threading.Lock()
-_pauses = 0
-_was_enabled = False
+
+class _Pause:
+    """Shared by all who want no collection now."""
+
+    __slots__ = ("__weakref__",)
 
 
-@contextlib.contextmanager
-def paused_collection() -> Iterator[None]:
+class _End(weakref.ref[_Pause]):
+    """Sets the thresholds back once the pause is gone; all in C, where no signal handler runs."""
+
+    __slots__ = ("restore",)
+
+    restore: Callable[[], object]
+
+
+_restore = operator.methodcaller("restore")
+_end: _End | None = None  # of the pause that was begun last
+
+
+class paused_collection:
     """Collect no cycles in the body; in any number of threads at once."""
-    global _pauses, _was_enabled
-    with _lock:
-        if _pauses == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _pauses += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _pauses -= 1
-            if _pauses == 0 and _was_enabled:
-                gc.enable()
+
+    __slots__ = ("_end", "_pause")
+
+    def __init__(self) -> None:
+        self._pause: _Pause | None = None
+        self._end: _End | None = None
+
+    def __enter__(self) -> None:
+        try:
+            self._begin()
+        except BaseException:
+            self._pause = None  # whoever keeps the error must not keep this
+            raise
+
+    def _begin(self) -> None:
+        """Join the pause that is on, or begin one."""
+        global _end
+        self._end = _end
+        self._pause = _end() if _end is not None else None
+        if self._pause is None:
+            first, *others = thresholds = gc.get_threshold()
+            if first:
+                self._pause = _Pause()
+                self._end = _End(self._pause, _restore)
+                self._end.restore = partial(gc.set_threshold, *thresholds)
+                gc.set_threshold(0, *others)
+                _end = self._end  # now others may join
+
+    def __exit__(self, *error: object) -> None:
+        if self._pause is not None and self._end is not None and gc.get_threshold()[0]:
+            self._end.restore = _nothing  # somebody set others meanwhile
+        self._pause = None
+
+
+def _nothing() -> None: ...
 
 
 def _forget() -> None:
     """Begin anew in a forked child: the threads that paused are not there."""
-    global _lock, _pauses
-    _lock = threading.Lock()
-    if _pauses and _was_enabled:
-        gc.enable()
-    _pauses = 0
+    global _end
+    end, _end = _end, None
+    if end is not None and end() is not None:
+        end.restore()
 
 
 os.register_at_fork(after_in_child=_forget)

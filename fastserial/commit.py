@@ -23,6 +23,7 @@ from itertools import chain
 
 from fastserial import filesystem, freeing
 from fastserial.attributes import Attributes, CannotKeep, attributes_of, give
+from fastserial.interrupts import Descriptors, finish
 from fastserial.targets import PathTarget
 
 __all__ = ["CannotReplace", "Replacement", "temporary_name"]
@@ -125,16 +126,17 @@ class Replacement:
         self.committed = False
         self.fallback: str | None = None
         self.fd = -1
-        self._replaced = -1
-        self._directory = -1
         self._append_only = False
         self._seen: os.stat_result | None = None
         self._name_max = _NAME_MAX
+        self._files = Descriptors()  # the directory's, and `fd`
+        self._replaced: Descriptors | None = None
+        self._directory = -1
         directory, self._base = os.path.split(target.path)
         freeing.wait_until_free()
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_DIRECTORY
         try:
-            self._directory = os.open(directory or os.curdir, flags)
+            self._directory = self._files.open(directory or os.curdir, flags)
             if len(self._base) > _SHORT_NAME:
                 self._name_max = filesystem.name_max(self._directory)
             # A nameless file gets a temporary name only where it replaces another.
@@ -184,41 +186,34 @@ class Replacement:
             ) from error
 
     def _create_nameless(self) -> int:
-        flags = os.O_RDWR
         if not _can_link():
-            return self._create_named(flags)
+            return self._create_named()
         # Nobody can open a file without a name, and its permissions are set before the first byte.
         mode = 0o666 if self._kept is None else self._kept.mode & 0o777
         try:
-            return filesystem.open_own(".", flags | os.O_TMPFILE, mode, dir_fd=self._directory)
+            return self._files.open(".", os.O_RDWR | os.O_TMPFILE, mode, self._directory)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
-            return self._create_named(flags)
+            return self._create_named()
 
-    def _create_named(self, flags: int) -> int:
+    def _create_named(self) -> int:
         if self._append_only:  # its name could never be removed
             raise CannotReplace("the directory is append-only, so it is written under its name")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         self._sweep(_LOOKAHEAD)
         mode = 0o666 if self._kept is None else 0o600
         for name in self._names():
+            self.named = name  # first: an interrupt may come right after the file is there
             try:
-                fd = filesystem.open_own(
-                    name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=self._directory
-                )
+                fd = self._files.open(name, flags, mode, self._directory)
             except FileExistsError:
                 continue
-            try:
-                # Until it is locked, another save may take it for a leftover.
-                if _lock(fd) and self._is(name, fd):
-                    self.named = name
-                    return fd
-            except BaseException:
-                os.close(fd)
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=self._directory)
-                raise
-            os.close(fd)
+            # Until it is locked, another save may take it for a leftover.
+            if _lock(fd) and self._is(name, fd):
+                return fd
+            self._files.close(but=1)
+        self.named = None
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def _names(self) -> Iterator[str]:
@@ -258,9 +253,10 @@ class Replacement:
 
     def _remove_stale(self, name: str) -> None:
         """Remove a temporary file unless its owner is alive."""
+        files = Descriptors()
         try:
             # Over NFS an exclusive lock takes a descriptor that can write.
-            fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+            fd = files.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._directory)
         except OSError:
             return
         try:
@@ -271,7 +267,7 @@ class Replacement:
         except OSError:  # locked: its owner is alive
             pass
         finally:
-            os.close(fd)
+            files.close()
 
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
@@ -284,7 +280,8 @@ class Replacement:
                 self.durable = False
                 self.fallback = "the file system cannot sync a file"
         elif self.named is not None:
-            os.close(os.dup(self.fd))  # network file systems report late errors at a close
+            # network file systems report late errors at a close; in one call, as `interrupts` says
+            list(map(os.close, map(os.dup, (self.fd,))))
 
     def commit(self) -> None:
         """Make the file the target, and the change of name durable. `sync` comes before.
@@ -336,9 +333,9 @@ class Replacement:
     def _hold(self, base: str) -> None:
         """Keep a large old file's space allocated until the new one is safe: see `freeing`."""
         if self.target.size >= freeing.LARGE:
-            flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._replaced = Descriptors()
             with contextlib.suppress(OSError):
-                self._replaced = os.open(base, flags, dir_fd=self._directory)
+                self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
 
     def _sync_directory(self) -> None:
         try:
@@ -380,22 +377,17 @@ class Replacement:
 
     def discard(self) -> None:
         """Throw the new file away. Idempotent; does nothing after `commit`."""
+        finish(self._remove_name, self._close)
+
+    def _remove_name(self) -> None:
         if self.named is not None:
             with contextlib.suppress(OSError):
-                if self._is(self.named, self.fd):
+                if self._is(self.named, self._files.newest):
                     os.unlink(self.named, dir_fd=self._directory)
             self.named = None
-        self._close()
 
     def _close(self) -> None:
-        # Each is forgotten just before it is closed: an interrupt may not close it twice, nor leave
-        # the others open.
-        for name in ("fd", "_directory"):
-            fd = getattr(self, name)
-            setattr(self, name, -1)
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        replaced, self._replaced = self._replaced, -1
-        if replaced >= 0:
-            freeing.free(replaced)
+        self.fd = -1
+        finish(self._files.close)
+        if self._replaced is not None:
+            freeing.free(self._replaced)

@@ -120,7 +120,7 @@ _installed: Mapping[str, Any] = _NOTHING
 _scoped: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
     "fastserial_options", default=None
 )
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may come while its thread holds it
 _environment_cache: tuple[tuple[tuple[str, str], ...], Mapping[str, Any]] | None = None
 
 

@@ -36,6 +36,7 @@ class ExtentWriter:
         on_progress: Callable[[int], None] | None = None,
         may_be_locked: bool = False,
         sequential: bool = False,
+        owner: object = None,
     ) -> None:
         """Start without an engine.
 
@@ -45,6 +46,7 @@ class ExtentWriter:
             on_progress: called with the bytes of each piece that is written.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
             sequential: the file takes its bytes in their order only.
+            owner: kept as long as the descriptor is written to.
         """
         self.tally = TransferTally()
         self._fd = fd
@@ -53,6 +55,7 @@ class ExtentWriter:
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
         self._sequential = sequential
+        self._owner = owner
         self._expected: int | None = None
         self._nbytes = 0
         self._blocks: BlockWriter | None = None
@@ -127,6 +130,7 @@ class ExtentWriter:
                 untuned=self._untuned,
                 may_be_locked=self._may_be_locked,
                 compression=self.compression,
+                owner=self._owner,
             )
         if blocks is not None:
             for part in parts:

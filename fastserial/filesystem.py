@@ -15,8 +15,9 @@ import struct
 import sys
 from dataclasses import dataclass
 
+from fastserial.interrupts import OWN, Descriptors
+
 __all__ = [
-    "OWN",
     "PROC",
     "DirectAlignment",
     "direct_alignment",
@@ -56,7 +57,6 @@ _NAME_MAX = 255  # bytes of a file's name on most file systems
 _FALLOC_FL_KEEP_SIZE = 1
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 DEFAULT_ALIGNMENT = 4096
-OWN = os.O_ASYNC  # means nothing where a regular file is opened: our own descriptors have it
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
@@ -89,13 +89,14 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
     return DirectAlignment(DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT, False)
 
 
-def reopen(fd: int, flags: int) -> int:
-    """Open the file behind a descriptor anew, with other flags.
+def reopen(fd: int, flags: int, files: Descriptors | None = None) -> int:
+    """Open the file behind a descriptor anew, with other flags; `files` then owns it.
 
     Raises:
         OSError: the file system does not take the flags, or /proc is not mounted.
     """
-    return open_own(f"/proc/self/fd/{fd}", flags)
+    path = f"/proc/self/fd/{fd}"
+    return open_own(path, flags) if files is None else files.open(path, flags)
 
 
 def open_own(

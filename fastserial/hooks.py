@@ -6,6 +6,7 @@ arguments are part of every file in `patches/`.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from fastserial import oracle
 from fastserial.archive import ZipArchive
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
 from fastserial.foreign import SequentialWriter
+from fastserial.interrupts import Background
 from fastserial.staging import device_types
 from fastserial.targets import FileTarget, InPlaceTarget, PathTarget, StockWay, target_of
 from fastserial.writer import FastFileWriter
@@ -35,6 +37,7 @@ __all__ = [
 _log = logging.getLogger("fastserial")
 # Storages on these devices are torch's: they hold no bytes, or raise when saved.
 _BODILESS = frozenset({"meta"})
+_complete: set[str] = set()  # modules that are imported
 
 
 def self_check() -> str | None:
@@ -76,15 +79,29 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
         WriteError: the target cannot be written.
     """
     if mode == "rb":
-        from fastserial import hooks_load  # a process may save and never load
-
-        return hooks_load.open_source(target)
+        opener: AbstractContextManager[Any] = _hooks_load().open_source(target)
+        return opener
     if mode != "wb" or isinstance(target, FastFileWriter):
         return None
     found = _classify(target)
     if found is None:
         return None
     return FastFileWriter(found, container="legacy")
+
+
+def _hooks_load() -> Any:
+    """Return the module, imported when it is first needed: a process may save and never load.
+
+    A thread imports it. A signal handler may load, too, and must not find half of it.
+    """
+    name = "fastserial.hooks_load"
+    if not _complete:
+        importing = Background()
+        importing.start(importlib.import_module, name)
+        importing.join()
+    module = importlib.import_module(name)
+    _complete.add(name)
+    return module
 
 
 def save_zip_storages(

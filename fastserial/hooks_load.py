@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
@@ -24,6 +25,7 @@ from fastserial import filesystem
 from fastserial.collection import paused_collection
 from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
+from fastserial.interrupts import finish
 from fastserial.legacyloading import read_storages
 from fastserial.loadreport import LoadReport, publish_load
 from fastserial.prefetch import Prefetch
@@ -45,10 +47,13 @@ _FEW_BYTES = 32 * 1024  # per record, on average
 
 
 class _Open(threading.local):
-    """The files that `torch.load` has open in this thread, the innermost last."""
+    """The files that `torch.load` has open in this thread, the innermost last.
+
+    It does not keep them: an interrupt may skip their `__exit__`.
+    """
 
     def __init__(self) -> None:
-        self.loads: list[_Load] = []
+        self.loads: list[weakref.ref[_Load]] = []
 
 
 _open = _Open()
@@ -72,32 +77,34 @@ class _Load:
         self.reader: FastFileReader | None = None
         self.prefetch: Prefetch | None = None
         self.archive: FastZipReader | None = None
-        self.paused = contextlib.ExitStack()
+        self.pause = paused_collection()
 
     def __enter__(self) -> BinaryIO:
         file: BinaryIO = self.opener.__enter__()
         self.file = file
         self.source = file_source(file, self.config.small_file)
-        _open.loads.append(self)
+        _open.loads.append(weakref.ref(self))
         return file
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        _open.loads.remove(self)
-        self.paused.close()
+        _open.loads = [load for load in _open.loads if load() not in (None, self)]
         try:
-            self._finish(kind is None)
+            finish(self._release)
+            if kind is None and self.used:
+                self._check_and_publish()
         finally:
             self.opener.__exit__(kind, error, traceback)
 
-    def _finish(self, succeeded: bool) -> None:
-        prefetch, source, archive = self.prefetch, self.source, self.archive
-        if prefetch is not None:
-            prefetch.close()
-            self.phases["wait"] = prefetch.wait_seconds
+    def _release(self) -> None:
+        self.pause.__exit__()
+        if self.prefetch is not None:
+            self.prefetch.close()
+            self.phases["wait"] = self.prefetch.wait_seconds
         if self.reader is not None:
             self.reader.close()
-        if not succeeded or not self.used:
-            return
+
+    def _check_and_publish(self) -> None:
+        source, archive = self.source, self.archive
         if source is not None:
             if self.reader is not None and not source.is_unchanged():
                 what = "the file changed while it was read"
@@ -152,7 +159,8 @@ def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
 
 def _current() -> _Load | None:
     loads = _open.loads
-    return loads[-1] if loads and not loads[-1].used else None
+    load = loads[-1]() if loads else None
+    return load if load is not None and not load.used else None
 
 
 def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
@@ -206,7 +214,7 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
         with contextlib.suppress(OSError):
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_WILLNEED)
         load.fallback = "many small records"
-        load.paused.enter_context(paused_collection())  # it is all objects, few bytes, and short
+        load.pause.__enter__()  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
     directory = read_places(source.fd, source.size, stock)
     if count != directory.end.count:
@@ -230,8 +238,9 @@ def _read_ahead(load: _Load, source: FileSource, records: Sequence[RecordEntry])
     try:
         reader = load.open_reader(source)
         load.prefetch = Prefetch(reader, records, load.config.verify_on_load)
-        load.prefetch.start()
-        load.ours = True
+        load.ours = load.prefetch.start(load)
+        if not load.ours:
+            load.fallback = "no thread to read ahead with"
     except Exception as error:  # no such engine, no thread: what is read is verified all the same
         load.fallback = str(error)
 

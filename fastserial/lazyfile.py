@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
-import threading
-import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -15,6 +14,8 @@ from torch._guards import detect_fake_mode
 
 from fastserial.config import Config
 from fastserial.containers.safetensors import TYPE_NAMES
+from fastserial.crew import Crew, common_crew
+from fastserial.interrupts import finish
 from fastserial.reader import FastFileReader
 from fastserial.tensorindex import TensorPlace, read_index
 from fastserial.tensorread import apply_pending, direct_extent, fetch, is_dense, meta_of, resolved
@@ -26,8 +27,10 @@ class LazyCheckpoint:
     """An open checkpoint whose tensors are read when they are asked for.
 
     Keys are joined by dots where dictionaries, lists or objects are nested: `model.0.weight`. The
-    pickle is read, but never executed. Safe for use by several threads, and in forked children
-    such as the workers of a `DataLoader`. One that nobody uses any more is closed.
+    pickle is read, but never executed. Safe for use by several threads, in signal handlers, and in
+    forked children such as the workers of a `DataLoader`; pickled, as for spawned ones, it is
+    opened anew by its path. One that nobody uses any more is closed. Open files share threads and
+    staging buffers.
     """
 
     def __init__(
@@ -49,15 +52,19 @@ class LazyCheckpoint:
             OSError: it cannot be opened.
         """
         self._device = torch.device(device)
-        self._lock = threading.Lock()
-        self._spent = False  # the reader failed, or its threads are in the parent process
-        self._use(FastFileReader(path, config))
-        try:
-            self._index = read_index(self._reader.fd, self._reader.name)
-        except BaseException:
-            self._reader.close()
-            raise
-        _all.add(self)
+        self._opened = (os.path.abspath(os.fspath(path)), device, config)
+        self._path = os.fspath(path)
+        crew = common_crew()
+        with FastFileReader(path, config) as first:
+            self._index = read_index(first.fd, first.name)
+            reader = first.another(crew)
+        reader.blocks.rest()
+        self._source: tuple[FastFileReader, Crew] | None = reader, crew
+        # Readers that nobody uses now. One that failed does not come back: it may not go on.
+        self._idle = [reader]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyCheckpoint, self._opened
 
     @property
     def container(self) -> str:
@@ -67,7 +74,7 @@ class LazyCheckpoint:
     @property
     def path(self) -> str:
         """The file's path as given."""
-        return self._reader.name
+        return self._path
 
     def keys(self) -> list[str]:
         """Return the keys of all tensors, in the order in which they were saved."""
@@ -103,9 +110,12 @@ class LazyCheckpoint:
         return TensorSlice(self, self._index.place(key))
 
     def close(self) -> None:
-        """Close the file. Tensors that were read stay. Idempotent."""
-        with self._lock:
-            self._reader.close()
+        """Close the file, once reads under way in other threads are done. Idempotent.
+
+        Tensors that were read stay.
+        """
+        self._source = None
+        finish(*(reader.close for reader in self._idle), self._idle.clear)
 
     def __enter__(self) -> LazyCheckpoint:
         return self
@@ -118,29 +128,28 @@ class LazyCheckpoint:
     ) -> None:
         self.close()
 
-    def _use(self, reader: FastFileReader) -> None:
-        self._reader = reader
-        self._closing = weakref.finalize(self, reader.close)  # its threads would keep it open
-
     @contextlib.contextmanager
     def _reading(self) -> Iterator[FastFileReader]:
-        """Lend the reader to one thread; a reader is of no more use after an error."""
-        with self._lock:
-            if self._spent and not self._reader.closed:
-                old, closing = self._reader, self._closing
-                self._use(old.reopened())
-                self._spent = False
-                closing.detach()
-                old.close()
-            try:
-                yield self._reader
-            except BaseException:
-                self._spent = True
-                raise
-
-    def _forked(self) -> None:
-        self._lock = threading.Lock()
-        self._spent = True
+        """Lend a reader: each read has its own, in other threads and in signal handlers, too."""
+        source = self._source
+        if source is None:
+            raise ValueError("I/O operation on closed file.")
+        try:
+            reader = self._idle.pop()
+        except IndexError:
+            file, crew = source
+            reader = file.another(crew)
+        try:
+            reader.blocks.wake()
+            yield reader
+        except BaseException:
+            reader.close()
+            raise
+        reader.blocks.rest()
+        if self._source is None:  # closed meanwhile
+            reader.close()
+        else:
+            self._idle.append(reader)
 
     def _read(self, place: TensorPlace, view: torch.Tensor) -> torch.Tensor:
         base = place.storage.offset + place.first
@@ -164,17 +173,6 @@ class LazyCheckpoint:
             return resolved(found, place.pending).to(self._device)
 
 
-_all: weakref.WeakSet[LazyCheckpoint] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for file in list(_all):
-        file._forked()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
 class TensorSlice:
     """A tensor in a file: indexing it reads what is asked for, and no more."""
 
@@ -182,6 +180,9 @@ class TensorSlice:
         self._file = file
         self._place = place
         self._meta = meta_of(place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyCheckpoint.get_slice, (self._file, self._place.key)
 
     @property
     def shape(self) -> torch.Size:
@@ -209,15 +210,25 @@ class TensorSlice:
             IndexError: as for any tensor.
             CorruptCheckpointError, OSError: as `LazyCheckpoint.get_tensor`.
         """
-        for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, bool) or not (
-                isinstance(part, int | slice) or part is None or part is Ellipsis
-            ):
-                raise TypeError(
-                    f"a slice of a checkpoint is indexed with integers, slices, ... and None, "
-                    f"not {type(part).__name__}"
-                )
-        return self._file._read(self._place, self._meta[index])
+        parts = tuple(map(_plain, index if isinstance(index, tuple) else (index,)))
+        return self._file._read(self._place, self._meta[parts])
+
+
+def _plain(part: Any) -> Any:
+    """Return a part of an index in Python's own types: numpy's integers are taken as well.
+
+    Raises:
+        TypeError: indexing with it gives no view.
+    """
+    if part is None or part is Ellipsis or isinstance(part, slice):
+        return part
+    if not isinstance(part, bool | torch.Tensor):
+        with contextlib.suppress(TypeError):
+            return operator.index(part)
+    raise TypeError(
+        f"a slice of a checkpoint is indexed with integers, slices, ... and None, "
+        f"not {type(part).__name__}"
+    )
 
 
 def open_checkpoint(

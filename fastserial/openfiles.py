@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterable
 
-from fastserial import filesystem
+from fastserial.interrupts import OWN
 
 __all__ = ["is_held"]
 
@@ -35,7 +35,7 @@ def is_held(device: int, inode: int) -> bool:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         except OSError:  # closed meanwhile
             continue
-        if flags & (filesystem.OWN | os.O_PATH):  # the latter cannot read
+        if flags & (OWN | os.O_PATH):  # the latter cannot read
             continue
         if flags & os.O_ACCMODE != os.O_RDONLY:
             return True

@@ -12,10 +12,13 @@ that allocated it, and memory that was used before needs no page faults.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, cast
 
@@ -26,6 +29,7 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
 from fastserial.hugepages import advise_huge_pages
+from fastserial.interrupts import Background, finish
 from fastserial.prefetchplan import Unit, has_header, new_storage, plan_units
 from fastserial.reader import FastFileReader
 from fastserial.readplan import host_buffer
@@ -56,7 +60,7 @@ class Prefetch:
         """Plan to read stored, not empty records.
 
         Args:
-            file: stays the caller's; nobody else reads from it meanwhile.
+            file: nobody else reads from it meanwhile; closed when all is read.
             records: what to read; their `data_offset` may be wrong (see `take`).
             verify: check each record's CRC-32.
         """
@@ -76,18 +80,26 @@ class Prefetch:
         self._provided = 0  # units that have memory, but for those that were waited for
         self._ready: dict[str, _Arrived] = {}
         self._wanted: Unit | None = None
-        self._starved = False  # the thread waits for records to be taken
         self._held = 0  # bytes of records that have memory and were not taken
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of the engine's threads, where nothing interrupts
+        # Each thread waits for something in its queue, and then looks at what has changed.
+        self._arrivals: SimpleQueue[object] = SimpleQueue()  # for the caller's
+        self._nudges: SimpleQueue[object] = SimpleQueue()  # for the one that reads
         self._error: BaseException | None = None
         self._finished = self._closed = False
-        self._thread = threading.Thread(target=self._run, name="fastserial-prefetch", daemon=True)
+        self._owner: weakref.ref[object] = weakref.ref(self)
+        self._thread = Background()
         file.bar.expect(sum(unit.length for unit in self._units))
 
-    def start(self) -> None:
-        """Start reading."""
+    def start(self, owner: object = None) -> bool:
+        """Start reading; False if there is no thread to be had.
+
+        Args:
+            owner: once nobody refers to it any more, reading ends as if closed.
+        """
         self._provide()
-        self._thread.start()
+        self._owner = weakref.ref(self if owner is None else owner, self._nudges.put)
+        return self._thread.start(contextvars.copy_context().run, self._run)
 
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
         """Return a record of `nbytes` bytes, once: the caller owns it then.
@@ -116,11 +128,9 @@ class Prefetch:
 
     def close(self) -> None:
         """Stop, waiting only for reads under way. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._closed = True
+        self._nudges.put(None)
+        finish(self._thread.join)
         self._ledger.fail()
         self._ready.clear()
         self._places.clear()
@@ -142,9 +152,7 @@ class Prefetch:
                     break
                 self._held += unit.nbytes
             self._provided += 1
-        if self._starved:
-            with self._changed:
-                self._changed.notify_all()
+        self._nudges.put(None)
 
     def _wait(self, name: str, unit: Unit) -> bool:
         """Wait for a record; False: it will not come, and torch's own way may say why."""
@@ -152,17 +160,15 @@ class Prefetch:
         if not unit.provided:
             unit.allocate(self._blocks.alignment)
             self._held += unit.nbytes
-        with self._changed:
-            while name not in self._ready and self._error is None and not self._finished:
-                self._wanted = unit
-                self._changed.notify_all()
-                self._changed.wait()
-            self._wanted = None
-            error = self._error
-            there = name in self._ready
+        self._wanted = unit
+        self._nudges.put(None)
+        while name not in self._ready and not self._finished:
+            self._arrivals.get()
+        self._wanted = None
+        there = name in self._ready
         self.wait_seconds += perf_counter() - began
-        if not there and isinstance(error, CorruptCheckpointError):
-            raise error
+        if not there and isinstance(self._error, CorruptCheckpointError):
+            raise self._error
         return there
 
     def _release(self, nbytes: int) -> None:
@@ -212,7 +218,7 @@ class Prefetch:
                     self._read_large(unit)
                 else:
                     self._put(Block(unit.offset, self._clip(unit), _Spread(self, unit)))
-            if not self._closed:
+            if not self._is_over():
                 self._blocks.drain()
         except BaseException as caught:  # handed to the thread that unpickles
             error = caught
@@ -221,35 +227,33 @@ class Prefetch:
             else:
                 _log.info("reading ahead of %r ended: %r", self._file.name, error)
         self._ledger.fail()
-        with self._changed:
-            self._error = error
-            self._finished = True
-            self._changed.notify_all()
+        self._error = error
+        self._finished = True
+        self._arrivals.put(None)
+        self._file.close()
 
     def _choose(self) -> Unit | None:
         """Return the unit to read next: the one waited for, or the next that has memory."""
         while True:
-            with self._changed:
-                if self._closed:
+            if self._is_over():
+                return None
+            unit = self._wanted
+            if unit is None or unit.started:
+                while self._next < len(self._units) and self._units[self._next].started:
+                    self._next += 1
+                if self._next == len(self._units):
                     return None
-                unit = self._wanted
-                if unit is None or unit.started:
-                    while self._next < len(self._units) and self._units[self._next].started:
-                        self._next += 1
-                    if self._next == len(self._units):
-                        return None
-                    unit = self._units[self._next]
-                if unit.provided:
-                    unit.started = True
-                    return unit
-                if not self._blocks.in_flight:
-                    if not self._starved:
-                        self._starved = True  # seen by `_provide` from here on: look once more
-                        continue
-                    self._changed.wait()
-                    self._starved = False
-                    continue
-            self._blocks.reap()
+                unit = self._units[self._next]
+            if unit.provided:
+                unit.started = True
+                return unit
+            if self._blocks.in_flight:
+                self._blocks.reap()
+            else:
+                self._nudges.get()
+
+    def _is_over(self) -> bool:
+        return self._closed or self._owner() is None
 
     def _clip(self, unit: Unit) -> int:
         return min(unit.length, self._file.size - unit.offset)
@@ -272,7 +276,7 @@ class Prefetch:
             at = end
 
     def _put(self, block: Block, direct: bool | None = None) -> None:
-        if not self._closed:
+        if not self._is_over():
             self._blocks.put(block, direct)
 
     # -- the engine's threads ------------------------------------------------------------------
@@ -290,11 +294,12 @@ class Prefetch:
                 crc = crc32(view[begin - at : end - at])
                 start = begin - record.data_offset
                 self._ledger.add(self._index[record.name], start, end - begin, crc)
-        with self._changed:
+        with self._lock:
             unit.arrived += len(view)
-            if unit.arrived >= self._clip(unit):
-                self._ready[record.name] = unit
-                self._changed.notify_all()
+            arrived = unit.arrived
+        if arrived >= self._clip(unit):
+            self._ready[record.name] = unit
+            self._arrivals.put(None)
 
     def spread(self, unit: Unit, view: memoryview, address: int) -> None:
         """Land small neighbours: give each its own memory."""
@@ -311,9 +316,8 @@ class Prefetch:
                 damage = self._damage(record, crc32(view[at : at + record.size]))
             _memmove(storage.data_ptr(), address + at, record.size)
             found[record.name] = damage or _part(storage, 0, record.size)
-        with self._changed:
-            self._ready.update(found)
-            self._changed.notify_all()
+        self._ready.update(found)
+        self._arrivals.put(None)
 
 
 class _Arrive:

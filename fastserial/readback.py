@@ -8,6 +8,7 @@ import os
 
 from fastserial import filesystem
 from fastserial.engines import Request
+from fastserial.interrupts import Descriptors
 from fastserial.staging import BufferPool
 
 __all__ = ["ReadBack"]
@@ -29,9 +30,10 @@ class ReadBack:
         Raises:
             OSError: the file may not be read.
         """
-        self._fds = {False: filesystem.reopen(fd, os.O_RDONLY)}
+        self._files = Descriptors()
+        self._fds = {False: filesystem.reopen(fd, os.O_RDONLY, self._files)}
         if direct:
-            self._fds[True] = filesystem.reopen(fd, os.O_RDONLY | os.O_DIRECT)
+            self._fds[True] = filesystem.reopen(fd, os.O_RDONLY | os.O_DIRECT, self._files)
         self._pool = BufferPool(1, block_size)
 
     def check(self, request: Request, direct: bool) -> None:
@@ -58,6 +60,5 @@ class ReadBack:
 
     def close(self) -> None:
         """Free the descriptors and the memory. Idempotent."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        self._files.close()
         self._pool.close()

@@ -14,8 +14,10 @@ from fastserial import config as config_module
 from fastserial import filesystem
 from fastserial.blockreader import BlockReader
 from fastserial.config import Config
+from fastserial.crew import Crew
 from fastserial.errors import CorruptCheckpointError
 from fastserial.filestamp import stamp
+from fastserial.interrupts import Descriptors, finish
 from fastserial.progress import progress_bar
 from fastserial.readplan import plan_blocks
 from fastserial.sinks import ReadExtent
@@ -49,7 +51,9 @@ class FastFileReader:
         """
         self._closed = True  # until there is something to close
         self.config = config if config is not None else config_module.current()
-        self.name, self.fd = _open(source, name)
+        self._files = Descriptors()
+        self._shared = False
+        self.name, self.fd = _open(source, name, self._files)
         self._closed = False
         try:
             found = os.fstat(self.fd)
@@ -57,12 +61,17 @@ class FastFileReader:
                 raise OSError(errno.EINVAL, "not a regular file", self.name)
             self.size = found.st_size
             self._stamp = stamp(self.fd, found)
-            self.bar = progress_bar(self.config.progress, self.name)
-            self.blocks = BlockReader(self.fd, self.size, self.config, self.bar.update)
+            self._start(None)
         except BaseException:
             self._closed = True
-            os.close(self.fd)
+            self._files.close()
             raise
+
+    def _start(self, crew: Crew | None) -> None:
+        self.bar = progress_bar(self.config.progress, self.name)
+        self.blocks = BlockReader(
+            self.fd, self.size, self.config, self.bar.update, self._files, crew
+        )
 
     @property
     def closed(self) -> bool:
@@ -125,14 +134,21 @@ class FastFileReader:
             number = error.errno or errno.EIO
             raise OSError(number, error.strerror or str(error), self.name) from error
 
-    def reopened(self) -> FastFileReader:
-        """Return another reader of the same file, which is still to be as this one found it.
+    def another(self, crew: Crew) -> FastFileReader:
+        """Return another reader of the same open file, with an engine of the crew.
+
+        The file stays open until both are gone, closed or not.
 
         Raises:
-            OSError: it cannot be opened.
+            EngineUnavailableError: the configured engine cannot read here.
         """
-        other = FastFileReader(self.fd, self.config, self.name)
+        other = object.__new__(FastFileReader)
+        other._closed, other._shared = False, True
+        other.config, other.name, other.fd, other._files = (
+            self.config, self.name, self.fd, self._files
+        )  # fmt: skip
         other.size, other._stamp = self.size, self._stamp
+        other._start(crew)
         return other
 
     def close(self) -> None:
@@ -140,9 +156,9 @@ class FastFileReader:
         if self._closed:
             return
         self._closed = True
-        self.blocks.close()
-        self.bar.close()
-        os.close(self.fd)
+        finish(self.blocks.close, self.bar.close)
+        if not self._shared:
+            self._files = Descriptors()  # closed as soon as nobody reads from it
 
     def __enter__(self) -> FastFileReader:
         return self
@@ -156,15 +172,17 @@ class FastFileReader:
         self.close()
 
 
-def _open(source: str | os.PathLike[str] | BinaryIO | int, name: str | None) -> tuple[str, int]:
+def _open(
+    source: str | os.PathLike[str] | BinaryIO | int, name: str | None, files: Descriptors
+) -> tuple[str, int]:
     """Return the name and a new descriptor of the file."""
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
-        return name or path, filesystem.open_own(path, os.O_RDONLY)
+        return name or path, files.open(path, os.O_RDONLY)
     fd = source if isinstance(source, int) else source.fileno()
     called = getattr(source, "name", None)
     text = name or (called if isinstance(called, str) else f"<fd {fd}>")
     try:
-        return text, filesystem.reopen(fd, os.O_RDONLY)
+        return text, filesystem.reopen(fd, os.O_RDONLY, files)
     except OSError:  # without /proc, or with rights given up: positions are never used
-        return text, os.dup(fd)
+        return text, files.duplicate(fd)

@@ -29,6 +29,7 @@ from fastserial.containers.zip import ZipPlan
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.extent_writer import ExtentWriter
 from fastserial.inplace import InPlaceFile, open_target
+from fastserial.interrupts import finish
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import synchronize
@@ -137,6 +138,7 @@ class FastFileWriter:
             self._bar.update,
             may_be_locked=theirs,
             sequential=isinstance(self._target, InPlaceTarget) and self._target.sequential,
+            owner=self._replacement or self._in_place or target,
         )
         self._written = 0  # bytes passed on
         self._statistics = WriterStatistics(self._out.tally)
@@ -325,17 +327,16 @@ class FastFileWriter:
         self._closed = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
-        try:
-            self._out.close()
-            self._bar.close()
-        finally:
-            if self._replacement is not None:
-                self._replacement.discard()
-            elif self._in_place is not None:
-                self._in_place.discard()
-            elif self._size_before is not None:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._fd, self._size_before)
+        finish(self._out.close, self._bar.close, self._undo)
+
+    def _undo(self) -> None:
+        if self._replacement is not None:
+            self._replacement.discard()
+        elif self._in_place is not None:
+            self._in_place.discard()
+        elif self._size_before is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size_before)
 
     def __enter__(self) -> FastFileWriter:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 
 import pytest
@@ -13,14 +14,20 @@ import fastserial
 from fastserial.collection import paused_collection
 
 
+def collects() -> bool:
+    return gc.isenabled() and gc.get_threshold()[0] > 0
+
+
 def test_it_is_back_afterwards() -> None:
-    assert gc.isenabled()
+    before = gc.get_threshold()
+    assert collects()
     with pytest.raises(KeyError), paused_collection():
         with paused_collection():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
+            assert not collects()
+        assert not collects()
         raise KeyError
-    assert gc.isenabled()
+    assert collects()
+    assert gc.get_threshold() == before
 
 
 def test_whoever_switched_it_off_keeps_it_off() -> None:
@@ -31,6 +38,64 @@ def test_whoever_switched_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_others_set_meanwhile_stays() -> None:
+    """As training loops do that collect at times of their own, in another thread."""
+    before = gc.get_threshold()
+    try:
+        with paused_collection():
+            gc.disable()
+        assert not gc.isenabled()
+        assert gc.get_threshold() == before
+        with paused_collection():
+            gc.set_threshold(50_000, 20, 30)
+        assert gc.get_threshold() == (50_000, 20, 30)
+        gc.set_threshold(0)
+        with paused_collection():
+            pass
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+
+
+def test_it_is_back_when_the_end_is_skipped() -> None:
+    """As by an interrupt that comes in the first line of `__exit__`."""
+    before = gc.get_threshold()
+    pauses = [paused_collection(), paused_collection()]
+    for pause in pauses:
+        pause.__enter__()
+    pauses.pop()
+    assert not collects()
+    pauses.pop()
+    del pause
+    assert gc.get_threshold() == before
+
+
+def test_a_signal_handler_loads_at_any_moment() -> None:
+    """Each function of the module is interrupted once by a pause of the handler's."""
+    done: list[str] = []
+
+    def trace(frame: object, event: str, argument: object) -> None:
+        sys.setprofile(None)
+        with paused_collection():
+            done.append(event)
+        sys.setprofile(trace)
+
+    def run() -> None:
+        sys.setprofile(trace)
+        with paused_collection(), paused_collection():
+            pass
+        sys.setprofile(None)
+
+    before = gc.get_threshold()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(done) > 10
+    assert gc.get_threshold() == before
 
 
 def test_the_last_thread_ends_the_pause() -> None:
@@ -45,19 +110,19 @@ def test_the_last_thread_ends_the_pause() -> None:
     with paused_collection():
         thread.start()
         entered.wait()
-    assert not gc.isenabled()
+    assert not collects()
     leave.set()
     thread.join()
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_a_forked_child_collects() -> None:
     with paused_collection():
         child = os.fork()
         if child == 0:
-            os._exit(0 if gc.isenabled() else 1)
+            os._exit(0 if collects() else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert not gc.isenabled()
+        assert not collects()
 
 
 class _Watcher:
@@ -66,7 +131,7 @@ class _Watcher:
     seen: list[bool]
 
     def __setstate__(self, state: object) -> None:
-        _Watcher.seen.append(gc.isenabled())
+        _Watcher.seen.append(collects())
 
 
 def test_loads_of_many_small_tensors(tmp_path: os.PathLike[str]) -> None:
@@ -78,7 +143,7 @@ def test_loads_of_many_small_tensors(tmp_path: os.PathLike[str]) -> None:
     fastserial.install()
     try:
         torch.load(path, weights_only=False)
-        assert gc.isenabled()
+        assert collects()
         with open(path, "r+b") as file:  # an error ends the pause, too
             data = file.read()
             at = data.index(b"__main__") if b"__main__" in data else data.index(b"_Watcher")
@@ -86,12 +151,12 @@ def test_loads_of_many_small_tensors(tmp_path: os.PathLike[str]) -> None:
             file.write(b"\xff" * 4)
         with pytest.raises(Exception):  # noqa: B017, PT011
             torch.load(path, weights_only=False)
-        assert gc.isenabled()
+        assert collects()
     finally:
         fastserial.uninstall()
     assert _Watcher.seen == [False]
     target = {"a": torch.zeros(4)}
     torch.save({"a": torch.ones(4)}, path)
     fastserial.load_into(target, path)
-    assert gc.isenabled()
+    assert collects()
     assert torch.equal(target["a"], torch.ones(4))

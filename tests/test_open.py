@@ -7,9 +7,11 @@ import contextlib
 import errno
 import io
 import os
+import pickle
 import random
 import signal
 import threading
+import time
 import warnings
 import zipfile
 from pathlib import Path
@@ -32,6 +34,7 @@ from fastserial.errors import (
     UnreadableTensorError,
 )
 from fastserial.lazyfile import LazyCheckpoint, open_checkpoint
+from fastserial.reader import FastFileReader
 
 
 def state() -> dict[str, Any]:
@@ -177,7 +180,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     with stock():
         torch.save({"x": noise(40 * MIB).view(40, -1), "y": noise(5 * MIB)}, path)
     with open_checkpoint(path) as file:
-        counts = file._reader.blocks.counts
+        counts = file._idle[0].blocks.counts
         file.get_slice("x")[7]
         assert counts.direct + counts.cached < MIB + 64 * 1024
         file.get_slice("x")[3:5, 10:20]
@@ -312,7 +315,7 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
         torch.save(want, path)
     with open_checkpoint(path) as file:
         assert same(file.get_tensor("0"), want["0"])
-        file._lock.acquire()  # another thread of the parent reads
+        busy = file._idle.pop()  # another thread of the parent reads
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads
             child = os.fork()
@@ -323,7 +326,7 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
             with contextlib.suppress(BaseException):
                 equal = all(same(file.get_tensor(key), want[key]) for key in ("1", "2"))
             os._exit(0 if equal else 1)
-        file._lock.release()
+        file._idle.append(busy)
         assert os.waitpid(child, 0)[1] == 0
         assert same(file.get_tensor("1"), want["1"])
 
@@ -333,9 +336,99 @@ def test_left_open(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     with stock():
         torch.save({"x": noise(300_000)}, path)
-    before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
-    open_checkpoint(path).get_tensor("x")
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    torch.set_num_threads(1)
+    before = (thread_count(), len(os.listdir("/proc/self/fd")))
+    file = open_checkpoint(path)
+    file.get_tensor("x")
+    assert thread_count() > before[0]
+    del file
+    assert (settled_threads(before[0]), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_open_files_share_threads(tmp_path: Path) -> None:
+    """As a loader does that keeps all shards of a model open."""
+    with stock():
+        for i in range(20):
+            torch.save({"x": noise(300_000 + i)}, tmp_path / f"{i}.pt")
+    with stock():
+        want = [torch.load(tmp_path / f"{i}.pt")["x"] for i in range(20)]
+    torch.set_num_threads(1)
+    before = thread_count()
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open_checkpoint(tmp_path / f"{i}.pt")) for i in range(20)]
+        for _ in range(2):
+            for file, tensor in zip(files, want, strict=True):
+                assert same(file.get_tensor("x"), tensor)
+        assert before < thread_count() <= before + Config().threads
+    assert settled_threads(before) == before
+
+
+def test_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the spawned workers of a DataLoader, wherever those run."""
+    want = noise(50_000)
+    with stock():
+        torch.save({"x": want}, tmp_path / "f.pt")
+    monkeypatch.chdir(tmp_path)
+    with open_checkpoint("f.pt") as file:
+        text = pickle.dumps((file, file.get_slice("x")))
+    monkeypatch.chdir("/")
+    again, part = pickle.loads(text)
+    assert same(again.get_tensor("x"), want)
+    assert same(part[10:20], want[10:20])
+    os.unlink(tmp_path / "f.pt")
+    with pytest.raises(FileNotFoundError):
+        pickle.loads(text)
+    again.close()
+
+
+def test_indexed_with_numbers_of_numpy(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    want = noise(600).view(20, 30)
+    with stock():
+        torch.save({"x": want}, tmp_path / "f.pt")
+    with open_checkpoint(tmp_path / "f.pt") as file:
+        part = file.get_slice("x")
+        for i in (numpy.int64(3), numpy.uint8(3), numpy.int32(-2)):
+            assert same(part[i], want[int(i)])
+            assert same(part[:, i], want[:, int(i)])
+            assert same(part[numpy.int64(1) : i : numpy.int64(2)], want[1 : int(i) : 2])
+        for bad in (numpy.bool_(True), numpy.array([1, 2]), 1.0, numpy.float64(1), "a"):
+            with pytest.raises(TypeError, match="integers, slices"):
+                part[bad]
+
+
+def test_a_signal_handler_reads_while_a_tensor_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = {str(i): noise(100_000) for i in range(3)}
+    with stock():
+        torch.save(want, tmp_path / "f.pt")
+    seen: list[bool] = []
+    with open_checkpoint(tmp_path / "f.pt", config=Config(small_file=0)) as file:
+        real = FastFileReader.check_unchanged
+
+        def check(reader: FastFileReader) -> None:
+            if not seen:
+                seen.append(False)  # what comes now is as if in a handler
+                seen[0] = all(same(file.get_tensor(key), want[key]) for key in want)
+            real(reader)
+
+        monkeypatch.setattr(FastFileReader, "check_unchanged", check)
+        assert same(file.get_tensor("1"), want["1"])
+    assert seen == [True]
+
+
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def settled_threads(wanted: int) -> int:
+    """Return how many threads there are, once those that have ended are gone for the kernel."""
+    for _ in range(200):
+        if thread_count() <= wanted:
+            break
+        time.sleep(0.05)
+    return thread_count()
 
 
 def test_fake_and_meta_tensors(tmp_path: Path) -> None:

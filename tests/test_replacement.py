@@ -17,6 +17,7 @@ import torch
 from fastserial import commit, config, filesystem, freeing
 from fastserial.commit import Replacement, temporary_name
 from fastserial.errors import MissingDirectoryError, WriteError
+from fastserial.interrupts import Background
 from fastserial.targets import InPlaceTarget, PathTarget, path_target
 from fastserial.writer import FastFileWriter
 
@@ -243,7 +244,7 @@ def test_an_interrupt_while_files_are_closed(
     """It stays an interrupt; no descriptor is closed twice: by then it may be another file's."""
     way = config.current(small_file=0, block_size=65536, verify=verify)
     monkeypatch.setattr(freeing, "LARGE", 1)
-    monkeypatch.setattr(freeing, "free", lambda fd: os.close(fd))
+    monkeypatch.setattr(freeing, "free", lambda files: files.close())
     real = os.close
     twice: list[int] = []
     before = os.listdir("/proc/self/fd")
@@ -365,18 +366,18 @@ def test_a_signal_handler_saves_while_the_old_file_is_freed(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(freeing, "LARGE", 1)
-    real = threading.Thread.start
+    real = Background.start
     handler = [lambda: write(target, b"handler's")]
 
-    def start(thread: threading.Thread) -> None:
-        if thread.name == "fastserial-free" and handler:
+    def start(threads: Background, *arguments: Any) -> bool:
+        if handler:
             handler.pop()()  # in the saving thread, as Python calls them
-        real(thread)
+        return real(threads, *arguments)
 
     saving = threading.Thread(target=write, args=(target, b"new"), daemon=True)
     saving.start()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(Background, "start", start)
         saving.join(20)
         assert not saving.is_alive()
     assert not handler

@@ -79,16 +79,21 @@ class Recorder:
     def add(self, name: str, thread: int, start: float, end: float) -> None:
         """Enter a span without spans inside it, told by somebody else."""
         if thread not in self.threads:
-            names = {known.ident: known.name for known in threading.enumerate()}
-            self.threads[thread] = names.get(thread, f"thread {thread}")
+            self.threads[thread] = _name_of(thread)
         self.spans.append(Span(name, thread, start, end, end - start))
 
     def _stack(self) -> list[list[float]]:
         stack: list[list[float]] | None = getattr(self._open, "stack", None)
         if stack is None:
             stack = self._open.stack = []
-            self.threads[threading.get_ident()] = threading.current_thread().name
+            self.threads[threading.get_ident()] = _name_of(threading.get_ident())
         return stack
+
+
+def _name_of(thread: int) -> str:
+    """Return a thread's name; fastserial's own have none."""
+    names = {known.ident: known.name for known in threading.enumerate()}
+    return names.get(thread, f"fastserial {thread}")
 
 
 def self_seconds(spans: Iterable[Span]) -> dict[str, tuple[float, int]]:

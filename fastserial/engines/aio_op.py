@@ -155,7 +155,7 @@ def load_op() -> Any:
 
 
 _idle: defaultdict[AioSettings, list[Any]] = defaultdict(list)
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may come while its thread holds it
 
 
 def borrow_handle(settings: AioSettings) -> Any:
@@ -186,7 +186,7 @@ def give_back(settings: AioSettings, handle: Any) -> None:
 def _forget() -> None:
     """In a forked child: the handles' threads are not there, and freeing would wait for them."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for handles in _idle.values():
         for handle in handles:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))

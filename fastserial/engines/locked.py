@@ -25,7 +25,7 @@ __all__ = ["LockedPool", "given_pool", "own_pool"]
 
 _log = logging.getLogger("fastserial")
 _PAGE = 4096
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may come while its thread holds it
 _spare: list[torch.Tensor] = []  # at most one
 _claimed: set[int] = set()  # addresses of memory given, while a file uses it
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 import queue
+import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import ClassVar
 
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.errors import EngineError
+from fastserial.interrupts import Background, finish
 from fastserial.staging import Buffer
 
 __all__ = ["ThreadsEngine", "transfer"]
@@ -58,12 +63,13 @@ class ThreadsEngine(Engine):
         if prepare_here is None:
             prepare_here = len(os.sched_getaffinity(0)) <= _FEW_CORES
         self._prepare_here = prepare_here
-        self._work: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._work: _Work = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._workers: list[threading.Thread] = []
+        # Workers end when nobody refers to the engine, should an interrupt skip its `close`.
+        self._gone = weakref.ref(self, self._work.put)
+        self._workers = Background()
         self._queue_depth = 1
         self._in_flight = 0
-        self._closing = False
 
     def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
         self._queue_depth = queue_depth
@@ -73,21 +79,15 @@ class ThreadsEngine(Engine):
         if self._prepare_here and op is Op.WRITE:
             # The other blocks are prepared, or just written: neither side waits for the other.
             count = min(count, self._queue_depth // 2)
-        for index in range(max(1, count)):
+        for _ in range(max(1, count)):
             # Each worker sees the caller's context variables, such as scoped options.
-            context = contextvars.copy_context()
-            worker = threading.Thread(
-                target=context.run, args=(self._run,), name=f"fastserial-{index}", daemon=True
-            )
-            self._workers.append(worker)
-            try:
-                worker.start()
-            except RuntimeError:  # a limit on threads, or the interpreter is shutting down
-                self._workers.pop()
+            run = contextvars.copy_context().run
+            if not self._workers.start(run, _run, self._work, self._done, self._serve, self._gone):
                 break
 
     def submit(self, requests: Sequence[Request]) -> None:
-        if requests and not self._workers:
+        alone = sys.is_finalizing()  # threads have stopped for good, wherever they were
+        if requests and not self._workers and not alone:
             self._start(requests[0].op)
         for request in requests:
             request.times[0] = perf_counter()
@@ -95,7 +95,7 @@ class ThreadsEngine(Engine):
             self._in_flight += 1
             if error is not None:
                 self._done.put(Completion(request, 0, error))
-            elif self._workers:
+            elif self._workers and not alone:
                 self._work.put(request)
             else:  # slower, but stock needs no thread to save either
                 self._done.put(self._serve(request))
@@ -112,6 +112,8 @@ class ThreadsEngine(Engine):
 
     def wait(self, minimum: int) -> list[Completion]:
         finished: list[Completion] = []
+        if self._workers and sys.is_finalizing():
+            self._take_over()
         while self._in_flight:
             try:
                 finished.append(self._done.get(block=len(finished) < minimum))
@@ -120,28 +122,27 @@ class ThreadsEngine(Engine):
             self._in_flight -= 1
         return finished
 
+    def _take_over(self) -> None:
+        """Serve what no worker took before the interpreter began to shut down."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                request = self._work.get_nowait()
+                if isinstance(request, Request):
+                    self._done.put(self._serve(request))
+        if self._done.qsize() < self._in_flight:
+            raise EngineError("its threads were stopped: the interpreter is shutting down")
+
     def close(self) -> None:
-        self._closing = True
-        for _ in self._workers:
-            self._work.put(None)
-        interrupt: BaseException | None = None
-        while self._workers:
-            try:
-                if self._workers[-1].ident is not None:  # None: its start was interrupted
-                    self._workers[-1].join()
-                self._workers.pop()
-            except BaseException as error:  # a worker must not outlive buffers and descriptor
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        finish(self._stop, self._workers.join)  # no worker may outlive buffers and descriptor
 
-    def _run(self) -> None:
-        while (request := self._work.get()) is not None:
-            if not self._closing:
-                self._done.put(self._serve(request))
-            request = None  # while it waits for the next, this one's memory may go
+    def _stop(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._work.get_nowait()  # what has not started
+        self._work.put(None)
 
-    def _serve(self, request: Request) -> Completion:
+    @classmethod
+    def _serve(cls, request: Request) -> Completion:
         try:
             if request.prepare is not None:
                 request.prepare(request)
@@ -154,3 +155,23 @@ class ThreadsEngine(Engine):
             return Completion(request, moved)
         except BaseException as error:  # handed to the submitting thread
             return Completion(request, 0, error)
+
+
+# Requests; anything else ends the worker that finds it.
+_Work = queue.SimpleQueue[object]
+
+
+def _run(
+    work: _Work,
+    done: queue.SimpleQueue[Completion],
+    serve: Callable[[Request], Completion],
+    gone: weakref.ref[ThreadsEngine],
+) -> None:
+    """Serve requests until there is something else in the queue, and leave that to the others.
+
+    `gone` is what puts it there: it has to be kept.
+    """
+    while isinstance(request := work.get(), Request):
+        done.put(serve(request))
+        request = None  # while it waits for the next, this one's memory may go
+    work.put(request)

@@ -37,7 +37,7 @@ from fastserial.errors import write_error
 
 __all__ = ["repair", "repaired", "restore"]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may come while its thread holds it
 _originals: dict[str, Any] = {}
 _SIZE_BYTES = 8  # in front of each storage of a legacy file
 

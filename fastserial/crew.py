@@ -1,0 +1,118 @@
+"""Engines and staging buffers that open files share: taken for a read, given back after it.
+
+A file that is open and not being read has no threads and no buffers. What is idle is kept as long
+as any file refers to the crew, which is one per process.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from fastserial.config import Config
+from fastserial.engines import Engine, create
+from fastserial.errors import EngineUnavailableError
+from fastserial.interrupts import finish
+from fastserial.staging import BufferPool
+
+__all__ = ["Crew", "Hand", "common_crew", "engage"]
+
+
+@dataclass(slots=True)
+class Hand:
+    """An engine that is open, and its staging buffers once some were needed."""
+
+    engine: Engine
+    pool: BufferPool | None = None
+
+    def close(self) -> None:
+        """Stop the engine and free the buffers. Idempotent."""
+        finish(self.engine.close, self._free)
+
+    def _free(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+def engage(config: Config) -> Hand:
+    """Return a new engine that reads.
+
+    Raises:
+        EngineUnavailableError: the configured engine cannot read here.
+    """
+    hand = Hand(create(config.engine, config.threads))
+    try:
+        able = hand.engine.capabilities
+        if not able.reads or not able.moves_data:
+            raise EngineUnavailableError(f"engine {config.engine!r} does not read")
+        # engines with buffers of their own get them now; the others when the first is needed
+        if able.registered_buffers:
+            hand.pool = hand.engine.allocate(config.queue_depth, config.block_size)
+        hand.engine.open(hand.pool.buffers if hand.pool else (), config.queue_depth)
+    except BaseException:
+        hand.close()
+        raise
+    return hand
+
+
+class Crew:
+    """Hands that have nothing to do. No lock: a signal handler may read, too."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[Any, list[Hand]] = defaultdict(list)
+
+    def take(self, config: Config) -> Hand:
+        """Return a hand of the caller's until `give`.
+
+        Raises:
+            EngineUnavailableError: the configured engine cannot read here.
+        """
+        try:
+            return self._idle[_kind(config)].pop()
+        except IndexError:
+            return engage(config)
+
+    def give(self, config: Config, hand: Hand) -> None:
+        """Take back a hand that has nothing to do; those with buffers of their own end here."""
+        if hand.engine.capabilities.registered_buffers:
+            hand.close()
+        else:
+            self._idle[_kind(config)].append(hand)
+
+    def forget(self) -> None:
+        """In a forked child: the threads are not there."""
+        self._idle.clear()
+
+    def __del__(self) -> None:
+        for hands in self._idle.values():
+            finish(*(hand.close for hand in hands))
+
+
+def _kind(config: Config) -> object:
+    return config.engine, config.threads, config.queue_depth, config.block_size
+
+
+_common: weakref.ref[Crew] | None = None
+
+
+def common_crew() -> Crew:
+    """Return the crew of this process."""
+    global _common
+    crew = _common() if _common is not None else None
+    if crew is None:
+        crew = Crew()
+        _common = weakref.ref(crew)
+    return crew
+
+
+def _forget() -> None:
+    crew = _common() if _common is not None else None
+    if crew is not None:
+        crew.forget()
+
+
+os.register_at_fork(after_in_child=_forget)

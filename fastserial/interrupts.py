@@ -1,0 +1,163 @@
+"""What stays whole whatever a signal handler raises: descriptors, threads, clean-up.
+
+A signal handler runs in the main thread after any call, and may raise there. So
+
+- taking something and noting it is one call (of C: no handler runs inside), as is giving it back;
+- what was taken belongs to an object that gives it back when nobody refers to it any more, in C as
+  well, should the clean-up be skipped;
+- clean-up goes on where it was interrupted, and the interrupt is raised when all is done;
+- work on other threads cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import errno
+import operator
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+
+__all__ = ["OWN", "Background", "Descriptors", "finish"]
+
+OWN = os.O_ASYNC  # means nothing where a regular file is opened: our own descriptors have it
+_BOTTOM = -1  # of a list of descriptors
+_TRIES = 100  # a step that fails so often will not end
+
+
+def finish(*steps: Callable[[], object]) -> None:
+    """Take all steps to their ends, then raise the first error that came up, if any.
+
+    Args:
+        steps: called again after an error; they are to go on where they were.
+
+    Raises:
+        BaseException: an error of a step, or whatever a signal handler raised meanwhile.
+    """
+    first: BaseException | None = None
+    for step in steps:
+        for _ in range(_TRIES):
+            try:
+                step()
+                break
+            except BaseException as error:
+                first = first or error
+    try:
+        if first is not None:
+            raise first
+    finally:
+        first = None  # or it would keep this frame, and this frame it
+
+
+class Descriptors:
+    """Descriptors that are open: closed by `close`, or when nobody refers to this any more."""
+
+    __slots__ = ("__weakref__", "_fds", "_free")
+
+    def __init__(self) -> None:
+        self._fds: list[int] = [_BOTTOM]
+        self._free: Callable[[], object] = partial(
+            deque, map(os.close, iter(self._fds.pop, _BOTTOM)), 0
+        )
+
+    # No handler runs before it is done: there is no function of Python's in it.
+    __del__ = property(operator.attrgetter("_free"))
+
+    def open(
+        self,
+        path: str | os.PathLike[str],
+        flags: int,
+        mode: int = 0o666,
+        dir_fd: int | None = None,
+    ) -> int:
+        """Return a new descriptor, as `os.open`; `openfiles` does not count it.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        call = os.open if dir_fd is None else partial(os.open, dir_fd=dir_fd)
+        flags |= os.O_CLOEXEC
+        try:
+            self._fds.extend(map(call, (path,), (flags | OWN,), (mode,)))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # a FUSE file system may refuse flags that it does not know
+            self._fds.extend(map(call, (path,), (flags,), (mode,)))
+        return self._fds[-1]
+
+    def duplicate(self, fd: int) -> int:
+        """Return a copy of a descriptor.
+
+        Raises:
+            OSError: it is not open, or there is none to be had.
+        """
+        self._fds.extend(map(os.dup, (fd,)))
+        return self._fds[-1]
+
+    @property
+    def newest(self) -> int:
+        """The one opened last; -1 if none is open."""
+        return self._fds[-1]
+
+    def close(self, but: int = 0) -> None:
+        """Close them all but the first `but`, the last one first. Idempotent."""
+        while (count := len(self._fds) - 1 - but) > 0:
+            try:
+                deque(map(os.close, map(self._fds.pop, repeat(-1, count))), 0)
+            except OSError:  # it is closed all the same
+                continue
+
+
+class Background:
+    """Threads that can be started, and waited for, where signal handlers raise.
+
+    Those of `threading` cannot: an interrupted `start` leaves the thread in tables for ever, and
+    an interrupted `join` takes it for ended.
+    """
+
+    __slots__ = ("_pid", "_started")
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._started: list[tuple[int, threading.Lock]] = []  # each with what it holds till its end
+
+    def __len__(self) -> int:
+        """Return how many were started."""
+        return len(self._started)
+
+    def start(self, run: Callable[..., object], *arguments: object) -> bool:
+        """Run a function in a thread of its own; False if there is none to be had."""
+        if sys.is_finalizing():  # it would never run; up to Python 3.11 nothing tells
+            return False
+        end = threading.Lock()
+        end.acquire()
+        thread = map(_thread.start_new_thread, (_run,), ((end, run, arguments),))
+        try:
+            self._started.extend(zip(thread, (end,), strict=False))
+        except RuntimeError:  # a limit on threads, or the interpreter is shutting down
+            return False
+        return True
+
+    def join(self) -> None:
+        """Wait until all have ended; again, if interrupted."""
+        if sys.is_finalizing() or os.getpid() != self._pid:
+            return  # they are not there any more, and did not come to their ends
+        for thread in tuple(self._started):
+            with thread[1]:
+                pass
+            with contextlib.suppress(ValueError):
+                self._started.remove(thread)
+
+
+def _run(end: threading.Lock, run: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    try:
+        run(*arguments)
+    finally:
+        del run, arguments  # what they hold is gone when the end is seen
+        end.release()

@@ -1,0 +1,203 @@
+"""Saves or loads that signal handlers interrupt at random moments; prints what was left behind.
+
+    python interrupted.py FOLDER save|load raise|work COUNT SEED
+
+raise: the handler raises, once or up to three times in short order (a second Ctrl-C).
+work: it saves and loads itself, and now and then raises after that.
+Prints JSON: how often it rang, in how many of the tracebacks there were frames of fastserial, and
+before and after: descriptors, threads, the collector, memory.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastserial
+from fastserial import freeing
+
+PACKAGE = os.path.dirname(fastserial.__file__)
+BLOCKS = {"block_size": 65536, "threads": 3, "small_file": 32768, "durable": False}
+MOST_IN_A_ROW = 3
+STUCK = 120  # seconds without the end of a trial
+
+
+class Interrupt(BaseException):
+    """What the handler raises, as KeyboardInterrupt."""
+
+
+class Impatience(Exception):
+    """What other handlers raise, such as those of time limits."""
+
+
+def state() -> dict[str, Any]:
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "enabled": gc.isenabled(),
+        "thresholds": gc.get_threshold(),
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def settled(before: dict[str, Any]) -> dict[str, Any]:
+    """Return the state, once what ends by itself has had its time."""
+    for _ in range(200):
+        after = state()
+        if after["threads"] <= before["threads"]:
+            break
+        time.sleep(0.05)
+    return after
+
+
+class Trials:
+    def __init__(self, folder: Path, what: str, dice: random.Random) -> None:
+        self.folder = folder
+        self.dice = dice
+        self.found: Counter[str] = Counter()
+        self.left = 0
+        self.wrong: list[str] = []
+        self.small = {"x": torch.arange(50.0), "y": 1}
+        self.large = {str(i): torch.full((9000,), float(i)) for i in range(12)}
+        self.many = [torch.full((4,), float(i)) for i in range(200)]
+        for name, value in (("small", self.small), ("large", self.large), ("many", self.many)):
+            torch.save(value, folder / f"{name}.pt")
+        torch.save(self.large, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+        self.lazy = fastserial.open(folder / "large.pt")
+        self.calls = self.saves() if what == "save" else self.loads()
+
+    def saves(self) -> list[Callable[[], object]]:
+        folder = self.folder / "made"
+        folder.mkdir()
+        zipped, legacy = folder / "zip.pt", folder / "legacy.pt"
+
+        def to_file() -> None:
+            with open(folder / "file.pt", "wb") as file:
+                torch.save(self.large, file)
+
+        return [
+            lambda: torch.save(self.small, folder / "small.pt"),
+            lambda: torch.save(self.large, zipped),
+            lambda: torch.save(self.large, legacy, _use_new_zipfile_serialization=False),
+            to_file,
+        ]
+
+    def loads(self) -> list[Callable[[], object]]:
+        folder = self.folder
+        target = {key: torch.empty_like(value) for key, value in self.large.items()}
+        return [
+            lambda: torch.load(folder / "small.pt"),
+            lambda: torch.load(folder / "large.pt"),
+            lambda: torch.load(folder / "many.pt"),
+            lambda: torch.load(folder / "legacy.pt"),
+            lambda: fastserial.load(folder / "large.pt", verify=True),
+            lambda: fastserial.load_into(target, folder / "large.pt"),
+            lambda: self.lazy.get_tensor(self.dice.choice(list(self.large))),
+        ]
+
+    def raises(self, *_: object) -> None:
+        if self.left > 0:
+            self.left -= 1
+            self.found["rung"] += 1
+            if self.left:
+                signal.setitimer(signal.ITIMER_REAL, self.dice.uniform(1e-5, 1e-3))
+            raise self.dice.choice([Interrupt, Impatience])
+
+    def works(self, *_: object) -> None:
+        if self.left <= 0:
+            return
+        self.left = 0
+        self.found["rung"] += 1
+        call = self.dice.choice(["save", "load", "read"])
+        if call == "save":
+            torch.save(self.large, self.folder / "handler.pt")
+        elif call == "load":
+            if len(torch.load(self.folder / "large.pt")) != len(self.large):
+                self.wrong.append("loaded something else")
+            torch.load(self.folder / "many.pt")
+        elif not torch.equal(self.lazy.get_tensor("7"), self.large["7"]):
+            self.wrong.append("read something else")
+        if self.dice.random() < 0.3:
+            raise Interrupt
+
+    def attempt(self, call: Callable[[], object], took: float, most: int) -> None:
+        try:
+            self.left = self.dice.randint(1, most)
+            signal.setitimer(signal.ITIMER_REAL, self.dice.uniform(1e-6, took * 1.1))
+            call()
+            self.left = 0
+        except BaseException as error:
+            self.left = 0
+            self.note(error)
+
+    def note(self, error: BaseException) -> None:
+        first: BaseException | None = error
+        while first is not None and not isinstance(first, Interrupt | Impatience):
+            first = first.__cause__ or first.__context__
+        if first is None:
+            self.wrong.append("".join(traceback.format_exception(error)))
+            return
+        if first is not error:  # as when torch takes an error in a file for a bad file
+            self.found[f"shown as {type(error).__name__}"] += 1
+        self.found["raised"] += 1
+        files = [frame.filename for frame in traceback.extract_tb(first.__traceback__)]
+        self.found["inside"] += any(name.startswith(PACKAGE) for name in files)
+        self.found["in clean-up"] += any(name.endswith("/interrupts.py") for name in files)
+
+    def run(self, count: int, most: int) -> None:
+        durations = []
+        for call in self.calls:
+            call()
+            start = time.perf_counter()
+            call()
+            durations.append(time.perf_counter() - start)
+        first = self.found["rung"]
+        while self.found["rung"] - first < count:
+            faulthandler.dump_traceback_later(STUCK, exit=True)
+            index = self.dice.randrange(len(self.calls))
+            try:
+                self.attempt(self.calls[index], durations[index], most)
+            except (Interrupt, Impatience):  # in the lines around the call
+                self.left = 0
+                self.found["outside"] += 1
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main(folder: str, what: str, handler: str, count: str, seed: str) -> None:
+    torch.set_num_threads(1)
+    freeing.LARGE = 1 << 20
+    fastserial.install(**BLOCKS)
+    trials = Trials(Path(folder), what, random.Random(seed))
+    signal.signal(signal.SIGALRM, trials.raises if handler == "raise" else trials.works)
+    most = MOST_IN_A_ROW if handler == "raise" else 1
+    trials.run(max(50, int(count) // 10), most)  # until all memory was used once
+    before = settled({"threads": 1})
+    trials.found.clear()
+    trials.run(int(count), most)
+    freeing.wait_until_free()
+    after = settled(before)
+    for call in trials.calls:
+        call()
+    names = sorted(os.listdir(trials.folder / "made")) if what == "save" else []
+    result = {"before": before, "after": after, "names": names, "wrong": trials.wrong[:3]}
+    print(json.dumps({**result, "found": dict(trials.found)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
