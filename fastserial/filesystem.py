@@ -21,6 +21,8 @@ __all__ = [
     "DirectAlignment",
     "direct_alignment",
     "free_bytes",
+    "is_append_only",
+    "is_compressed",
     "is_locked",
     "is_mount_point",
     "is_out_of_inodes",
@@ -39,6 +41,8 @@ PROC = 0x9FA0  # what `magic_of` says of procfs
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW = 0x100
+_STATX_ATTR_COMPRESSED = 0x4
+_STATX_ATTR_APPEND = 0x20
 _STATX_ATTR_MOUNT_ROOT = 0x2000
 _STATX_DIOALIGN = 0x2000
 _STATX_MNT_ID = 0x1000  # since Linux 5.8,
@@ -203,6 +207,27 @@ def is_read_only(path: str) -> bool:
         return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except OSError:
         return False
+
+
+def is_append_only(fd: int) -> bool:
+    """Return whether a file or directory may only grow (`chattr +a`)."""
+    return bool(_attributes(fd) & _STATX_ATTR_APPEND)
+
+
+def is_compressed(fd: int) -> bool:
+    """Return whether a file is marked for compression (`chattr +c`, or from its directory)."""
+    return bool(_attributes(fd) & _STATX_ATTR_COMPRESSED)
+
+
+def _attributes(fd: int) -> int:
+    """Return the attributes of an open file, as far as the kernel tells them."""
+    if _statx is None:
+        return 0
+    buffer = (ctypes.c_char * _STATX_BYTES)()
+    if _statx(fd, b"", _AT_EMPTY_PATH, 0, buffer) != 0:
+        return 0
+    attributes, known = _ATTRIBUTES.unpack_from(buffer)
+    return int(attributes & known)
 
 
 def is_mount_point(path: str, parent_device: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import os
 import struct
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from fastserial import filesystem
 from fastserial.buffered import write_all, write_buffered
 from fastserial.checksums import CrcLedger, crc32
+from fastserial.compression import Compression, compression_of
 from fastserial.config import Config
 from fastserial.containers.extents import (
     Computed,
@@ -370,8 +372,16 @@ class BlockWriter:
         self._engine, self._pool = engine, pool
         return engine, pool
 
+    @functools.cached_property
+    def compression(self) -> Compression | None:
+        """How the file system compresses the file; None: not, or the user wants direct I/O."""
+        return None if self._config.direct is True else compression_of(self._fd)
+
     def _open_direct(self) -> None:
         if self._config.direct is False:
+            return
+        if self.compression is Compression.THROUGH_CACHE:
+            self.fallback = "the file system compresses this file, but not what is written directly"
             return
         alignment = filesystem.direct_alignment(self._fd)
         if alignment is None:

@@ -420,6 +420,8 @@ class FastFileWriter:
             return
         if any(type(extent.source) is Hole for extent in extents):
             return
+        if self._blocks.compression is not None:
+            return
         if isinstance(self._target, FileTarget):
             self._size_before = os.fstat(self._fd).st_size
         filesystem.preallocate(self._fd, self._start, needed)
