@@ -1,8 +1,9 @@
 """Replacing a file as a whole: the target is the old file or the new one, never between.
 
 The new file is made without a name (`O_TMPFILE`) where the file system can, so that a killed
-process leaves nothing; elsewhere under a temporary name beside the target. Then: sync the file,
-give it the temporary name, rename it over the target, sync the directory.
+process leaves nothing; elsewhere under a temporary name beside the target. It gets the attributes
+of the old one before the first byte; where it cannot, the target cannot be replaced. Then: sync
+the file, give it the temporary name, rename it over the target, sync the directory.
 
 Temporary names are numbered per target. Whoever owns one holds a lock (`flock`) on it, so a name
 nobody locks was left by a killed process, and the next save to the target removes it.
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from fastserial import filesystem, freeing
+from fastserial.attributes import Attributes, CannotKeep, attributes_of, give
 from fastserial.targets import PathTarget
 
 __all__ = ["CannotReplace", "Replacement", "temporary_name"]
@@ -33,9 +35,10 @@ _CHARACTER_MAX = 4  # of which a character takes up to so many
 # What file systems say that have no locks, or cannot sync.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-# We may not give files away, or the owner does not exist in this user namespace (container).
-_NO_SUCH_OWNER = (errno.EPERM, errno.EACCES, errno.EINVAL)
+# No new file for us: a security module, or an owner that an idmapped mount does not know.
+_NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
+_CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
 
 
 def temporary_name(name: str, slot: int, name_max: int = _NAME_MAX) -> str:
@@ -61,6 +64,17 @@ def _first_names(name: str, name_max: int) -> tuple[str, ...]:
 def _can_link() -> bool:
     """Return whether a nameless file can be given a name later: that takes /proc."""
     return os.path.isdir("/proc/self/fd")
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    """Return what differs once attributes of a file were changed, or another took its place."""
+    return (
+        status.st_ino,
+        status.st_ctime_ns,  # too coarse for two changes within some milliseconds
+        status.st_mode,
+        status.st_uid,
+        status.st_gid,
+    )
 
 
 def _lock(fd: int) -> bool:
@@ -102,7 +116,8 @@ class Replacement:
         """Create the file, empty and not yet visible at the target.
 
         Raises:
-            OSError: it cannot be created (no permission, no space, read-only file system, ...).
+            CannotReplace: no new file may take this one's place. Nothing is left behind.
+            OSError: it cannot be created (no space, read-only file system, ...).
         """
         self.target = target
         self.durable = durable
@@ -111,39 +126,85 @@ class Replacement:
         self.fallback: str | None = None
         self.fd = -1
         self._replaced = -1
+        self._directory = -1
+        self._append_only = False
+        self._seen: os.stat_result | None = None
         self._name_max = _NAME_MAX
         directory, self._base = os.path.split(target.path)
         freeing.wait_until_free()
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        self._directory = os.open(directory or os.curdir, flags)
         try:
+            self._directory = os.open(directory or os.curdir, flags)
             if len(self._base) > _SHORT_NAME:
                 self._name_max = filesystem.name_max(self._directory)
             # A nameless file gets a temporary name only where it replaces another.
             self._sweep(_LOOKAHEAD if target.mode is not None else 1)
+            self._kept = self._look(target.path)
             self.fd = self._create()
-            self._copy_attributes()
+            if self._kept is not None:
+                give(self.fd, self._kept)
+        except CannotKeep as error:
+            self.discard()
+            raise CannotReplace(f"{error}, so it can only be overwritten") from error
         except BaseException:
             self.discard()
             raise
 
+    def _look(self, path: str) -> Attributes | None:
+        """Return the attributes of the file to be replaced, None if there is none."""
+        self._append_only = filesystem.is_append_only(self._directory)
+        if self.target.mode is None:
+            return None
+        self._seen = seen = self._status()
+        if seen is None:
+            return None
+        if self._append_only:
+            raise CannotReplace(
+                "nothing in an append-only directory can be replaced, so it can only be overwritten"
+            )
+        return attributes_of(seen, path)
+
+    def _status(self) -> os.stat_result | None:
+        """Return the status of the file to be replaced, None if there is none."""
+        try:
+            found = os.stat(self._base, dir_fd=self._directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return found if stat.S_ISREG(found.st_mode) else None
+
     def _create(self) -> int:
+        try:
+            return self._create_nameless()
+        except OSError as error:
+            if error.errno not in _NOT_FOR_US:
+                raise
+            raise CannotReplace(
+                f"no new file can be made beside it ({error.strerror}), so it can only be written "
+                "where it is"
+            ) from error
+
+    def _create_nameless(self) -> int:
         flags = os.O_RDWR
         if not _can_link():
             return self._create_named(flags)
+        # Nobody can open a file without a name, and its permissions are set before the first byte.
+        mode = 0o666 if self._kept is None else self._kept.mode & 0o777
         try:
-            return filesystem.open_own(".", flags | os.O_TMPFILE, dir_fd=self._directory)
+            return filesystem.open_own(".", flags | os.O_TMPFILE, mode, dir_fd=self._directory)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
             return self._create_named(flags)
 
     def _create_named(self, flags: int) -> int:
+        if self._append_only:  # its name could never be removed
+            raise CannotReplace("the directory is append-only, so it is written under its name")
         self._sweep(_LOOKAHEAD)
+        mode = 0o666 if self._kept is None else 0o600
         for name in self._names():
             try:
                 fd = filesystem.open_own(
-                    name, flags | os.O_CREAT | os.O_EXCL, dir_fd=self._directory
+                    name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=self._directory
                 )
             except FileExistsError:
                 continue
@@ -212,22 +273,6 @@ class Replacement:
         finally:
             os.close(fd)
 
-    def _copy_attributes(self) -> None:
-        """Give the new file the mode and, where we may, the owner of the one it replaces."""
-        owner, mode = self.target.owner, self.target.mode
-        if owner is None or mode is None:
-            return
-        made = os.fstat(self.fd)
-        same_owner = (made.st_uid, made.st_gid) == owner
-        if not same_owner:
-            try:
-                os.fchown(self.fd, *owner)
-            except OSError as error:
-                if error.errno not in _NO_SUCH_OWNER:
-                    raise
-        if not same_owner or stat.S_IMODE(made.st_mode) != mode:  # a new owner may clear bits
-            os.fchmod(self.fd, mode)
-
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
@@ -247,7 +292,9 @@ class Replacement:
         Raises:
             OSError: the target is still the old file, unless only the last sync failed.
         """
-        if self.named is not None or not self._link_as_target():
+        nameless = self.named is None
+        if not nameless or not self._link_as_target():
+            self._keep_up()
             named = self.named or self._link()
             base, directory = self._base, self._directory
             self._hold(base)
@@ -256,7 +303,35 @@ class Replacement:
         self.committed = True
         if self.durable:
             self._sync_directory()
+        if nameless:
+            self._announce()
         self._close()
+
+    def _keep_up(self) -> None:
+        """Give the new file what was changed at the old one since: a `chmod 600`, say."""
+        now = self._status()
+        if now is None or (self._seen is not None and _version(now) == _version(self._seen)):
+            return
+        there = f"/proc/self/fd/{self._directory}/{self._base}"
+        try:
+            found = attributes_of(now, there if _can_link() else self.target.path)
+            if found == self._kept:
+                return
+            give(self.fd, found)
+        except FileNotFoundError:
+            return
+        except CannotKeep as error:
+            raise OSError(errno.EPERM, _CHANGED) from error
+        self.sync()
+
+    def _announce(self) -> None:
+        """Let those who watch the directory see the file closed, as they do when torch writes it.
+
+        They are told of the last `close` of a file without a name under a number, such as `#12`.
+        """
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError):
+            os.close(filesystem.open_own(self._base, flags, dir_fd=self._directory))
 
     def _hold(self, base: str) -> None:
         """Keep a large old file's space allocated until the new one is safe: see `freeing`."""
@@ -280,6 +355,8 @@ class Replacement:
         try:
             self._name(self._base)
         except FileExistsError:  # made since the save began
+            if self._append_only:  # a temporary name could never be removed
+                raise
             return False
         return True
 

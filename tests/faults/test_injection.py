@@ -46,6 +46,9 @@ _ERRORS = {
     "rename": ("EIO", "EROFS", "ENOSPC", "ESTALE", "EACCES"),
     "renameat": ("EIO", "EROFS", "ENOSPC", "ESTALE", "EACCES"),
     "renameat2": ("EIO", "EROFS", "ENOSPC", "ESTALE", "EACCES"),
+    "listxattr": ("EIO", "EACCES", "EOPNOTSUPP"),
+    "llistxattr": ("EIO", "EACCES", "EOPNOTSUPP"),
+    "flistxattr": ("EIO", "EACCES", "EOPNOTSUPP"),
     "flock": ("EIO", "ENOLCK", "EOPNOTSUPP", "EAGAIN"),
 }
 # Where such an error must end the save.

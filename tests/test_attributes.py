@@ -1,0 +1,477 @@
+"""Who may read the new file, what else it takes over from the old one, and who hears of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserial import commit
+from fastserial.errors import WriteError
+from fastserial.publish import replace_text
+from fastserial.writer import FastFileWriter
+
+_PROGRAM = Path(__file__).with_name("programs") / "write_as.py"
+_ACCESS, _DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
+_USER_OBJ, _USER, _GROUP_OBJ, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
+_NOBODY_IN_PARTICULAR = 0xFFFFFFFF
+_ANN, _BOB, _CLUB = 4001, 4002, 4003
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_APPEND_FL = 0x80086601, 0x40086602, 0x20
+
+
+def acl(*entries: tuple[int, int] | tuple[int, int, int]) -> bytes:
+    """Return an access control list of (kind, permissions) or (kind, permissions, user)."""
+    packed = [struct.pack("<HHI", *(*entry, _NOBODY_IN_PARTICULAR)[:3]) for entry in entries]
+    return struct.pack("<I", 2) + b"".join(packed)
+
+
+SECRET = acl((_USER_OBJ, 6), (_USER, 6, _BOB), (_GROUP_OBJ, 0), (_MASK, 6), (_OTHER, 0))
+FOR_BOB = acl((_USER_OBJ, 7), (_USER, 7, _BOB), (_GROUP_OBJ, 5), (_MASK, 7), (_OTHER, 5))
+
+
+def set_attribute(path: Path, name: str, value: bytes) -> None:
+    try:
+        os.setxattr(path, name, value)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        pytest.skip(f"needs a file system with {name} for temporary files")
+
+
+def everything(path: Path) -> tuple[Any, ...]:
+    """Return what decides who may do what with a file, and its other attributes."""
+    found = path.stat()
+    extended = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+    return found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode), extended
+
+
+def save(path: Path) -> Any:
+    with FastFileWriter(path) as writer:
+        writer.write(b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(path.parent) == [path.name]
+    return writer.report
+
+
+def save_as(path: Path, *words: str, **job: Any) -> dict[str, Any]:
+    """Save in another process, which need not be allowed to see what is above the folder."""
+    job["path"] = path.name
+    done = subprocess.run(
+        [*words, sys.executable, str(_PROGRAM), json.dumps(job)],
+        cwd=path.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def need_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "x.pt"
+    path.write_bytes(b"old")
+    return path
+
+
+@pytest.fixture(params=[False, True], ids=["nameless", "named"])
+def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both ways to make the new file: without a name first, and with a temporary one."""
+    if request.param:
+        monkeypatch.setattr(commit, "_can_link", lambda: False)
+    return bool(request.param)
+
+
+# -- attributes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("named")
+def test_an_acl_that_shuts_the_group_out_is_kept(target: Path) -> None:
+    target.chmod(0o600)
+    set_attribute(target, _ACCESS, SECRET)
+    before = everything(target)
+    assert before[2] == 0o660, "the mask shows as the group's permissions"
+    save(target)
+    assert everything(target) == before
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o666, 0o200])
+def test_the_folder_hands_nothing_down_to_a_file_that_is_replaced(target: Path, mode: int) -> None:
+    set_attribute(target.parent, _DEFAULT, FOR_BOB)
+    target.chmod(mode)
+    before = everything(target)
+    need_root() if mode == 0o200 else None
+    save(target)
+    assert everything(target) == before
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o000])
+@pytest.mark.parametrize("default_acl", [False, True])
+def test_a_new_file_is_as_open_would_make_it(target: Path, mask: int, default_acl: bool) -> None:
+    if default_acl:
+        set_attribute(target.parent, _DEFAULT, FOR_BOB)
+    other = target.parent.parent / "other"
+    shutil.copytree(target.parent, other, symlinks=True)
+    if default_acl:
+        set_attribute(other, _DEFAULT, FOR_BOB)
+    target.unlink()
+    before = os.umask(mask)
+    try:
+        with open(other / "y.pt", "wb"):
+            pass
+        save(target)
+    finally:
+        os.umask(before)
+    assert everything(target) == everything(other / "y.pt")
+
+
+@pytest.mark.usefixtures("named")
+def test_extended_attributes_are_kept(target: Path) -> None:
+    set_attribute(target, "user.run", b"17")
+    os.setxattr(target, "user.long", bytes(range(256)) * 4)
+    before = everything(target)
+    save(target)
+    assert everything(target) == before
+
+
+def test_file_systems_without_extended_attributes(
+    target: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*words: Any, **keywords: Any) -> Any:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with monkeypatch.context() as patch:
+        for name in ("listxattr", "getxattr", "setxattr", "removexattr"):
+            patch.setattr(os, name, refuse)
+        assert save(target).fallback is None
+
+
+def test_what_belongs_to_the_old_content_is_not_kept(target: Path) -> None:
+    need_root()
+    capability = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
+    set_attribute(target, "security.capability", capability)
+    with open(target, "r+b") as file:
+        file.write(b"O")
+    assert os.listxattr(target) == [], "the kernel itself takes it off"
+    os.setxattr(target, "security.capability", capability)
+    save(target)
+    assert os.listxattr(target) == []
+
+
+def test_at_no_moment_may_more_people_read_it(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts is a file with a name: whoever has opened it can read what comes later."""
+    need_root()
+    monkeypatch.setattr(commit, "_can_link", lambda: False)
+    set_attribute(target.parent, _DEFAULT, FOR_BOB)
+    os.chown(target, _ANN, _CLUB)
+    target.chmod(0o600)
+    set_attribute(target, _ACCESS, SECRET)
+    steps = []
+
+    def watched(name: str) -> Any:
+        real = getattr(os, name)
+
+        def call(*words: Any, **keywords: Any) -> Any:
+            done = real(*words, **keywords)
+            for path in target.parent.glob(".x.pt*"):
+                whole, extended = path.stat(), {}
+                with contextlib.suppress(OSError):
+                    extended[_ACCESS] = os.getxattr(path, _ACCESS)
+                steps.append(name)
+                if extended.get(_ACCESS) != SECRET:
+                    assert whole.st_mode & 0o077 == 0, steps
+                else:
+                    assert (whole.st_uid, whole.st_gid) == (_ANN, _CLUB)
+            return done
+
+        return call
+
+    for name in ("open", "fchown", "fchmod", "setxattr", "removexattr"):
+        monkeypatch.setattr(os, name, watched(name))
+    before = everything(target)
+    with FastFileWriter(target) as writer:
+        writer.write(b"new")
+    assert everything(target) == before
+    assert {"open", "fchown", "setxattr"} <= set(steps)
+
+
+# -- changed during the save ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("named")
+def test_a_chmod_during_the_save_survives(target: Path) -> None:
+    target.chmod(0o644)
+    with FastFileWriter(target) as writer:
+        writer.write(b"new")
+        target.chmod(0o600)
+    assert target.read_bytes() == b"new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+@pytest.mark.usefixtures("named")
+def test_so_do_an_acl_and_an_owner(target: Path) -> None:
+    need_root()
+    with FastFileWriter(target) as writer:
+        writer.write(b"new")
+        os.chown(target, _ANN, _CLUB)
+        set_attribute(target, _ACCESS, SECRET)
+        set_attribute(target, "user.run", b"17")
+        before = everything(target)
+    assert target.read_bytes() == b"new"
+    assert everything(target) == before
+
+
+@pytest.mark.usefixtures("named")
+def test_a_change_that_cannot_be_followed_keeps_the_old_file(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fchmod(fd: int, mode: int) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with (
+        pytest.raises(WriteError, match="save again; the previous file is intact"),
+        FastFileWriter(target) as writer,
+    ):
+        writer.write(b"new")
+        target.chmod(0o600)
+        monkeypatch.setattr(os, "fchmod", fchmod)
+    assert target.read_bytes() == b"old"
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+@pytest.mark.usefixtures("named")
+def test_a_file_that_is_removed_during_the_save(target: Path) -> None:
+    with FastFileWriter(target) as writer:
+        writer.write(b"new")
+        target.unlink()
+    assert target.read_bytes() == b"new"
+
+
+# -- where a new file cannot have them -----------------------------------------------------------
+
+
+def check_in_place(target: Path, report: dict[str, Any], before: tuple[Any, ...]) -> None:
+    assert target.read_bytes() == b"new", report
+    assert everything(target) == before
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
+def test_a_group_that_is_not_the_users(target: Path) -> None:
+    """`0640 ann:club`, and Ann is not in the club: `ann:ann` would let others read it."""
+    need_root()
+    os.chown(target.parent, _ANN, _ANN)
+    os.chown(target, _ANN, _CLUB)
+    target.chmod(0o640)
+    before = everything(target)
+    report = save_as(target, user=_ANN)
+    check_in_place(target, report, before)
+    assert report["fallback"] == "a new file cannot have its owner, so it can only be overwritten"
+    inode = target.stat().st_ino
+    report = save_as(target, user=_ANN, groups=[_CLUB])
+    check_in_place(target, report, before)
+    assert report["fallback"] is None
+    assert target.stat().st_ino != inode
+
+
+@pytest.mark.parametrize(
+    ("missing", "sticky", "what"),
+    [("chown", False, "its owner"), ("fowner", True, ""), ("fowner", False, "its mode")],
+)
+def test_a_root_that_may_not_do_anything(
+    target: Path, missing: str, sticky: bool, what: str
+) -> None:
+    """Sticky directories let nobody else replace a file; that was only seen at the end."""
+    need_root()
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv (apt-get install util-linux)")
+    os.chown(target.parent, _ANN, _ANN)
+    target.parent.chmod(0o1777 if sticky else 0o777)
+    os.chown(target, _BOB, _CLUB)
+    before = everything(target)
+    words = ["setpriv", f"--bounding-set=-{missing}", f"--inh-caps=-{missing}"]
+    report = save_as(target, *words)
+    check_in_place(target, report, before)
+    assert what in report["fallback"]
+    if not sticky:
+        assert save_as(target)["fallback"] is None
+        check_in_place(target, report, before)
+
+
+def test_an_owner_whom_a_container_does_not_know(target: Path) -> None:
+    """The kernel shows 65534, which may be somebody in there."""
+    need_root()
+    target.parent.chmod(0o777)
+    os.chown(target, _BOB, _CLUB)
+    target.chmod(0o666)
+    before = everything(target)
+    try:
+        report = save_as(target, strangers=True)
+    except AssertionError as error:
+        if "no user namespace" in str(error):
+            pytest.skip("needs user namespaces")
+        raise
+    check_in_place(target, report, before)
+    assert "unknown in this user namespace" in report["fallback"]
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("call", ["fchown", "fchmod", "setxattr"])
+def test_file_systems_that_only_pretend(
+    target: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_root()
+    os.chown(target, _ANN, _CLUB)
+    target.chmod(0o664)
+    if call == "setxattr":
+        set_attribute(target, _ACCESS, SECRET)
+    before = everything(target)
+    monkeypatch.setattr(os, call, lambda *words: None)
+    report = save(target)
+    assert everything(target) == before
+    assert report.fallback.startswith("a new file cannot have its ")
+
+
+def test_a_small_text_is_overwritten_too(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "O_TMPFILE", 0)
+    need_root()
+    with append_only(target.parent):
+        replace_text(str(target), "latest")
+        assert target.read_text() == "latest"
+
+
+# -- append-only directories ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def append_only(folder: Path) -> Iterator[None]:
+    """Let a directory only grow (`chattr +a`)."""
+    need_root()
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        flags = struct.unpack("q", fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(8)))[0]
+        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("q", flags | _FS_APPEND_FL))
+    except OSError:
+        os.close(fd)
+        pytest.skip("needs a file system with `chattr +a` for temporary files")
+    try:
+        yield
+    finally:
+        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("q", flags))
+        os.close(fd)
+
+
+def test_a_file_in_an_append_only_directory(target: Path, named: bool) -> None:
+    with append_only(target.parent):
+        report = save(target)
+    assert report.fallback == (
+        "nothing in an append-only directory can be replaced, so it can only be overwritten"
+    )
+
+
+def test_a_new_file_in_an_append_only_directory(target: Path, named: bool) -> None:
+    target.unlink()
+    with append_only(target.parent):
+        report = save(target)
+    assert (report.fallback is not None) is named, "without a name it can be linked as a whole"
+
+
+def test_a_failing_save_leaves_nothing_in_an_append_only_directory(target: Path) -> None:
+    target.unlink()
+    with (
+        append_only(target.parent),
+        contextlib.suppress(ZeroDivisionError),
+        FastFileWriter(target) as file,
+    ):
+        file.write(b"new")
+        raise ZeroDivisionError
+    assert os.listdir(target.parent) == []
+
+
+def test_a_file_made_meanwhile_in_an_append_only_directory(target: Path) -> None:
+    target.unlink()
+    with (
+        append_only(target.parent),
+        pytest.raises(WriteError) as caught,
+        FastFileWriter(target) as file,
+    ):
+        file.write(b"new")
+        target.write_bytes(b"made meanwhile")
+    assert caught.value.errno == errno.EEXIST
+    assert os.listdir(target.parent) == ["x.pt"]
+    assert target.read_bytes() == b"made meanwhile"
+
+
+# -- those who watch the directory ---------------------------------------------------------------
+
+_EVENT = struct.Struct("iIII")
+_KINDS = {0x8: "CLOSE_WRITE", 0x80: "MOVED_TO", 0x100: "CREATE"}
+
+
+class Watch:
+    """Tells what inotify tells of a directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        assert self._libc.inotify_add_watch(self._fd, os.fsencode(folder), sum(_KINDS)) >= 0
+
+    def told(self) -> list[tuple[str, str]]:
+        """Return (event, name) of what happened so far, and end."""
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                raw = os.read(self._fd, 1 << 16)
+                while raw:
+                    _, mask, _, length = _EVENT.unpack_from(raw)
+                    name = raw[_EVENT.size : _EVENT.size + length].rstrip(b"\0").decode()
+                    found.append((_KINDS[mask], name))
+                    raw = raw[_EVENT.size + length :]
+        os.close(self._fd)
+        return found
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_watchers_hear_of_a_new_file(
+    target: Path, named: bool, durable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch: it is closed under its name, and by then it is whole."""
+    target.unlink()
+    monkeypatch.setenv("FASTSERIAL_DURABLE", str(int(durable)))
+    watch = Watch(target.parent)
+    save(target)
+    told = [event for event, name in watch.told() if name == target.name]
+    assert told == (["MOVED_TO", "CLOSE_WRITE"] if named else ["CREATE", "CLOSE_WRITE"])
+
+
+def test_watchers_hear_of_a_replaced_file(target: Path, named: bool) -> None:
+    watch = Watch(target.parent)
+    save(target)
+    assert [event for event, name in watch.told() if name == target.name] == [
+        "MOVED_TO",
+        "CLOSE_WRITE",
+    ]
