@@ -21,31 +21,24 @@ __all__ = ["paused_collection"]
 
 
 class _Pause:
-    """Shared by all who want no collection now."""
+    """Shared by all who want no collection now; sets the thresholds back when it goes."""
 
-    __slots__ = ("__weakref__",)
+    restore: Callable[[], object] = gc.isenabled  # which does nothing
 
-
-class _End(weakref.ref[_Pause]):
-    """Sets the thresholds back once the pause is gone; all in C, where no signal handler runs."""
-
-    __slots__ = ("restore",)
-
-    restore: Callable[[], object]
+    # No handler runs before it is done: there is no function of Python's in it.
+    __del__ = property(operator.attrgetter("restore"))
 
 
-_restore = operator.methodcaller("restore")
-_end: _End | None = None  # of the pause that was begun last
+_current: weakref.ref[_Pause] | None = None  # the one that was begun last
 
 
 class paused_collection:
     """Collect no cycles in the body; in any number of threads at once."""
 
-    __slots__ = ("_end", "_pause")
+    __slots__ = ("_pause",)
 
     def __init__(self) -> None:
         self._pause: _Pause | None = None
-        self._end: _End | None = None
 
     def __enter__(self) -> None:
         try:
@@ -56,33 +49,27 @@ class paused_collection:
 
     def _begin(self) -> None:
         """Join the pause that is on, or begin one."""
-        global _end
-        self._end = _end
-        self._pause = _end() if _end is not None else None
+        global _current
+        self._pause = _current() if _current is not None else None
         if self._pause is None:
             first, *others = thresholds = gc.get_threshold()
             if first:
                 self._pause = _Pause()
-                self._end = _End(self._pause, _restore)
-                self._end.restore = partial(gc.set_threshold, *thresholds)
+                self._pause.restore = partial(gc.set_threshold, *thresholds)
                 gc.set_threshold(0, *others)
-                _end = self._end  # now others may join
+                _current = weakref.ref(self._pause)  # now others may join
 
     def __exit__(self, *error: object) -> None:
-        if self._pause is not None and self._end is not None and gc.get_threshold()[0]:
-            self._end.restore = _nothing  # somebody set others meanwhile
+        if self._pause is not None and gc.get_threshold()[0]:
+            self._pause.restore = gc.isenabled  # somebody set others meanwhile
         self._pause = None
-
-
-def _nothing() -> None: ...
 
 
 def _forget() -> None:
     """Begin anew in a forked child: the threads that paused are not there."""
-    global _end
-    end, _end = _end, None
-    if end is not None and end() is not None:
-        end.restore()
+    pause = _current() if _current is not None else None
+    if pause is not None:
+        pause.restore()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -404,7 +404,7 @@ def test_a_signal_handler_reads_while_a_tensor_is_read(
     with stock():
         torch.save(want, tmp_path / "f.pt")
     seen: list[bool] = []
-    with open_checkpoint(tmp_path / "f.pt", config=Config(small_file=0)) as file:
+    with LazyCheckpoint(tmp_path / "f.pt", config=Config(small_file=0)) as file:
         real = FastFileReader.check_unchanged
 
         def check(reader: FastFileReader) -> None:
