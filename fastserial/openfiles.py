@@ -61,7 +61,7 @@ def _is_alone() -> bool:
 def _is_locked(inode: int) -> bool:
     """Return whether somebody holds a lock (`flock`, `lockf`) on a file of this number."""
     try:
-        with open("/proc/locks", encoding="ascii", errors="replace") as lines:
+        with open("/proc/locks", encoding="utf-8", errors="replace") as lines:
             # 1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
             return any(f":{inode} " in line for line in lines)
     except OSError:
