@@ -25,7 +25,7 @@ from fastserial.blockreader import Block, BlockReader
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
-from fastserial.hugepages import advise_huge_pages
+from fastserial.hugepages import HugePages
 from fastserial.prefetchplan import Unit, has_header, new_storage, plan_units
 from fastserial.reader import FastFileReader
 from fastserial.readplan import host_buffer
@@ -65,6 +65,7 @@ class Prefetch:
         self._blocks: BlockReader = file.blocks
         self._block_size = file.config.block_size
         self._verify = verify
+        self._pages = HugePages()
         self._units = plan_units(records, file.blocks.alignment, file.config.block_size)
         self._places = {
             record.name: (unit, record) for unit in self._units for record in unit.records
@@ -257,7 +258,7 @@ class Prefetch:
     def _read_large(self, unit: Unit) -> None:
         straight = self._blocks.takes_any_memory
         direct = self._blocks.goes_direct(unit.offset, self._clip(unit))
-        advise_huge_pages(unit.base, unit.length)
+        self._pages.advise(unit.base, unit.length)
         whole = host_buffer(unit.base, unit.length) if straight else None
         size = self._block_size * (_STRAIGHT_BLOCKS if straight else 1)
         stop = unit.offset + self._clip(unit)

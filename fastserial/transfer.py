@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from fastserial import filesystem
 from fastserial.buffered import write_all, write_buffered
+from fastserial.caching import TRIAL, CachedWrites, cached_writes
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.containers.extents import (
@@ -162,6 +163,7 @@ class BlockWriter:
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
         self._direct_fd = -1
+        self._cached: CachedWrites | None = None  # blocks go through the page cache
         self._readback: ReadBack | None = None
         self._align = _PAGE
         self._engine: Engine | None = None
@@ -308,6 +310,8 @@ class BlockWriter:
             self._submit()
             self._reap()
         offset = self.position - length
+        if self._cached is not None and self._cached.on_trial and offset - self._start >= TRIAL:
+            self._end_trial(self._cached, offset - self._start)
         aligned = length - length % self._align
         direct = self.direct and aligned > 0 and offset % self._align == 0
         self._batch.append(
@@ -342,10 +346,26 @@ class BlockWriter:
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
         else:
             self._open_direct()
+            if self.direct and self._suits_cache(engine):
+                synced = config.durable and not self._may_be_locked
+                self._cached = cached_writes(self._fd, config, self._expected or 0, synced)
+                self.direct = self._cached is None
         if config.verify and engine.capabilities.moves_data and not locked:
             self._readback = ReadBack(self._fd, self.direct, config.block_size)
         engine.open(pool.buffers, len(pool.buffers))
         return pool
+
+    def _suits_cache(self, engine: Engine) -> bool:
+        """Return whether an engine writes as well through the page cache."""
+        able = engine.capabilities
+        return able.moves_data and able.unaligned and not able.registered_buffers
+
+    def _end_trial(self, cached: CachedWrites, length: int) -> None:
+        """Go over to direct I/O if the device proved faster than the page cache's way."""
+        self._drain()
+        if cached.judge(self._start, length):
+            self._cached = None
+            self.direct = True
 
     def _start_engine(self, config: Config) -> tuple[Engine, BufferPool]:
         """Make the engine and its buffers.
@@ -403,6 +423,8 @@ class BlockWriter:
             if request.length < block.length and self._engine.capabilities.moves_data:
                 tail = request.buffer.view[request.length : block.length]
                 self._write_cached(tail, request.offset + request.length)
+            if self._cached is not None:
+                self._cached.wrote(request.offset, request.length)
             if self._readback is not None:
                 self._readback.check(request, self.direct and request.fd == self._direct_fd)
             self._pool.give(request.buffer)
