@@ -93,6 +93,8 @@ class _Load:
         if prefetch is not None:
             prefetch.close()
             self.phases["wait"] = prefetch.wait_seconds
+            if prefetch.error is not None:
+                self.fallback = f"reading ahead ended, torch read the rest: {prefetch.error}"
         if self.reader is not None:
             self.reader.close()
         if not succeeded or not self.used:

@@ -111,6 +111,11 @@ class Prefetch:
             raise self._damaged(record, "its local header differs from the central directory")
         return storage if storage is not None and storage.nbytes() == nbytes else None
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the reading before its time: torch must read the rest."""
+        return self._error
+
     def end_of(self, name: str) -> int:
         """Return the byte behind the data of a record."""
         return self._ends[name]

@@ -56,6 +56,7 @@ def content(storage: torch.UntypedStorage) -> bytes:
 
 OPTIONS: list[dict[str, Any]] = [
     {},
+    {"cache": "drop"},
     {"direct": True, "block_size": 4096, "queue_depth": 2},
     {"direct": False, "block_size": 65536, "threads": 1},
 ]
