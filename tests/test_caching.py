@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +199,11 @@ def test_reading_ahead_that_fails_is_reported(path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(meminfo, "_GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(meminfo, "_MOUNT", tmp_path)
     monkeypatch.setattr(meminfo, "meminfo", lambda: {"MemAvailable": 1 << 40})
-    yield tmp_path
+    return tmp_path
 
 
 def limit(folder: Path, **texts: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import threading
@@ -243,3 +244,34 @@ def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         report = last_load_report()
         assert report is not None
         assert report.engine == "threads"
+
+
+def test_a_load_brings_no_more_collections_than_stock(tmp_path: Path) -> None:
+    """A collection looks at all objects of torch, which takes as long as loading 100 MB."""
+    path = tmp_path / "many.pt"
+    with stock():
+        torch.save([noise(100_000) for _ in range(200)], path)
+    found: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            found.append(info["generation"])
+
+    def collections() -> int:
+        gc.collect()
+        found.clear()
+        torch.load(path)
+        return len(found)
+
+    gc.callbacks.append(note)
+    try:
+        with stock():
+            collections()
+            most = collections()
+        with fast():
+            collections()
+            ours = collections()
+            assert last_load_report().engine == "threads"
+    finally:
+        gc.callbacks.remove(note)
+    assert ours <= most + 1

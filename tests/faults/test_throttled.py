@@ -38,7 +38,7 @@ class Disk:
     """A file system on a throttled loop device."""
 
     def __init__(self, lab: Lab, stack: ExitStack) -> None:
-        image = lab.image(1 << 30, Path("/dev/shm"))  # noqa: S108
+        image = lab.image(1 << 30, Path("/dev/shm"))
         stack.callback(image.unlink)
         device = lab.loop(image, "--direct-io=on")
         lab.mkfs("ext4", device)
