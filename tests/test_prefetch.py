@@ -18,8 +18,8 @@ import torch
 from corpus import MIB, TORCH, noise
 from identity import digest, fast, stock
 
+from fastserial import hugepages, prefetchplan
 from fastserial import prefetch as prefetch_module
-from fastserial import prefetchplan
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
 from fastserial.loadreport import last_load_report
@@ -275,3 +275,22 @@ def test_a_load_brings_no_more_collections_than_stock(tmp_path: Path) -> None:
     finally:
         gc.callbacks.remove(note)
     assert ours <= most + 1
+
+
+@pytest.mark.parametrize(("slow", "asked"), [(-1.0, 2), (float("inf"), 4)])
+def test_huge_pages_that_are_slow_are_asked_for_no_more(
+    monkeypatch: pytest.MonkeyPatch, slow: float, asked: int
+) -> None:
+    advised: list[int] = []
+    monkeypatch.setattr(hugepages, "_SLOW", slow)
+    monkeypatch.setattr(
+        hugepages, "_advise", lambda address, nbytes, *advices: advised.append(nbytes)
+    )
+    memory = torch.UntypedStorage(34 * MIB)
+    start = memory.data_ptr() + -memory.data_ptr() % (2 * MIB)
+    pages = hugepages.HugePages()
+    pages.advise(start, 32 * MIB)
+    assert advised == [8 * MIB] * asked
+    assert pages.are_slow is (slow < 0)
+    pages.advise(start, 32 * MIB)
+    assert len(advised) == (asked if slow < 0 else 2 * asked)
