@@ -17,6 +17,7 @@ from time import perf_counter
 
 from fastserial import filesystem
 from fastserial.buffered import write_all
+from fastserial.caching import TRIAL, CachedWrites, cached_writes
 from fastserial.checksums import CrcLedger
 from fastserial.compression import Compression
 from fastserial.config import Config
@@ -90,6 +91,8 @@ class BlockWriter:
         self._owner = owner
         self._files = Descriptors()
         self._direct_fd = -1
+        self._cached: CachedWrites | None = None  # blocks go through the page cache,
+        self._tried: int | None = None  # on trial from this offset on
         self._readback: ReadBack | None = None
         self._align = _PAGE
         self._engine: Engine | None = None
@@ -190,6 +193,8 @@ class BlockWriter:
             self._submit()
             self._reap()
         offset = parts[0].offset
+        if self._cached is not None and self._cached.on_trial:
+            self._trial(self._cached, offset)
         aligned = length - length % self._align
         direct = self.direct and aligned > 0 and offset % self._align == 0
         self._batch.append(
@@ -224,10 +229,29 @@ class BlockWriter:
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
         else:
             self._open_direct()
+            if self.direct and self._suits_cache(engine):
+                synced = config.durable and not self._may_be_locked
+                self._cached = cached_writes(self._fd, config, self._expected or 0, synced)
+                self.direct = self._cached is None
         if config.verify and engine.capabilities.moves_data and not locked:
             self._readback = ReadBack(self._fd, self.direct, config.block_size)
         engine.open(pool.buffers, len(pool.buffers))
         return pool
+
+    def _suits_cache(self, engine: Engine) -> bool:
+        """Return whether an engine writes as well through the page cache."""
+        able = engine.capabilities
+        return able.moves_data and able.unaligned and not able.registered_buffers
+
+    def _trial(self, cached: CachedWrites, offset: int) -> None:
+        """Go over to direct I/O, once enough is written, if the device is the faster way."""
+        if self._tried is None:
+            self._tried = offset
+        if offset - self._tried >= TRIAL:
+            self._drain()
+            if cached.judge(self._tried, offset - self._tried):
+                self._cached = None
+                self.direct = True
 
     def _start_engine(self, config: Config) -> tuple[Engine, BufferPool]:
         """Make the engine and its buffers.
@@ -288,6 +312,8 @@ class BlockWriter:
             if request.length < block.length and self._engine.capabilities.moves_data:
                 tail = request.buffer.view[request.length : block.length]
                 self._write_cached(tail, request.offset + request.length)
+            if self._cached is not None:
+                self._cached.wrote(request.offset, request.length)
             if self._readback is not None:
                 self._readback.check(request, self.direct and request.fd == self._direct_fd)
             self._pool.give(request.buffer)

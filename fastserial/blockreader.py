@@ -1,7 +1,7 @@
 """Blocks of one file from an engine into memory, `queue_depth` at a time.
 
-Each block is read the way that is faster for it: through the page cache if it is there already,
-else directly. It arrives in a staging buffer, or straight in memory of the caller's, and is then
+Blocks are read through the page cache, or those that are not in it directly: `fastserial.caching`
+says which. A block arrives in a staging buffer, or straight in memory of the caller's, and is then
 landed: copied to where it belongs and checksummed, by the thread that read it, while other blocks
 are on their way.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fastserial import filesystem
+from fastserial.caching import reads_through_cache
 from fastserial.config import Config
 from fastserial.crew import Crew, Hand, engage
 from fastserial.engines import Completion, Engine, Op, Request
@@ -134,6 +135,8 @@ class BlockReader:
         small = self._size <= config.small_file
         if config.direct is False or (small and config.direct is not True):
             return
+        if reads_through_cache(config, self._size):
+            return
         alignment = filesystem.direct_alignment(self._fd)
         if alignment is None:
             self.fallback = "the file system has no direct I/O for this file"
@@ -162,7 +165,7 @@ class BlockReader:
         return self._in_flight + len(self._batch)
 
     def goes_direct(self, offset: int, length: int) -> bool:
-        """Return whether these bytes are better read directly: they are not in the page cache."""
+        """Return whether these bytes are to be read directly: they are not in the page cache."""
         if self._direct_fd < 0 or self._refused:
             return False
         if self._config.direct is True:

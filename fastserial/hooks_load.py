@@ -44,6 +44,7 @@ __all__ = ["load_legacy_storages", "open_source", "zip_reader"]
 
 _log = logging.getLogger("fastserial")
 _FEW_BYTES = 32 * 1024  # per record, on average
+_SHORT = 1 << 30  # bytes; cycles of other threads may wait as long as that takes
 
 
 class _Open(threading.local):
@@ -100,6 +101,8 @@ class _Load:
         if self.prefetch is not None:
             self.prefetch.close()
             self.phases["wait"] = self.prefetch.wait_seconds
+            if self.prefetch.error is not None:
+                self.fallback = f"reading ahead ended, torch read the rest: {self.prefetch.error}"
         if self.reader is not None:
             self.reader.close()
 
@@ -206,6 +209,9 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
         load.fallback = "the archive does not start at byte 0"
         return stock
     began = perf_counter()
+    if source.size <= _SHORT:
+        # our objects beside torch's would bring a collection nearer, which may take as long
+        load.paused.enter_context(paused_collection())
     count = len(stock.get_all_records())
     limit = source.size * MOST_INFLATED
     sized = hasattr(stock, "get_record_size")  # since 2.7

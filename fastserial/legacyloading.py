@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError
-from fastserial.hugepages import advise_huge_pages
+from fastserial.hugepages import HugePages
 from fastserial.reader import FastFileReader
 from fastserial.sinks import ExpectedSink, ReadExtent, storage_sink
 from fastserial.staging import synchronize
@@ -42,6 +42,7 @@ def read_storages(
     if any(storage.device.type not in _DEVICES for storage in untyped):
         raise CorruptCheckpointError("storages on other devices are torch's to read")
     extents: list[ReadExtent] = []
+    pages = HugePages()
     for key, storage in zip(keys, untyped, strict=True):
         nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
         count = _COUNT.pack(nbytes // item)
@@ -49,7 +50,7 @@ def read_storages(
         offset += _COUNT.size
         if nbytes:
             if storage.device.type == "cpu":
-                advise_huge_pages(storage.data_ptr(), nbytes)
+                pages.advise(storage.data_ptr(), nbytes)
             extents.append(ReadExtent(offset, nbytes, storage_sink(storage)))
             offset += nbytes
     synchronize(untyped)

@@ -28,7 +28,7 @@ from fastserial.blockreader import Block, BlockReader
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
-from fastserial.hugepages import advise_huge_pages
+from fastserial.hugepages import HugePages
 from fastserial.interrupts import Background, finish
 from fastserial.prefetchplan import Unit, has_header, new_storage, plan_units
 from fastserial.reader import FastFileReader
@@ -69,6 +69,7 @@ class Prefetch:
         self._blocks: BlockReader = file.blocks
         self._block_size = file.config.block_size
         self._verify = verify
+        self._pages = HugePages()
         self._units = plan_units(records, file.blocks.alignment, file.config.block_size)
         self._places = {
             record.name: (unit, record) for unit in self._units for record in unit.records
@@ -121,6 +122,11 @@ class Prefetch:
         if storage is None and self._verify:
             raise self._damaged(record, "its local header differs from the central directory")
         return storage if storage is not None and storage.nbytes() == nbytes else None
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the reading before its time: torch must read the rest."""
+        return self._error
 
     def end_of(self, name: str) -> int:
         """Return the byte behind the data of a record."""
@@ -261,7 +267,7 @@ class Prefetch:
     def _read_large(self, unit: Unit) -> None:
         straight = self._blocks.takes_any_memory
         direct = self._blocks.goes_direct(unit.offset, self._clip(unit))
-        advise_huge_pages(unit.base, unit.length)
+        self._pages.advise(unit.base, unit.length)
         whole = host_buffer(unit.base, unit.length) if straight else None
         size = self._block_size * (_STRAIGHT_BLOCKS if straight else 1)
         stop = unit.offset + self._clip(unit)

@@ -81,6 +81,7 @@ def test_bad_sizes(text: str) -> None:
         {"verify": None},
         {"engine": None},
         {"direct": "maybe"},
+        {"cache": "some"},
         {"no_such_option": 1},
     ],
 )
@@ -95,7 +96,12 @@ def test_impossible_values(values: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "text"),
-    [("FASTSERIAL_DURABLE", "perhaps"), ("FASTSERIAL_THREADS", "two"), ("FASTSERIAL_DIRECT", "?")],
+    [
+        ("FASTSERIAL_DURABLE", "perhaps"),
+        ("FASTSERIAL_THREADS", "two"),
+        ("FASTSERIAL_DIRECT", "?"),
+        ("FASTSERIAL_CACHE", "some"),
+    ],
 )
 def test_bad_environment_names_the_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str, text: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import threading
@@ -17,8 +18,8 @@ import torch
 from corpus import MIB, TORCH, noise
 from identity import digest, fast, stock
 
+from fastserial import hugepages, prefetchplan
 from fastserial import prefetch as prefetch_module
-from fastserial import prefetchplan
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
 from fastserial.loadreport import last_load_report
@@ -56,6 +57,7 @@ def content(storage: torch.UntypedStorage) -> bytes:
 
 OPTIONS: list[dict[str, Any]] = [
     {},
+    {"cache": "drop"},
     {"direct": True, "block_size": 4096, "queue_depth": 2},
     {"direct": False, "block_size": 65536, "threads": 1},
 ]
@@ -242,3 +244,53 @@ def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         report = last_load_report()
         assert report is not None
         assert report.engine == "threads"
+
+
+def test_a_load_brings_no_more_collections_than_stock(tmp_path: Path) -> None:
+    """A collection looks at all objects of torch, which takes as long as loading 100 MB."""
+    path = tmp_path / "many.pt"
+    with stock():
+        torch.save([noise(100_000) for _ in range(200)], path)
+    found: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            found.append(info["generation"])
+
+    def collections() -> int:
+        gc.collect()
+        found.clear()
+        torch.load(path)
+        return len(found)
+
+    gc.callbacks.append(note)
+    try:
+        with stock():
+            collections()
+            most = collections()
+        with fast():
+            collections()
+            ours = collections()
+            assert last_load_report().engine == "threads"
+    finally:
+        gc.callbacks.remove(note)
+    assert ours <= most + 1
+
+
+@pytest.mark.parametrize(("slow", "asked"), [(-1.0, 2), (float("inf"), 4)])
+def test_huge_pages_that_are_slow_are_asked_for_no_more(
+    monkeypatch: pytest.MonkeyPatch, slow: float, asked: int
+) -> None:
+    advised: list[int] = []
+    monkeypatch.setattr(hugepages, "_SLOW", slow)
+    monkeypatch.setattr(
+        hugepages, "_advise", lambda address, nbytes, *advices: advised.append(nbytes)
+    )
+    memory = torch.UntypedStorage(34 * MIB)
+    start = memory.data_ptr() + -memory.data_ptr() % (2 * MIB)
+    pages = hugepages.HugePages()
+    pages.advise(start, 32 * MIB)
+    assert advised == [8 * MIB] * asked
+    assert pages.are_slow is (slow < 0)
+    pages.advise(start, 32 * MIB)
+    assert len(advised) == (asked if slow < 0 else 2 * asked)

@@ -314,7 +314,7 @@ def test_cached_fraction(path: Path, how: str) -> None:
 
 def test_the_page_cache_is_used_if_the_file_is_in_it(path: Path) -> None:
     sink, _ = host(SIZE)
-    with FastFileReader(path, Config(small_file=0)) as reader:
+    with FastFileReader(path, Config(small_file=0, cache="drop")) as reader:
         if reader.blocks.fallback is not None:
             pytest.skip("no direct I/O here")
         path.read_bytes()

@@ -29,7 +29,7 @@ from fastserial.commit import temporary_name
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.staging import BufferPool, StorageMemory
 
-BLOCKS = {"block_size": 64 * 1024, "queue_depth": 3, "small_file": 0}
+BLOCKS = {"block_size": 64 * 1024, "queue_depth": 3, "small_file": 0, "cache": "drop"}
 SIZES = [0, 1, 4095, 4096, 4097, 64 * 1024, 64 * 1024 + 1, 1_000_003]
 
 

@@ -8,6 +8,7 @@ are forked from a server that has imported torch and fastserial, so imports are 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import signal
@@ -107,6 +108,7 @@ def _start_server() -> None:
 
 def _serve(task: Task, answer: Connection[Loaded | str, Any]) -> None:
     found: Loaded | str
+    gc.freeze()  # a collection would copy every page that is shared with the server
     try:
         found = _load(task)
     except BaseException as error:  # told to who waits

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fastserial import __version__
-from fastserial.bench.meminfo import meminfo
+from fastserial.meminfo import meminfo
 from fastserial.printable import printable
 from fastserial.probes import Folder
 from fastserial.report import format_bytes

@@ -12,8 +12,8 @@ import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastserial.bench.meminfo import meminfo
 from fastserial.hugepages import PR_GET_THP_DISABLE
+from fastserial.meminfo import meminfo
 
 __all__ = ["reserved_huge_bytes", "small_pages"]
 

@@ -7,7 +7,7 @@ import random
 import torch
 
 from fastserial.bench.errors import BenchError
-from fastserial.bench.meminfo import meminfo
+from fastserial.meminfo import meminfo
 from fastserial.report import format_bytes
 
 __all__ = [

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fastserial.bench.errors import BenchError
-from fastserial.bench.meminfo import meminfo
+from fastserial.meminfo import meminfo
 from fastserial.probes import device_of
 from fastserial.report import format_bytes
 

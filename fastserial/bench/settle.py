@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from fastserial.bench.meminfo import meminfo
 from fastserial.freeing import wait_until_free
+from fastserial.meminfo import meminfo
 
 __all__ = ["settle"]
 

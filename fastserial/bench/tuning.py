@@ -16,7 +16,6 @@ from fastserial import __version__, engines, tuned
 from fastserial.bench.errors import BenchError
 from fastserial.bench.identical import digest
 from fastserial.bench.machine import describe_folder
-from fastserial.bench.meminfo import meminfo
 from fastserial.bench.payload import mixed_state
 from fastserial.bench.rows import fast_row, stock_row
 from fastserial.bench.saving import check_torch
@@ -26,6 +25,7 @@ from fastserial.bench.tune import Space, Verdict, compare, search
 from fastserial.config import Config
 from fastserial.deviceid import device_key
 from fastserial.errors import EngineUnavailableError
+from fastserial.meminfo import meminfo
 from fastserial.probes import folder_problem, probe_folder
 from fastserial.report import format_bytes
 from fastserial.tunedfile import Entry, Settings, remember

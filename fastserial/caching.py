@@ -1,0 +1,118 @@
+"""What goes through the page cache, and what past it.
+
+A node is to read a byte from its disk no more often than it would with stock torch: several
+processes that load one file share what any of them reads, and so do a second load and a load after
+a save. Direct I/O gives that up. So
+
+- loads read through the page cache any file it has room for;
+- saves write through it on a device that is slower than the page cache's way, where that costs no
+  time, and directly on a faster one. How fast a device is, the first large save to it finds out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from time import perf_counter
+
+from fastserial.config import Config
+from fastserial.meminfo import available_bytes
+
+__all__ = ["TRIAL", "CachedWrites", "cached_writes", "fits", "reads_through_cache"]
+
+TRIAL = 16 * 1024 * 1024  # bytes; a throttle or a disk's cache takes the first few at once
+_ALWAYS_FITS = 64 * 1024 * 1024  # bytes; asking costs more than it tells
+# Bytes a second. Through the page cache 2 cores save about 1 GB a second, so a device of half that
+# speed is waited for either way.
+_FAST = 400e6
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
+_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
+_fast: dict[int, bool] = {}  # by the number of the device
+
+
+def fits(nbytes: int) -> bool:
+    """Return whether the page cache has room for so many bytes."""
+    if nbytes <= _ALWAYS_FITS:
+        return True
+    available = available_bytes()
+    return available is None or nbytes <= available
+
+
+def reads_through_cache(config: Config, nbytes: int) -> bool:
+    """Return whether all of a file of `nbytes` bytes is read through the page cache.
+
+    Otherwise only what is in it already, and the rest directly.
+    """
+    if config.direct != "auto" or config.cache == "drop":
+        return config.direct is False
+    return config.cache == "keep" or fits(nbytes)
+
+
+def cached_writes(fd: int, config: Config, nbytes: int, synced: bool) -> CachedWrites | None:
+    """Return what writes a new file's blocks through the page cache, or None: directly.
+
+    Args:
+        fd: of the file.
+        config: `direct` is not False.
+        nbytes: of the whole file, as far as known.
+        synced: the save waits for the device at the end.
+    """
+    if config.direct is True or config.cache == "drop" or config.verify:
+        return None
+    if config.cache == "keep":
+        return CachedWrites(fd, synced, False)
+    found = os.fstat(fd)
+    fast = _fast.get(found.st_dev)
+    return None if fast or not fits(nbytes) else CachedWrites(fd, synced, fast is None)
+
+
+class CachedWrites:
+    """Blocks of a file that go through the page cache, and on to the device without delay."""
+
+    def __init__(self, fd: int, synced: bool, on_trial: bool) -> None:
+        """Take what `cached_writes` found out; `on_trial`: the device is to be measured."""
+        self.on_trial = on_trial
+        self._fd = fd
+        self._synced = synced
+        self._began = perf_counter()
+
+    def wrote(self, offset: int, length: int) -> None:
+        """Start to write a range back that is in the page cache now.
+
+        Raises:
+            OSError: the device failed.
+        """
+        if self._synced and not self.on_trial:
+            self._sync(offset, length, _WRITE)
+
+    def judge(self, offset: int, length: int) -> bool:
+        """Write a range back, which is all so far (bytes); return whether the device is fast.
+
+        Raises:
+            OSError: the device failed.
+        """
+        self.on_trial = False
+        began = perf_counter()
+        if not self._sync(offset, length, _WAIT_BEFORE | _WRITE | _WAIT_AFTER):
+            return False
+        device = os.fstat(self._fd).st_dev
+        # without a block device (network, FUSE) the writes themselves may have waited for it
+        took = perf_counter() - (began if os.major(device) else self._began)
+        fast = _fast[device] = length > took * _FAST
+        return fast
+
+    def _sync(self, offset: int, length: int, flags: int) -> bool:
+        """Return False where there is no such call."""
+        if _sync_file_range is None:
+            return False
+        place = ctypes.c_int64(offset), ctypes.c_int64(length)
+        if _sync_file_range(self._fd, *place, ctypes.c_uint(flags)) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in _NOT_HERE:
+            return False
+        raise OSError(number, os.strerror(number))  # the sync at the end would not tell it again

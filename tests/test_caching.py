@@ -1,0 +1,237 @@
+"""What loads and saves leave in the page cache, and who decides."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import MIB, noise
+from identity import digest, fast, stock
+
+import fastserial
+from fastserial import caching, meminfo
+from fastserial.engines.base import Completion, Request
+from fastserial.engines.threads import ThreadsEngine
+from fastserial.errors import WriteError
+from fastserial.loadreport import last_load_report
+from fastserial.pagecache import cached_fraction
+
+SMALL = {"small_file": 0, "block_size": 256 * 1024}
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device was measured, and a trial takes few bytes."""
+    monkeypatch.setattr(caching, "_fast", {})
+    monkeypatch.setattr("fastserial.transfer.TRIAL", MIB)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that is not in the page cache."""
+    file = tmp_path / "f.pt"
+    with stock():
+        torch.save([noise(3 * MIB), noise(5 * MIB)], file)
+    chill(file)
+    return file
+
+
+def chill(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached(path) > 0.1:
+        pytest.skip("the file system keeps its files in the page cache, or does not tell")
+
+
+def cached(path: Path) -> float:
+    with path.open("rb") as file:
+        found = cached_fraction(file.fileno(), 0, path.stat().st_size)
+    return 1.0 if found is None else found
+
+
+def loaded(path: Path, **options: Any) -> tuple[int, int]:
+    """Load, and return how many bytes came directly and through the page cache."""
+    with fast(**SMALL, **options):
+        torch.load(path)
+        report = last_load_report()
+    assert report is not None
+    assert report.engine == "threads"
+    return report.direct_bytes, report.cached_bytes
+
+
+@pytest.mark.parametrize("cache", ["auto", "keep"])
+def test_a_load_leaves_the_file_for_others(path: Path, cache: str) -> None:
+    direct, through = loaded(path, cache=cache)
+    assert direct == 0 < through
+    assert cached(path) > 0.99
+
+
+def test_a_load_leaves_nothing_if_told_so(path: Path) -> None:
+    direct, _ = loaded(path, cache="drop")
+    if not direct:
+        pytest.skip("no direct I/O here")
+    assert cached(path) < 0.1
+
+
+def test_a_file_larger_than_memory_is_read_directly(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caching, "_ALWAYS_FITS", 0)
+    monkeypatch.setattr(caching, "available_bytes", lambda: 4 * MIB)
+    direct, _ = loaded(path)
+    assert direct or not has_direct(path.parent)
+    monkeypatch.setattr(caching, "available_bytes", lambda: None)
+    assert loaded(path)[0] == 0
+
+
+def has_direct(folder: Path) -> bool:
+    return saved(folder / "direct.pt", direct=True).direct
+
+
+def saved(path: Path, state: object = None, **options: Any) -> fastserial.SaveReport:
+    with fast(**SMALL, **options):
+        torch.save(state or [noise(3 * MIB), noise(5 * MIB)], path)
+        report = fastserial.last_report()
+    assert report is not None
+    return report
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None, durable: bool
+) -> None:
+    monkeypatch.setattr(caching, "_FAST", float("inf"))
+    for name in ("first.pt", "second.pt"):  # the second relies on what the first measured
+        report = saved(tmp_path / name, durable=durable)
+        assert not report.direct
+        assert report.fallback is None
+        assert cached(tmp_path / name) > 0.99
+    assert list(caching._fast.values()) == [False]
+
+
+def test_on_a_fast_device_a_save_is_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    if not has_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    monkeypatch.setattr(caching, "_FAST", 0.0)
+    state = [noise(3 * MIB), noise(5 * MIB)]
+    assert saved(tmp_path / "first.pt", state).direct
+    assert 0.05 < cached(tmp_path / "first.pt") < 0.5  # the trial
+    assert saved(tmp_path / "second.pt").direct
+    assert cached(tmp_path / "second.pt") < 0.1
+    with stock():
+        assert digest(torch.load(tmp_path / "first.pt")) == digest(state)
+
+
+def test_saves_do_as_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    if not has_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    monkeypatch.setattr(caching, "_FAST", float("inf"))
+    assert saved(tmp_path / "drop.pt", cache="drop").direct
+    assert cached(tmp_path / "drop.pt") < 0.1
+    assert saved(tmp_path / "direct.pt", direct=True).direct
+    monkeypatch.setattr(caching, "_FAST", 0.0)
+    assert not saved(tmp_path / "keep.pt", cache="keep").direct
+    assert cached(tmp_path / "keep.pt") > 0.99
+
+
+@pytest.mark.parametrize("cache", ["auto", "keep"])
+def test_a_device_that_fails_while_it_is_written_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None, cache: str
+) -> None:
+    """The error is told once: the sync at the end may not see it again."""
+    target = tmp_path / "f.pt"
+    target.write_bytes(b"old")
+
+    def failing(*_: object) -> int:
+        caching.ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(caching, "_sync_file_range", failing)
+    with fast(**SMALL, cache=cache), pytest.raises(WriteError) as caught:
+        torch.save([noise(3 * MIB), noise(5 * MIB)], target)
+    assert caught.value.errno == errno.EIO
+    assert target.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["f.pt"]
+
+
+def test_without_the_call_saves_go_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    monkeypatch.setattr(caching, "_sync_file_range", None)
+    assert not saved(tmp_path / "f.pt").direct
+
+
+class FailsLater(ThreadsEngine):
+    """Reads a few blocks, and then no more."""
+
+    served = 0
+
+    def _serve(self, request: Request) -> Completion:
+        self.served += 1
+        if self.served > 2:
+            return Completion(request, 0, OSError(errno.EIO, "Input/output error"))
+        return super()._serve(request)
+
+
+def test_reading_ahead_that_fails_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads the rest, and the report does not keep that to itself."""
+    with stock():
+        want = digest(torch.load(path))
+    monkeypatch.setattr("fastserial.blockreader.create", lambda name, threads: FailsLater(1))
+    with fast(**SMALL):
+        found = torch.load(path)
+        report = last_load_report()
+    assert digest(found) == want
+    assert report is not None
+    assert "torch read the rest: [Errno 5]" in str(report.fallback)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(meminfo, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(meminfo, "_MOUNT", tmp_path)
+    monkeypatch.setattr(meminfo, "meminfo", lambda: {"MemAvailable": 1 << 40})
+    return tmp_path
+
+
+def limit(folder: Path, **texts: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"memory.{name}").write_text(text)
+
+
+def test_the_narrowest_group_counts(groups: Path) -> None:
+    (groups / "cgroup").write_text("0::/job/step\n")
+    limit(groups / "job", max="1000\n", current="900\n", stat="active_file 50\ninactive_file 7\n")
+    limit(groups / "job" / "step", max="max\n", current="900\n", stat="")
+    assert meminfo.available_bytes() == 157
+
+
+def test_groups_of_version_1(groups: Path) -> None:
+    (groups / "cgroup").write_text("5:cpu:/a\n4:memory:/a\n0::/\n")
+    limit(
+        groups / "memory" / "a",
+        limit_in_bytes="5000\n",
+        usage_in_bytes="4000\n",
+        stat="total_active_file 1\ntotal_inactive_file 2\nactive_file 99\n",
+    )
+    limit(groups / "memory", limit_in_bytes=f"{2**63 - 4096}\n")
+    assert meminfo.available_bytes() == 1003
+
+
+def test_groups_that_are_not_there(groups: Path) -> None:
+    assert meminfo.available_bytes() == 1 << 40
+    (groups / "cgroup").write_text("0::/of/the/host\n")
+    assert meminfo.available_bytes() == 1 << 40
