@@ -211,7 +211,7 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
     began = perf_counter()
     if source.size <= _SHORT:
         # our objects beside torch's would bring a collection nearer, which may take as long
-        load.paused.enter_context(paused_collection())
+        load.pause.__enter__()
     count = len(stock.get_all_records())
     limit = source.size * MOST_INFLATED
     sized = hasattr(stock, "get_record_size")  # since 2.7
