@@ -219,7 +219,7 @@ class Prefetch:
             if isinstance(error, CorruptCheckpointError):
                 error.path = error.path or self._file.name
             else:
-                _log.info("reading ahead of %s ended: %r", self._file.name, error)
+                _log.debug("reading ahead of %s ended: %r", self._file.name, error)
         self._ledger.fail()
         with self._changed:
             self._error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 
 from fastserial import filesystem
@@ -26,12 +27,23 @@ class ReadBack:
     def __init__(self, fd: int, direct: bool, block_size: int) -> None:
         """Open the file behind `fd` anew, for reading; `direct`: also past the page cache.
 
+        Where that is refused (the mode of the file, a limit on descriptors), it is read through
+        `fd`, if that can read: blocks that were written past the page cache are not in it, and
+        come from the device all the same.
+
         Raises:
             OSError: the file may not be read.
         """
-        self._fds = {False: filesystem.reopen(fd, os.O_RDONLY)}
-        if direct:
-            self._fds[True] = filesystem.reopen(fd, os.O_RDONLY | os.O_DIRECT)
+        self._opened: list[int] = []
+        try:
+            self._opened.append(filesystem.reopen(fd, os.O_RDONLY))
+            if direct:
+                self._opened.append(filesystem.reopen(fd, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            self._close()
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+                raise
+        self._fds = self._opened if self._opened else [fd]
         self._pool = BufferPool(1, block_size)
 
     def check(self, request: Request, direct: bool) -> None:
@@ -41,10 +53,11 @@ class ReadBack:
             OSError: the file holds other bytes (EIO), or cannot be read.
         """
         buffer = self._pool.buffers[0]
+        fd = self._fds[-1] if direct else self._fds[0]
         done = 0
         while done < request.length:
             with buffer.view[done : request.length] as rest:
-                moved = os.preadv(self._fds[direct], [rest], request.offset + done)
+                moved = os.preadv(fd, [rest], request.offset + done)
             if not moved:
                 break
             done += moved
@@ -58,6 +71,9 @@ class ReadBack:
 
     def close(self) -> None:
         """Free the descriptors and the memory. Idempotent."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        self._close()
         self._pool.close()
+
+    def _close(self) -> None:
+        while self._opened:
+            os.close(self._opened.pop())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import struct
@@ -343,7 +344,10 @@ class BlockWriter:
         else:
             self._open_direct()
         if config.verify and engine.capabilities.moves_data and not locked:
-            self._readback = ReadBack(self._fd, self.direct, config.block_size)
+            try:
+                self._readback = ReadBack(self._fd, self.direct, config.block_size)
+            except PermissionError:
+                self.fallback = "not read back (verify): the file may be written, but not read"
         engine.open(pool.buffers, len(pool.buffers))
         return pool
 
@@ -374,7 +378,8 @@ class BlockWriter:
             self.fallback = f"block_size is not a multiple of the device's {self._align} bytes"
             return
         try:
-            self._direct_fd = filesystem.reopen(self._fd, os.O_WRONLY | os.O_DIRECT)
+            synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
+            self._direct_fd = filesystem.reopen(self._fd, os.O_WRONLY | os.O_DIRECT | synced)
         except OSError as error:
             self.fallback = f"direct I/O refused: {error.strerror}"
             return
@@ -429,7 +434,7 @@ class BlockWriter:
         # The block is prepared; the file system takes it only through the page cache.
         self.direct = False
         self.fallback = "direct I/O refused at the first write: Invalid argument"
-        _log.info("%s; going on through the page cache", self.fallback)
+        _log.debug("%s; going on through the page cache", self.fallback)
         self._write_cached(request.view, request.offset)
 
     def _advance(self, length: int) -> None:

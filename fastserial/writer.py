@@ -458,7 +458,7 @@ class FastFileWriter:
         )
         self._report = report
         publish(report)
-        _log.info("%s", report)
+        _log.debug("%s", report)
         if config.on_report is not None:
             try:
                 config.on_report(report)

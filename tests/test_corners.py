@@ -1,0 +1,135 @@
+"""Saves and loads where something usual is missing or something unusual is set."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from identity import fast
+
+import fastserial
+from fastserial import config
+from fastserial.engines import Request
+from fastserial.engines.threads import ThreadsEngine
+
+BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 2}
+PROGRAMS = Path(__file__).parent / "programs"
+STATE = {"a": torch.arange(300_000)}
+
+
+def run(name: str, *arguments: str | Path, flags: tuple[str, ...] = (), **environment: str) -> str:
+    """Run a program of `tests/programs` in a new process; it must end well."""
+    done = subprocess.run(
+        [sys.executable, *flags, str(PROGRAMS / f"{name}.py"), *map(str, arguments)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-3000:]}"
+    return done.stdout
+
+
+class _Flags(ThreadsEngine):
+    """Notes the flags of the descriptors that are written to."""
+
+    seen: set[int]
+
+    def submit(self, requests: Any) -> None:
+        request: Request
+        for request in requests:
+            self.seen.add(fcntl.fcntl(request.fd, fcntl.F_GETFL))
+        super().submit(requests)
+
+
+@pytest.mark.parametrize("flag", [os.O_SYNC, os.O_DSYNC, 0])
+@pytest.mark.parametrize("use_zip", [True, False])
+def test_a_file_object_stays_synchronous(tmp_path: Path, flag: int, use_zip: bool) -> None:
+    def engine(threads: int) -> _Flags:
+        made = _Flags(threads)
+        made.seen = seen
+        return made
+
+    seen: set[int] = set()
+    fd = os.open(tmp_path / "f.pt", os.O_RDWR | os.O_CREAT | flag)
+    with os.fdopen(fd, "wb") as file, fast(**{**BLOCKS, "engine": engine}):
+        torch.save(STATE, file, _use_new_zipfile_serialization=use_zip)
+    assert seen
+    assert all(flags & os.O_SYNC == flag for flags in seen)
+    report = fastserial.last_report()
+    assert report is not None
+    assert report.direct is any(flags & os.O_DIRECT for flags in seen)
+
+
+def test_read_back_of_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    path.touch()
+    path.chmod(0o200)
+    command = [sys.executable, str(PROGRAMS / "read_back.py"), str(path)]
+    if os.geteuid() == 0:  # without what lets root read all files
+        if shutil.which("setpriv") is None:
+            pytest.skip("setpriv (util-linux) is missing: root reads any file")
+        command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["refused", "None", "not read back"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o200
+
+
+def test_no_null_device(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("not root: /dev cannot be emptied")
+    done = subprocess.run(
+        ["unshare", "--mount", sys.executable, str(PROGRAMS / "no_null_device.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if "unshare" in done.stderr or done.returncode == 77:
+        pytest.skip(f"no mounts of our own: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True []\n"
+
+
+def test_bytes_never_meet_text(tmp_path: Path) -> None:
+    assert run("bytes_and_text", tmp_path, flags=("-bb",)) == "ok\n"
+
+
+def test_nothing_is_logged_for_a_save_and_a_load_that_went_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fastserial")
+    for options in (BLOCKS, {}):
+        for use_zip in (True, False):
+            with fast(**options):
+                torch.save(STATE, tmp_path / "f.pt", _use_new_zipfile_serialization=use_zip)
+                torch.load(tmp_path / "f.pt")
+    assert caplog.records == []
+
+
+def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_names_checked", False)
+    monkeypatch.setenv("FASTSERIAL_BLOKSIZE", "1MiB")
+    monkeypatch.setenv("FASTSERIAL_THREAD", "1")
+    monkeypatch.setenv("FASTSERIAL_HOME_OF_SOMEBODY", "/")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with fast():
+            config.current()
+    told = [str(one.message) for one in found]
+    assert len(told) == 2
+    assert "FASTSERIAL_BLOKSIZE" in told[0]
+    assert "FASTSERIAL_BLOCK_SIZE" in told[0]
+    assert "FASTSERIAL_THREADS" in told[1]
