@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         FastserialError,
         LoadMismatchError,
         PatchError,
+        StorageChangedError,
         UnreadableTensorError,
         UnsupportedTorchWarning,
         WriteError,
@@ -57,6 +58,7 @@ __all__ = [
     "LoadReport",
     "PatchError",
     "SaveReport",
+    "StorageChangedError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
     "WriteError",
@@ -87,7 +89,7 @@ _HOMES = {
     "conversion": "convert",
     "errors": (
         "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError EngineUnavailableError "
-        "FastserialError LoadMismatchError PatchError UnreadableTensorError "
+        "FastserialError LoadMismatchError PatchError StorageChangedError UnreadableTensorError "
         "UnsupportedTorchWarning WriteError"
     ),
     "fastpersist": "fastpersist_save fastpersist_save_legacy get_aio_handle get_pinned_buffer",

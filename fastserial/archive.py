@@ -149,7 +149,8 @@ class ZipArchive:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
+        if error is not None:
+            self._writer.name_in(error)
             if self._owns_writer:
                 self._writer.abort()
             return

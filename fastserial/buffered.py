@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fastserial.checksums import crc32
 from fastserial.containers.extents import Data, Literal
-from fastserial.staging import HostMemory
+from fastserial.staging import HostMemory, StorageOnHost
 
 if TYPE_CHECKING:
     from fastserial.transfer import Part
@@ -38,6 +38,7 @@ def write_buffered(
 
     Raises:
         OSError: the disk is full or failed.
+        StorageChangedError: a storage was resized meanwhile.
     """
     together: list[Part] = []
     gathered = 0  # bytes in `together`
@@ -78,6 +79,7 @@ def write_buffered(
             _enter(part, crc)
     if pieces:
         write()
+    _check(parts)
 
 
 def _known(parts: Sequence[Part]) -> memoryview | None:
@@ -96,6 +98,8 @@ def _uncopied(part: Part) -> memoryview | None:
     memory = source.memory
     if not isinstance(memory, HostMemory):
         return None
+    if isinstance(memory, StorageOnHost) and memory.shared:
+        return None  # others may change it between checksum and write, or resize it
     return memoryview((ctypes.c_char * length).from_address(memory.address + start))
 
 
@@ -103,6 +107,12 @@ def _enter(part: Part, crc: int) -> None:
     source, start, length, ledger = part
     if ledger is not None and isinstance(source, Data) and source.record is not None:
         ledger.add(source.record, start, length, crc)
+
+
+def _check(parts: Sequence[Part]) -> None:
+    for part in parts:
+        if isinstance(part.source, Data) and isinstance(part.source.memory, StorageOnHost):
+            part.source.memory.check()
 
 
 def write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:

@@ -29,6 +29,7 @@ class CrcLedger:
         self._missing = self._crcs.count(None)
         self._changed = threading.Condition()
         self._failed = False
+        self._cause: BaseException | None = None
 
     def add(self, record: int, start: int, length: int, crc: int) -> None:
         """Enter the CRC of bytes [start, start + length) of a record."""
@@ -69,7 +70,7 @@ class CrcLedger:
                 self._changed.wait_for(lambda: self._crcs[record] is not None or self._failed)
             crc = self._crcs[record]
             if crc is None:
-                raise EngineError("it failed in another thread")
+                raise self._cause or EngineError("it failed in another thread")
         return crc
 
     def wait_all(self) -> Sequence[int]:
@@ -77,11 +78,12 @@ class CrcLedger:
         with self._changed:
             self._changed.wait_for(lambda: not self._missing or self._failed)
             if self._missing:
-                raise EngineError("it failed in another thread")
+                raise self._cause or EngineError("it failed in another thread")
         return cast("list[int]", self._crcs)
 
-    def fail(self) -> None:
-        """Wake all who wait: the pieces they wait for will not come."""
+    def fail(self, cause: BaseException | None = None) -> None:
+        """Wake all who wait: the pieces they wait for will not come. They raise the cause."""
         with self._changed:
             self._failed = True
+            self._cause = self._cause or cause
             self._changed.notify_all()

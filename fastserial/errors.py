@@ -22,6 +22,7 @@ __all__ = [
     "LoadMismatchError",
     "PatchError",
     "PickleLimitError",
+    "StorageChangedError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
     "WriteError",
@@ -118,6 +119,24 @@ class WriteError(FastserialError, OSError, RuntimeError):
 
     bytes_needed: int | None = None
     bytes_free: int | None = None
+
+
+class StorageChangedError(FastserialError, RuntimeError):
+    """A storage was resized while it was being saved, so nothing was saved.
+
+    Attributes:
+        path: the file, None where it is not known. A file that was there is intact.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a storage was resized while it was being saved, by another thread or a signal "
+            "handler. Wait until torch.save has returned, or save a copy"
+        )
+        self.path: str | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.path, super().__str__()) if part)
 
 
 class MissingDirectoryError(WriteError, FileNotFoundError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.containers.extents import Data, Memory
 from fastserial.containers.zip import ZipPlan
-from fastserial.staging import HostMemory
+from fastserial.staging import HostMemory, StorageOnHost
 from fastserial.transfer import Part, staged
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class SequentialWriter:
         takes = callable(getattr(target, "save_torch_storage_object_list", None))
         alone = getattr(target, "_num_parallel_writers", 1) == 1
         return takes and alone and callable(getattr(target, "write", None))
+
+    def name_in(self, error: BaseException) -> None:
+        """Do nothing: the writer has no name."""
 
     def label(self, container: str) -> None:
         """Do nothing: there is no report."""
@@ -99,7 +102,10 @@ class SequentialWriter:
         storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         storages: list[tuple[torch.UntypedStorage, torch.dtype]] = [(storage, torch.uint8)]
         self._target.save_torch_storage_object_list(storages, False)
-        return crc32(array)
+        crc = crc32(array)
+        if isinstance(memory, StorageOnHost):
+            memory.check()
+        return crc
 
     def _write_chunks(self, memory: Memory) -> int:
         crc = 0

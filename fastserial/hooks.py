@@ -6,6 +6,7 @@ arguments are part of every file in `patches/`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from fastserial import oracle
 from fastserial.archive import ZipArchive
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
+from fastserial.errors import WriteError
 from fastserial.foreign import SequentialWriter
 from fastserial.staging import device_types
 from fastserial.targets import FileTarget, PathTarget, StockWay, target_of
@@ -66,7 +68,8 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
         archive = "archive"
     else:
         return None
-    return ZipArchive(FastFileWriter(found), archive, True, alignment)
+    writer = _writer(found)
+    return ZipArchive(writer, archive, True, alignment) if writer is not None else None
 
 
 def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
@@ -84,8 +87,9 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
     found = _classify(target)
     if found is None:
         return None
-    writer = FastFileWriter(found)
-    writer.label("legacy")
+    writer = _writer(found)
+    if writer is not None:
+        writer.label("legacy")
     return writer
 
 
@@ -117,6 +121,21 @@ def save_legacy_storages(
         return False
     hand_over(found, save_size=True)
     return True
+
+
+def _writer(found: PathTarget | FileTarget) -> FastFileWriter | None:
+    """Return a writer, or None where there are not enough descriptors: torch needs only one.
+
+    Raises:
+        WriteError: the target cannot be written.
+    """
+    try:
+        return FastFileWriter(found)
+    except WriteError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        _log.debug("torch writes %r itself: %s", found.name, error)
+        return None
 
 
 def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:

@@ -7,7 +7,7 @@ from itertools import chain, repeat
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.containers.extents import Packed
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE
-from fastserial.staging import bytes_at, memmove
+from fastserial.staging import memmove
 
 __all__ = ["fill_packed"]
 
@@ -24,7 +24,7 @@ def fill_packed(
     Enters the CRC-32s in the ledger, if they are wanted.
     """
     known = ledger if source.first is not None else None
-    if source.length <= _JOINED * len(source.sizes):
+    if source.batch.shared or source.length <= _JOINED * len(source.sizes):
         crcs = _join(source, known is not None, view, at)
     else:
         crcs = _copy(source, known is not None, view, address, at)
@@ -34,7 +34,7 @@ def fill_packed(
 
 def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
     sizes, seal = source.sizes, source.seal
-    texts = list(map(bytes_at, source.addresses, sizes))
+    texts = source.batch.texts(source.begin, source.begin + len(sizes))
     crcs = list(map(crc32, texts)) if wanted else []
     if seal is None:
         parts = chain.from_iterable(zip(texts, source.gaps, strict=True))
@@ -51,7 +51,11 @@ def _copy(source: Packed, wanted: bool, view: memoryview, address: int, at: int)
     crcs: list[int] = []
     crc = 0
     seal = source.seal
-    for data, size, gap in zip(source.addresses, source.sizes, source.gaps, strict=True):
+    batch, first = source.batch, source.begin
+    last = first + len(source.sizes)
+    addresses = batch.addresses[first:last]
+    batch.check(first, last)
+    for data, size, gap in zip(addresses, source.sizes, source.gaps, strict=True):
         end = at + size
         memmove(address + at, data, size)
         if wanted:
@@ -60,4 +64,5 @@ def _copy(source: Packed, wanted: bool, view: memoryview, address: int, at: int)
         text = seal.pack(DESCRIPTOR_SIGNATURE, crc, size, size) + gap if seal is not None else gap
         at = end + len(text)
         view[end:at] = text
+    batch.check(first, last)
     return crcs

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
 
-from fastserial import filesystem
+from fastserial import filesystem, headroom
 from fastserial.buffered import write_all, write_buffered
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
@@ -46,6 +46,7 @@ _log = logging.getLogger("fastserial")
 _PAGE = 4096
 _CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum; copies cost less CPU, too
 _CRC = struct.Struct("<I")
+_SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
 class Part(NamedTuple):
@@ -162,6 +163,7 @@ class BlockWriter:
         self._buffered = False  # as a whole, by `finish`
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
+        self._engineless = False
         self._direct_fd = -1
         self._readback: ReadBack | None = None
         self._align = _PAGE
@@ -305,6 +307,10 @@ class BlockWriter:
         if length > self._config.block_size:  # copies have no bounds of their own
             raise EngineError(f"{length} bytes do not fit a block of {self._config.block_size}")
         pool = self._pool or self._open()
+        if pool is None:
+            self._parts = parts
+            self._write_buffered()
+            return
         while not pool.free:
             self._submit()
             self._reap()
@@ -323,21 +329,33 @@ class BlockWriter:
             )
         )
 
-    def _open(self) -> BufferPool:
-        config, untuned = self._config, self._untuned
+    def _open(self) -> BufferPool | None:
+        """Start the engine; None: there is no memory for it, and blocks go as a small file does."""
+        if self._engineless:
+            return None
+        config, untuned = headroom.fitted(self._config), self._untuned
         if self._expected is not None:  # what a short file does not use is not started
             blocks = max(1, -(-self._expected // config.block_size))
             if blocks < max(config.queue_depth, config.threads):
                 depth, threads = min(blocks, config.queue_depth), min(blocks, config.threads)
                 config = replace(config, queue_depth=depth, threads=threads)
         try:
-            engine, pool = self._start_engine(config)
-        except EngineUnavailableError as error:
-            if untuned is None or untuned.engine == config.engine:
+            if not headroom.is_enough(config):
+                raise MemoryError(headroom.REASON)
+            try:
+                engine, pool = self._start_engine(config)
+            except EngineUnavailableError as error:
+                if untuned is None or untuned.engine == config.engine:
+                    raise
+                _log.warning("%s; going on with engine %r", error, untuned.engine)
+                config = replace(config, engine=untuned.engine, threads=untuned.threads)
+                engine, pool = self._start_engine(config)
+        except (MemoryError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _SCARCE:
                 raise
-            _log.warning("%s; going on with engine %r", error, untuned.engine)
-            config = replace(config, engine=untuned.engine, threads=untuned.threads)
-            engine, pool = self._start_engine(config)
+            self._engineless = True
+            self.fallback = f"through the page cache, block by block: {error}"
+            return None
         locked = self._may_be_locked and filesystem.is_locked(self._fd)
         if locked:
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
@@ -455,10 +473,10 @@ def _prepare(request: Request) -> None:
     try:
         fill(block.parts, request.buffer.view, request.buffer.address)
         block.fill_seconds = perf_counter() - began
-    except BaseException:
+    except BaseException as error:
         for part in block.parts:
             if part.ledger is not None:
-                part.ledger.fail()
+                part.ledger.fail(error)
         raise
 
 

@@ -27,7 +27,7 @@ from fastserial.containers.batch import storage_batch
 from fastserial.containers.extents import Extent, Hole, Literal, total_length
 from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
-from fastserial.errors import REMEDIES, WriteError, write_error
+from fastserial.errors import REMEDIES, StorageChangedError, WriteError, write_error
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
 from fastserial.staging import synchronize
@@ -322,9 +322,10 @@ class FastFileWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if error is None:
             self.close()
         else:
+            self.name_in(error)
             self.abort()
 
     def __del__(self) -> None:
@@ -342,6 +343,11 @@ class FastFileWriter:
     def count_storages(self, count: int, nbytes: int) -> None:
         """Note storages in the archive for the statistics."""
         self._statistics.count_storages(count, nbytes)
+
+    def name_in(self, error: BaseException) -> None:
+        """Put the target's name into an error that does not know it."""
+        if isinstance(error, StorageChangedError):
+            error.path = error.path or self.name
 
     def label(self, container: str) -> None:
         """Name the container for the report."""
@@ -406,6 +412,7 @@ class FastFileWriter:
 
     def _give_up(self, error: BaseException) -> None:
         """Discard everything because of an error, and raise it as a `WriteError` if it is one."""
+        self.name_in(error)
         try:
             self.abort()
         except OSError as another:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -18,7 +20,7 @@ import torch
 from identity import fast
 
 import fastserial
-from fastserial import config
+from fastserial import config, tuned
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 
@@ -133,3 +135,53 @@ def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch) ->
     assert "FASTSERIAL_BLOKSIZE" in told[0]
     assert "FASTSERIAL_BLOCK_SIZE" in told[0]
     assert "FASTSERIAL_THREADS" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes"), [(20, 8_000_000), (300, 3000), (300, 20_000), (6, 400_000)]
+)
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+def test_storages_resized_during_a_save(tmp_path: Path, form: str, count: int, nbytes: int) -> None:
+    """Neither a crash nor a file that cannot be read: an error that names the file."""
+    out = run("resizing", tmp_path, form, str(count), str(nbytes), "1")
+    assert "refused" in out
+
+
+@pytest.mark.parametrize("room", [10, 20, 60])
+def test_a_save_with_little_address_space(tmp_path: Path, room: int) -> None:
+    out = run("little", "SAVE", tmp_path / "f.pt", str(room), "0")
+    assert "little address space" in out
+
+
+@pytest.mark.parametrize(("room", "why"), [(80, "little address space"), (1500, "None")])
+def test_a_load_with_little_address_space(tmp_path: Path, room: int, why: str) -> None:
+    out = run("little", "LOAD", tmp_path / "f.pt", str(room), "0")
+    assert why in out
+
+
+@pytest.mark.parametrize("descriptors", [1, 2, 3])
+def test_a_save_with_few_descriptors(tmp_path: Path, descriptors: int) -> None:
+    run("little", "SAVE", tmp_path / "f.pt", "0", str(descriptors))
+    assert list(torch.load(tmp_path / "f.pt")) == [f"t{i}" for i in range(10)]
+
+
+def test_tuned_settings_are_looked_for_again(tmp_path: Path) -> None:
+    """A process that was short of descriptors once does not go without them for ever."""
+    path = tmp_path / "f"
+    with path.open("wb") as file:
+        tuned.forget_cache()
+        fillers = []
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    fillers.append(os.dup(file.fileno()))
+            tuned.applied(config.Config(), {}, file.fileno())
+        finally:
+            for fd in fillers:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not tuned._by_device
+        tuned.applied(config.Config(), {}, file.fileno())
+        assert tuned._by_device
