@@ -7,30 +7,27 @@ torch.save(state, "ckpt.pt")  # unchanged call, same bytes
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from fastserial.config import Config, options
-from fastserial.errors import (
-    CheckpointKeyError,
-    ConfigError,
-    ConvertError,
-    CorruptCheckpointError,
-    EngineUnavailableError,
-    FastserialError,
-    LoadMismatchError,
-    PatchError,
-    UnreadableCheckpointError,
-    UnreadableTensorError,
-    UnsupportedTorchWarning,
-    WriteError,
-)
-from fastserial.loadreport import LoadReport, last_load_report
-from fastserial.patching import install, installed, status, uninstall
-from fastserial.report import SaveReport, last_report
-
+TYPE_CHECKING = False  # `typing` itself takes longer to import than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
+    from fastserial.config import Config, options
     from fastserial.conversion import convert
+    from fastserial.errors import (
+        CheckpointKeyError,
+        ConfigError,
+        ConvertError,
+        CorruptCheckpointError,
+        EngineUnavailableError,
+        FastserialError,
+        LoadMismatchError,
+        PatchError,
+        StorageChangedError,
+        UnreadableCheckpointError,
+        UnreadableTensorError,
+        UnsupportedTorchWarning,
+        WriteError,
+    )
     from fastserial.fastpersist import (
         fastpersist_save,
         fastpersist_save_legacy,
@@ -41,6 +38,9 @@ if TYPE_CHECKING:
     from fastserial.inspection import inspect
     from fastserial.lazyfile import open_checkpoint as open
     from fastserial.loading import load
+    from fastserial.loadreport import LoadReport, last_load_report
+    from fastserial.patching import install, installed, status, uninstall
+    from fastserial.report import SaveReport, last_report
     from fastserial.verification import verify
     from fastserial.writer import FastFileWriter
 
@@ -59,6 +59,7 @@ __all__ = [
     "LoadReport",
     "PatchError",
     "SaveReport",
+    "StorageChangedError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
@@ -83,26 +84,40 @@ __all__ = [
     "verify",
 ]
 
-# What needs torch or is seldom needed; `import fastserial` alone imports neither.
-_LATER = {
-    "FastFileWriter": "fastserial.writer:FastFileWriter",
-    "convert": "fastserial.conversion:convert",
-    "fastpersist_save": "fastserial.fastpersist:fastpersist_save",
-    "fastpersist_save_legacy": "fastserial.fastpersist:fastpersist_save_legacy",
-    "get_aio_handle": "fastserial.fastpersist:get_aio_handle",
-    "get_pinned_buffer": "fastserial.fastpersist:get_pinned_buffer",
-    "inspect": "fastserial.inspection:inspect",
-    "load": "fastserial.loading:load",
-    "load_into": "fastserial.filling:load_into",
-    "open": "fastserial.lazyfile:open_checkpoint",
-    "verify": "fastserial.verification:verify",
+# By module, so that `import fastserial` alone costs nothing: with `FASTSERIAL=1` every process of
+# a job imports it at its start.
+_HOMES = {
+    "config": "Config options",
+    "conversion": "convert",
+    "errors": (
+        "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError EngineUnavailableError "
+        "FastserialError LoadMismatchError PatchError StorageChangedError "
+        "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
+    ),
+    "fastpersist": "fastpersist_save fastpersist_save_legacy get_aio_handle get_pinned_buffer",
+    "filling": "load_into",
+    "inspection": "inspect",
+    "lazyfile": "open",
+    "loading": "load",
+    "loadreport": "LoadReport last_load_report",
+    "patching": "install installed status uninstall",
+    "report": "SaveReport last_report",
+    "verification": "verify",
+    "writer": "FastFileWriter",
 }
+_LATER = {name: home for home, names in _HOMES.items() for name in names.split()}
+_CALLED = {"open": "open_checkpoint"}  # in its module
 
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
     if name in _LATER:
-        module, _, attribute = _LATER[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        module = import_module(f"{__name__}.{_LATER[name]}")
+        value = globals()[name] = getattr(module, _CALLED.get(name, name))
+        return value
+    if name in _HOMES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,6 +15,7 @@ from fastserial.checksums import crc32
 from fastserial.containers.batch import storage_batch
 from fastserial.containers.extents import Memory
 from fastserial.containers.zip import ZipLayout, ZipPlan
+from fastserial.errors import name_in
 from fastserial.staging import HostMemory, host_bytes, storage_memory, synchronize
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ _HEAD = 8
 
 class ArchiveSink(Protocol):
     """Where an archive goes: a FastFileWriter, or somebody else's."""
+
+    @property
+    def name(self) -> str:
+        """What errors call the file."""
 
     def write_plan(self, plan: ZipPlan) -> None:
         """Append a whole archive."""
@@ -128,7 +133,8 @@ class ZipArchive:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
+        if error is not None:
+            name_in(error, self._writer.name)
             if self._owns_writer:
                 self._writer.abort()
             return

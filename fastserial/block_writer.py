@@ -9,14 +9,15 @@ the last page of a range, goes through the page cache; no page is written both w
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from fastserial import filesystem
-from fastserial.buffered import write_all
+from fastserial import filesystem, headroom
+from fastserial.buffered import write_all, write_buffered
 from fastserial.caching import TRIAL, CachedWrites, cached_writes
 from fastserial.checksums import CrcLedger
 from fastserial.compression import Compression
@@ -34,6 +35,7 @@ __all__ = ["BlockWriter"]
 
 _log = logging.getLogger("fastserial")
 _PAGE = 4096
+_SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class BlockWriter:
         self._compression = compression
         self._owner = owner
         self._files = Descriptors()
+        self._engineless = False
         self._direct_fd = -1
         self._cached: CachedWrites | None = None  # blocks go through the page cache,
         self._tried: int | None = None  # on trial from this offset on
@@ -189,6 +192,11 @@ class BlockWriter:
         if length > self._config.block_size:  # copies have no bounds of their own
             raise EngineError(f"{length} bytes do not fit a block of {self._config.block_size}")
         pool = self._pool or self._open()
+        if pool is None:
+            write_buffered(self._fd, parts)
+            self.tally.cached_bytes += length
+            self._advance(length)
+            return
         while not pool.free:
             self._submit()
             self._reap()
@@ -209,21 +217,33 @@ class BlockWriter:
             )
         )
 
-    def _open(self) -> BufferPool:
-        config, untuned = self._config, self._untuned
+    def _open(self) -> BufferPool | None:
+        """Start the engine; None: it has no memory, and blocks go through the page cache."""
+        if self._engineless:
+            return None
+        config, untuned = headroom.fitted(self._config), self._untuned
         if self._expected is not None:
             blocks = max(1, -(-self._expected // config.block_size))
             if blocks < max(config.queue_depth, config.threads):
                 depth, threads = min(blocks, config.queue_depth), min(blocks, config.threads)
                 config = replace(config, queue_depth=depth, threads=threads)
         try:
-            engine, pool = self._start_engine(config)
-        except EngineUnavailableError as error:
-            if untuned is None or untuned.engine == config.engine:
+            if not headroom.is_enough(config):
+                raise MemoryError(headroom.REASON)
+            try:
+                engine, pool = self._start_engine(config)
+            except EngineUnavailableError as error:
+                if untuned is None or untuned.engine == config.engine:
+                    raise
+                _log.warning("%s; going on with engine %r", error, untuned.engine)
+                config = replace(config, engine=untuned.engine, threads=untuned.threads)
+                engine, pool = self._start_engine(config)
+        except (MemoryError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _SCARCE:
                 raise
-            _log.warning("%s; going on with engine %r", error, untuned.engine)
-            config = replace(config, engine=untuned.engine, threads=untuned.threads)
-            engine, pool = self._start_engine(config)
+            self._engineless = True
+            self.fallback = f"through the page cache, block by block: {error}"
+            return None
         locked = self._may_be_locked and filesystem.is_locked(self._fd)
         if locked:
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
@@ -234,7 +254,10 @@ class BlockWriter:
                 self._cached = cached_writes(self._fd, config, self._expected or 0, synced)
                 self.direct = self._cached is None
         if config.verify and engine.capabilities.moves_data and not locked:
-            self._readback = ReadBack(self._fd, self.direct, config.block_size)
+            try:
+                self._readback = ReadBack(self._fd, self.direct, config.block_size)
+            except PermissionError:
+                self.fallback = "not read back (verify): the file may be written, but not read"
         engine.open(pool.buffers, len(pool.buffers))
         return pool
 
@@ -283,7 +306,9 @@ class BlockWriter:
             self.fallback = f"block_size is not a multiple of the device's {self._align} bytes"
             return
         try:
-            self._direct_fd = filesystem.reopen(self._fd, os.O_WRONLY | os.O_DIRECT, self._files)
+            synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
+            flags = os.O_WRONLY | os.O_DIRECT | synced
+            self._direct_fd = filesystem.reopen(self._fd, flags, self._files)
         except OSError as error:
             self.fallback = f"direct I/O refused: {error.strerror}"
             return
@@ -340,7 +365,7 @@ class BlockWriter:
         # The block is prepared; the file system takes it only through the page cache.
         self.direct = False
         self.fallback = "direct I/O refused at the first write: Invalid argument"
-        _log.info("%s; going on through the page cache", self.fallback)
+        _log.debug("%s; going on through the page cache", self.fallback)
         self._write_cached(request.view, request.offset)
 
     def _advance(self, length: int) -> None:
@@ -361,8 +386,8 @@ def _prepare(request: Request) -> None:
     try:
         fill(block.parts, request.buffer.view, request.buffer.address)
         block.fill_seconds = perf_counter() - began
-    except BaseException:
+    except BaseException as error:
         for part in block.parts:
             if part.ledger is not None:
-                part.ledger.fail()
+                part.ledger.fail(error)
         raise

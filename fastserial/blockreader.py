@@ -303,4 +303,4 @@ class BlockReader:
         self._refused = True
         if self.fallback is None:
             self.fallback = "direct I/O refused at the first read: Invalid argument"
-            _log.info("%s; going on through the page cache", self.fallback)
+            _log.debug("%s; going on through the page cache", self.fallback)

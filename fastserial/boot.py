@@ -1,14 +1,13 @@
 """Install fastserial as soon as torch is imported: what `fastserial.pth` runs at start.
 
 The `.pth` file calls `watch()` here only when `FASTSERIAL` is 1, true, yes or on. Nothing here
-may stop the interpreter or `import torch`: trouble becomes a warning.
+may stop the interpreter or `import torch`: trouble becomes a warning. Nor may it take long: every
+Python process of a job comes by, and few of them use torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
 
 __all__ = ["VARIABLE", "switch", "watch"]
 
@@ -26,9 +25,9 @@ def switch() -> bool | None:
 def watch() -> None:
     """Install once torch is imported, or at once if it already is."""
     try:
-        from wrapt import register_post_import_hook
+        from fastserial.importhook import when_imported
 
-        register_post_import_hook(_torch_imported, "torch")
+        when_imported("torch", _torch_imported)
     except Exception as error:
         _warn(error)
 
@@ -43,6 +42,9 @@ def _torch_imported(_: object) -> None:
 
 
 def _warn(error: Exception) -> None:
+    import contextlib
+    import warnings
+
     # `-W error` must not break `import torch` either
     with contextlib.suppress(Warning):
         warnings.warn(f"fastserial could not be installed: {error!r}", stacklevel=3)

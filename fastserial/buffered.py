@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from fastserial.checksums import crc32
 from fastserial.containers.extents import Data, Hole, Literal
 from fastserial.fill import Part, staged
-from fastserial.staging import HostMemory
+from fastserial.staging import HostMemory, StorageOnHost
 
 __all__ = ["write_all", "write_buffered"]
 
@@ -32,6 +32,7 @@ def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> 
 
     Raises:
         OSError: the disk is full or failed.
+        StorageChangedError: a storage was resized meanwhile.
     """
     together: list[Part] = []
     gathered = 0  # bytes in `together`
@@ -86,6 +87,7 @@ def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> 
         _enter(part, crc)
     join()
     write()
+    _check(parts)
 
 
 def _chunks(part: Part) -> Iterator[Part]:
@@ -114,6 +116,8 @@ def _uncopied(part: Part) -> memoryview | None:
     memory = source.memory
     if not isinstance(memory, HostMemory):
         return None
+    if isinstance(memory, StorageOnHost) and memory.shared:
+        return None  # others may change it between checksum and write, or resize it
     return memoryview((ctypes.c_char * length).from_address(memory.address + start))
 
 
@@ -121,6 +125,12 @@ def _enter(part: Part, crc: int) -> None:
     _, source, start, length, ledger = part
     if ledger is not None and isinstance(source, Data) and source.record is not None:
         ledger.add(source.record, start, length, crc)
+
+
+def _check(parts: Sequence[Part]) -> None:
+    for part in parts:
+        if isinstance(part.source, Data) and isinstance(part.source.memory, StorageOnHost):
+            part.source.memory.check()
 
 
 def write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:

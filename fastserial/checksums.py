@@ -39,6 +39,7 @@ class CrcLedger:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # its own `with` may be cut off halfway
         self._failed = False
+        self._cause: BaseException | None = None
 
     def add(self, record: int, start: int, length: int, crc: int) -> None:
         """Enter the CRC of bytes [start, start + length) of a record, each byte once."""
@@ -90,7 +91,7 @@ class CrcLedger:
                 self._changed.wait_for(lambda: self._crcs[record] is not None or self._failed)
             crc = self._crcs[record]
             if crc is None:
-                raise EngineError("it failed in another thread")
+                raise self._cause or EngineError("it failed in another thread")
         return crc
 
     def wait_all(self) -> Sequence[int]:
@@ -98,11 +99,12 @@ class CrcLedger:
         with self._lock:
             self._changed.wait_for(lambda: not self._missing or self._failed)
             if self._missing:
-                raise EngineError("it failed in another thread")
+                raise self._cause or EngineError("it failed in another thread")
         return cast("list[int]", self._crcs)
 
-    def fail(self) -> None:
-        """Wake all who wait: the pieces they wait for will not come."""
+    def fail(self, cause: BaseException | None = None) -> None:
+        """Wake all who wait: the pieces they wait for will not come. They raise the cause."""
         with self._lock:
             self._failed = True
+            self._cause = self._cause or cause
             self._changed.notify_all()

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
@@ -129,6 +130,8 @@ _scoped: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextV
     "fastserial_options", default=None
 )
 _lock = threading.RLock()  # a signal handler may come while its thread holds it
+_names_checked = False
+_NEAR = 0.7  # of a variable's name that is right, for `difflib`
 _environment_cache: tuple[tuple[tuple[str, str], ...], Mapping[str, Any]] | None = None
 
 
@@ -195,6 +198,8 @@ _VARIABLES = {os.fsencode(f"FASTSERIAL_{name.upper()}"): name for name in _PARSE
 def _from_environment() -> Mapping[str, Any]:
     """Return the options that `FASTSERIAL_*` variables set; parsed again only when they change."""
     global _environment_cache
+    if not _names_checked:
+        _warn_of_names()
     # Each save asks. `os.environ` takes a microsecond for a variable, even for one that is not
     # there; the dictionary behind it takes one for them all.
     raw = getattr(os.environ, "_data", None)
@@ -217,6 +222,32 @@ def _from_environment() -> Mapping[str, Any]:
             raise ConfigError(f"FASTSERIAL_{name.upper()}: {error}") from None
     _environment_cache = (found, values)
     return values
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """Return the `FASTSERIAL_*` variables that set no option, each with the nearest that does."""
+    known = [os.fsdecode(variable) for variable in _VARIABLES]
+    prefix = "FASTSERIAL_"
+    found = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
+    if not found:
+        return {}
+    from difflib import get_close_matches  # rarely wanted
+
+    options = [name.removeprefix(prefix) for name in known]
+    near = [get_close_matches(name.removeprefix(prefix), options, 1, _NEAR) for name in found]
+    return {
+        name: prefix + match[0] if match else None for name, match in zip(found, near, strict=True)
+    }
+
+
+def _warn_of_names() -> None:
+    """Warn, once in a process, of variables that look like misspelt ones."""
+    global _names_checked
+    _names_checked = True
+    for name, near in unknown_variables().items():
+        if near is not None:
+            text = f"{name} in the environment sets no option of fastserial; is {near} meant?"
+            warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def _check_names(values: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ __all__ = [
 _STARTS_WITH_PTH = "import sys; sys.exit('fastserial.boot' not in sys.modules)"
 _LIBAIO = ("libaio.so.1", "libaio.so.1t64")
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
-_PACKAGES = ("isal", "wrapt", "tqdm", "deepspeed", "cuda-bindings")
+_PACKAGES = ("isal", "tqdm", "deepspeed", "cuda-bindings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +234,7 @@ def _source(name: str) -> str:
 
 
 def _unknown_variables() -> tuple[str, ...]:
-    prefix = f"{boot.VARIABLE}_"
-    known = {f"{prefix}{field.name.upper()}" for field in dataclasses.fields(Config)}
-    return tuple(sorted(n for n in os.environ if n.startswith(prefix) and n not in known))
+    return tuple(config.unknown_variables())
 
 
 def _boot() -> Boot:

@@ -22,10 +22,12 @@ __all__ = [
     "LoadMismatchError",
     "PatchError",
     "PickleLimitError",
+    "StorageChangedError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
     "WriteError",
+    "name_in",
     "write_error",
 ]
 
@@ -126,6 +128,30 @@ class WriteError(FastserialError, OSError, RuntimeError):
 
     bytes_needed: int | None = None
     bytes_free: int | None = None
+
+
+class StorageChangedError(FastserialError, RuntimeError):
+    """A storage was resized while it was being saved, so nothing was saved.
+
+    Attributes:
+        path: the file, None where it is not known. A file that was there is intact.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a storage was resized while it was being saved, by another thread or a signal "
+            "handler. Wait until torch.save has returned, or save a copy"
+        )
+        self.path: str | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.path, super().__str__()) if part)
+
+
+def name_in(error: BaseException, path: str) -> None:
+    """Put the target's path into an error that does not know it."""
+    if isinstance(error, StorageChangedError):
+        error.path = error.path or path
 
 
 class MissingDirectoryError(WriteError, FileNotFoundError):

@@ -23,7 +23,7 @@ from fastserial.containers.extents import (
 )
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE
 from fastserial.errors import EngineError
-from fastserial.staging import HostMemory, bytes_at, memmove
+from fastserial.staging import HostMemory, memmove
 
 __all__ = ["Part", "fill", "staged"]
 
@@ -130,7 +130,7 @@ def _fill_packed(
     Enters the CRC-32s in the ledger, if they are wanted.
     """
     known = ledger if source.first is not None else None
-    if source.length <= _JOINED * len(source.sizes):
+    if source.batch.shared or source.length <= _JOINED * len(source.sizes):
         crcs = _join(source, known is not None, view, at)
     else:
         crcs = _copy(source, known is not None, view, address, at)
@@ -140,7 +140,7 @@ def _fill_packed(
 
 def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
     sizes, seal = source.sizes, source.seal
-    texts = list(map(bytes_at, source.addresses, sizes))
+    texts = source.batch.texts(source.begin, source.begin + len(sizes))
     crcs = list(map(crc32, texts)) if wanted else []
     if seal is None:
         parts = chain.from_iterable(zip(texts, source.gaps, strict=True))
@@ -157,7 +157,11 @@ def _copy(source: Packed, wanted: bool, view: memoryview, address: int, at: int)
     crcs: list[int] = []
     crc = 0
     seal = source.seal
-    for data, size, gap in zip(source.addresses, source.sizes, source.gaps, strict=True):
+    batch, first = source.batch, source.begin
+    last = first + len(source.sizes)
+    addresses = batch.addresses[first:last]
+    batch.check(first, last)
+    for data, size, gap in zip(addresses, source.sizes, source.gaps, strict=True):
         end = at + size
         memmove(address + at, data, size)
         if wanted:
@@ -166,4 +170,5 @@ def _copy(source: Packed, wanted: bool, view: memoryview, address: int, at: int)
         text = seal.pack(DESCRIPTOR_SIGNATURE, crc, size, size) + gap if seal is not None else gap
         at = end + len(text)
         view[end:at] = text
+    batch.check(first, last)
     return crcs

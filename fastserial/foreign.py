@@ -15,7 +15,7 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.containers.extents import Data, Memory
 from fastserial.containers.zip import ZipPlan
 from fastserial.fill import Part, staged
-from fastserial.staging import HostMemory
+from fastserial.staging import HostMemory, StorageOnHost
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,11 @@ class SequentialWriter:
         takes = callable(getattr(target, "save_torch_storage_object_list", None))
         alone = getattr(target, "_num_parallel_writers", 1) == 1
         return takes and alone and callable(getattr(target, "write", None))
+
+    @property
+    def name(self) -> str:
+        """What errors call the file."""
+        return str(getattr(self._target, "name", None) or repr(self._target))
 
     def write_plan(self, plan: ZipPlan) -> None:
         """Write a whole archive."""
@@ -89,7 +94,10 @@ class SequentialWriter:
         storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         storages: list[tuple[torch.UntypedStorage, torch.dtype]] = [(storage, torch.uint8)]
         self._target.save_torch_storage_object_list(storages, False)
-        return crc32(array)
+        crc = crc32(array)
+        if isinstance(memory, StorageOnHost):
+            memory.check()
+        return crc
 
     def _write_chunks(self, memory: Memory) -> int:
         crc = 0

@@ -6,6 +6,7 @@ arguments are part of every file in `patches/`.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import sys
@@ -17,6 +18,7 @@ import torch
 from fastserial import oracle
 from fastserial.archive import ZipArchive
 from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
+from fastserial.errors import WriteError
 from fastserial.foreign import SequentialWriter
 from fastserial.interrupts import Background
 from fastserial.staging import device_types
@@ -69,7 +71,8 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
         archive = "archive"
     else:
         return None
-    return ZipArchive(FastFileWriter(found), archive, True, alignment)
+    writer = _writer(found, "zip")
+    return ZipArchive(writer, archive, True, alignment) if writer is not None else None
 
 
 def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
@@ -86,7 +89,7 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
     found = _classify(target)
     if found is None:
         return None
-    return FastFileWriter(found, container="legacy")
+    return _writer(found, "legacy")
 
 
 def _hooks_load() -> Any:
@@ -132,6 +135,23 @@ def save_legacy_storages(
         return False
     hand_over(found, save_size=True)
     return True
+
+
+def _writer(
+    found: PathTarget | InPlaceTarget | FileTarget, container: str
+) -> FastFileWriter | None:
+    """Return a writer, or None where there are not enough descriptors: torch needs only one.
+
+    Raises:
+        WriteError: the target cannot be written.
+    """
+    try:
+        return FastFileWriter(found, container=container)
+    except WriteError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        _log.debug("torch writes %r itself: %s", found.name, error)
+        return None
 
 
 def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:

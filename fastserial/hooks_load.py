@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from fastserial import config as config_module
-from fastserial import filesystem
+from fastserial import filesystem, headroom
 from fastserial.collection import paused_collection
 from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
@@ -142,7 +142,14 @@ class _Load:
             config,
         )
 
-    def open_reader(self, source: FileSource) -> FastFileReader:
+    def open_reader(self, source: FileSource, needed: int = 0) -> FastFileReader:
+        """Open the file; `needed`: bytes that the storages will take besides.
+
+        Raises:
+            MemoryError: a limit leaves no room for what we need beyond torch.
+        """
+        if not headroom.is_enough(self.config, needed, 2):
+            raise MemoryError(headroom.REASON)
         self.reader = FastFileReader(source.fd, self.config, name=source.name)
         return self.reader
 
@@ -242,7 +249,7 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
 def _read_ahead(load: _Load, source: FileSource, records: Sequence[RecordEntry]) -> None:
     """Start reading the records; if that cannot be, torch's reader gives all of them."""
     try:
-        reader = load.open_reader(source)
+        reader = load.open_reader(source, source.size)
         load.prefetch = Prefetch(reader, records, load.config.verify_on_load)
         load.ours = load.prefetch.start(load)
         if not load.ours:

@@ -47,8 +47,7 @@ def publish_load(report: LoadReport, config: Config) -> None:
     """Make a report the process's last one, and hand it to `on_load`."""
     global _last
     _last = report
-    # datasets load a small file for each sample
-    _log.log(logging.DEBUG if report.engine == "torch" else logging.INFO, "%s", report)
+    _log.debug("%s", report)
     if config.on_load is not None:
         try:
             config.on_load(report)

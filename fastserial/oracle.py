@@ -6,8 +6,10 @@ torch's, once, before fastserial is switched on: a torch whose C++ writer differ
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import stat
 import sys
 from typing import Any
 
@@ -60,15 +62,20 @@ def _names_hash(names: tuple[str, ...]) -> str:
     torch's writer runs over empty records into the null device: their order in its hash set, and
     with it the digits, depends on the names alone.
     """
-    try:
-        writer = _writer(os.devnull, _ALIGNMENT)
-    except RuntimeError:  # no device in this chroot, or no descriptor free
-        writer = _writer(_Sink(), _ALIGNMENT)
+    writer = _discarding_writer()
     record = writer.write_record_metadata
     for name in names:
         record(name, 0)
     writer.write_end_of_file()
     return str(writer.serialization_id())[:_DIGITS]
+
+
+def _discarding_writer() -> Any:
+    with contextlib.suppress(OSError, RuntimeError):  # no such device, or no descriptor free
+        # torch would create what is missing, and in its place other programs would fill a file
+        if stat.S_ISCHR(os.stat(os.devnull).st_mode):
+            return _writer(os.devnull, _ALIGNMENT)
+    return _writer(_Sink(), _ALIGNMENT)
 
 
 class _Sink:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastserial import importhook
 from fastserial.errors import PatchError, UnsupportedTorchWarning
 
 if TYPE_CHECKING:
@@ -114,8 +115,18 @@ class _Installation:
         return len(self.replaced()) < len(self.functions)
 
 
+_HOME = "torch.serialization"
+_KEY = "_fastserial_installation"  # in that module
+
+
+def _inherited() -> _Installation | None:
+    """Return what another copy of this module, dropped from `sys.modules`, put into torch."""
+    found: _Installation | None = getattr(sys.modules.get(_HOME), _KEY, None)
+    return found
+
+
 _lock = threading.RLock()
-_installation: _Installation | None = None
+_installation: _Installation | None = _inherited()
 _ready: _Installation | None = None  # for `patched` while nothing is installed
 _reason: str | None = "install() has not been called"
 _warned: set[str] = set()
@@ -195,6 +206,7 @@ def uninstall() -> bool:
         for item in items:
             # whoever holds our function (a wrapper, an alias) gets stock behaviour from it
             item.patched.__code__ = item.original.__code__
+        vars(sys.modules[_HOME]).pop(_KEY, None)
         _installation, _reason = None, "uninstall() was called"
         config.set_installed()
     if foreign:
@@ -281,6 +293,7 @@ def _install(version: str, hooks: types.ModuleType) -> str | None:
         return _reason
     # set before the swap: a fork in between then finds nothing half-applied
     _installation, _reason = installation, None
+    setattr(sys.modules[_HOME], _KEY, installation)
     for module, items in _by_module(installation.functions).items():
         vars(module).update({item.name: item.patched for item in items})
     return None
@@ -439,9 +452,7 @@ def _patched(built: BuiltFunction, original: types.FunctionType, file: str) -> t
 @functools.cache
 def _hide_from_compiler() -> None:
     """Keep torch.compile from tracing fastserial, as it never traces torch.serialization."""
-    from wrapt import register_post_import_hook
-
-    register_post_import_hook(_dynamo_imported, "torch._dynamo.trace_rules")
+    importhook.when_imported("torch._dynamo.trace_rules", _dynamo_imported)
 
 
 def _dynamo_imported(trace_rules: Any) -> None:

@@ -231,7 +231,7 @@ class Prefetch:
             if isinstance(error, CorruptCheckpointError):
                 error.path = error.path or self._file.name
             else:
-                _log.info("reading ahead of %r ended: %r", self._file.name, error)
+                _log.debug("reading ahead of %r ended: %r", self._file.name, error)
         self._ledger.fail()
         self._error = error
         self._finished = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 
 from fastserial import filesystem
@@ -27,13 +28,23 @@ class ReadBack:
     def __init__(self, fd: int, direct: bool, block_size: int) -> None:
         """Open the file behind `fd` anew, for reading; `direct`: also past the page cache.
 
+        Where that is refused (the mode of the file, a limit on descriptors), it is read through
+        `fd`, if that can read: blocks that were written past the page cache are not in it, and
+        come from the device all the same.
+
         Raises:
             OSError: the file may not be read.
         """
         self._files = Descriptors()
-        self._fds = {False: filesystem.reopen(fd, os.O_RDONLY, self._files)}
-        if direct:
-            self._fds[True] = filesystem.reopen(fd, os.O_RDONLY | os.O_DIRECT, self._files)
+        self._fds = {False: fd, True: fd}
+        try:
+            self._fds[False] = self._fds[True] = filesystem.reopen(fd, os.O_RDONLY, self._files)
+            if direct:
+                flags = os.O_RDONLY | os.O_DIRECT
+                self._fds[True] = filesystem.reopen(fd, flags, self._files)
+        except OSError:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+                raise
         self._pool = BufferPool(1, block_size)
 
     def check(self, request: Request, direct: bool) -> None:
@@ -43,10 +54,11 @@ class ReadBack:
             OSError: the file holds other bytes (EIO), or cannot be read.
         """
         buffer = self._pool.buffers[0]
+        fd = self._fds[direct]
         done = 0
         while done < request.length:
             with buffer.view[done : request.length] as rest:
-                moved = os.preadv(self._fds[direct], [rest], request.offset + done)
+                moved = os.preadv(fd, [rest], request.offset + done)
             if not moved:
                 break
             done += moved

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from fastserial import config as config_module
-from fastserial import filesystem
+from fastserial import filesystem, headroom
 from fastserial.blockreader import BlockReader
 from fastserial.config import Config
 from fastserial.crew import Crew
@@ -50,7 +50,8 @@ class FastFileReader:
             EngineUnavailableError: the configured engine cannot read here.
         """
         self._closed = True  # until there is something to close
-        self.config = config if config is not None else config_module.current()
+        config = config if config is not None else config_module.current()
+        self.config = headroom.fitted(config)
         self._files = Descriptors()
         self._shared = False
         self.name, self.fd = _open(source, name, self._files)

@@ -6,14 +6,16 @@ on the checkpoint's. Device storages pass through it in chunks, too.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import mmap
+import os
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from fastserial.errors import EngineError
+from fastserial.errors import EngineError, StorageChangedError
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +27,10 @@ __all__ = [
     "BufferPool",
     "HostMemory",
     "StorageMemory",
+    "StorageOnHost",
     "device_types",
     "host_bytes",
+    "other_threads",
     "storage_memory",
     "synchronize",
 ]
@@ -124,6 +128,76 @@ class HostMemory:
         memmove(address, self.address + start, length)
 
 
+class StorageOnHost(HostMemory):
+    """Bytes of a host storage, which somebody may resize while they are copied.
+
+    A resize frees the memory at once; no reference keeps it. So every copy is followed by a look
+    whether the storage is where it was, at its size. `shared`: other threads run, and may do it in
+    the middle of a copy; then the kernel copies, which finds freed memory to be an error where
+    `memmove` would end the process. It costs some CPU time if the pages are small.
+    """
+
+    __slots__ = ("shared", "storage")
+
+    def __init__(
+        self, storage: torch.UntypedStorage, address: int, nbytes: int, shared: bool
+    ) -> None:
+        super().__init__(address, nbytes, storage)
+        self.storage = storage
+        self.shared = shared
+
+    def check(self) -> None:
+        """Raise if the storage is not as it was.
+
+        Raises:
+            StorageChangedError: it was resized.
+        """
+        if self.storage.data_ptr() != self.address or self.storage.nbytes() != self.nbytes:
+            raise StorageChangedError
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`.
+
+        Raises:
+            StorageChangedError: the storage was resized.
+        """
+        source = self.address + start
+        if not self.shared or not copied_by_kernel(address, source, length):
+            self.check()
+            memmove(address, source, length)
+        self.check()
+
+
+class _Piece(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_read_process = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+if _read_process is not None:
+    _read_process.restype = ctypes.c_ssize_t
+    _read_process.argtypes = (
+        ctypes.c_int,
+        *(ctypes.POINTER(_Piece), ctypes.c_ulong) * 2,
+        ctypes.c_ulong,
+    )
+
+
+def copied_by_kernel(target: int, source: int, length: int) -> bool:
+    """Copy host memory; False if there is none at `source`, or the kernel may not copy here."""
+    if _read_process is None:
+        return False
+    to, of = _Piece(target, length), _Piece(source, length)
+    moved: int = _read_process(os.getpid(), to, 1, of, 1, 0)
+    return moved == length
+
+
+def other_threads() -> bool:
+    """Return whether Python has more threads than the main one. Takes no lock."""
+    return _thread._count() > 0
+
+
 class StorageMemory:
     """Bytes of a storage on a device, copied to the host in the chunks that are asked for."""
 
@@ -136,9 +210,15 @@ class StorageMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy bytes [start, start + length) to host memory at `address`; returns when done."""
+        """Copy bytes [start, start + length) to host memory at `address`; returns when done.
+
+        Raises:
+            StorageChangedError: the storage was resized.
+        """
         import torch
 
+        if self._bytes.untyped_storage().nbytes() != self.nbytes:
+            raise StorageChangedError
         target = (ctypes.c_char * length).from_address(address)
         host = torch.frombuffer(target, dtype=torch.uint8)
         host.copy_(self._bytes[start : start + length])
@@ -156,10 +236,11 @@ def device_types(storages: Iterable[torch.UntypedStorage]) -> set[str]:
     return {device.type for device in set(map(attrgetter("device"), storages))}
 
 
-def storage_memory(storage: torch.UntypedStorage) -> HostMemory | StorageMemory:
+def storage_memory(storage: torch.UntypedStorage) -> StorageOnHost | StorageMemory:
     """Return the memory of a storage on the host or a device."""
     if storage.device.type == "cpu":
-        return HostMemory(storage.data_ptr(), storage.nbytes(), storage)
+        place = storage.data_ptr(), storage.nbytes()
+        return StorageOnHost(storage, *place, other_threads())
     return StorageMemory(storage)
 
 

@@ -116,6 +116,10 @@ def _found(fd: int) -> Mapping[str, Any]:
     found = _by_device.get(device)
     if found is None:
         try:
+            os.close(os.dup(fd))  # a look takes one descriptor; without, it would find nothing
+        except OSError:
+            return {}  # for now: the next save looks again
+        try:
             found = _look_up(fd)
         except Exception as error:  # whatever it is: the save goes on
             _log.warning("tuned settings are not used: %s", error)

@@ -26,7 +26,7 @@ from fastserial.containers.batch import storage_batch
 from fastserial.containers.extents import Extent, Hole, Literal
 from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
-from fastserial.errors import REMEDIES, WriteError, write_error
+from fastserial.errors import REMEDIES, WriteError, name_in, write_error
 from fastserial.extent_writer import ExtentWriter
 from fastserial.inplace import InPlaceFile, open_target
 from fastserial.interrupts import finish
@@ -347,9 +347,10 @@ class FastFileWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if error is None:
             self.close()
         else:
+            name_in(error, self.name)
             self.abort()
 
     def __del__(self) -> None:
@@ -434,6 +435,7 @@ class FastFileWriter:
     def _give_up(self, error: BaseException) -> None:
         """Discard everything because of an error, and raise it as a `WriteError` if it is one."""
         self._failed = True
+        name_in(error, self.name)
         try:
             self.abort()
         except OSError as another:
@@ -495,7 +497,7 @@ class FastFileWriter:
         )
         self._report = report
         publish(report)
-        _log.info("%s", report)
+        _log.debug("%s", report)
         if config.on_report is not None:
             try:
                 config.on_report(report)

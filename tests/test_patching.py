@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -670,7 +671,125 @@ def test_run_needs_a_program() -> None:
         runner.run([])
 
 
-def test_a_python_without_wrapt_starts_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wrapt", None)
-    with pytest.warns(UserWarning, match="could not be installed.*wrapt"):
-        boot.watch()
+# --- the start of a process, and two copies of fastserial ------------------------------------
+
+
+def test_the_start_imports_nothing(site: str) -> None:
+    """Not even with the variable: most Python processes of a job never use torch."""
+    script = "import sys; print(*sorted(sys.modules))"
+    without, with_it = (
+        set(run(script, prelude=False, PYTHONPATH=site, FASTSERIAL=value).split())
+        for value in ("0", "1")
+    )
+    ours = {"fastserial", "fastserial.boot", "fastserial.importhook"}
+    assert ours <= with_it
+    assert with_it - without <= {"__future__", *ours}
+
+
+def test_the_import_of_torch_looks_as_ever(site: str) -> None:
+    script = """
+        import importlib.util, sys, types
+        assert importlib.util.find_spec("torch").loader is not None  # a look is no import
+        import torch
+        import fastserial
+        assert fastserial.installed() is ("SWITCH" == "1")
+        print(type(torch.__loader__), vars(torch.__loader__), torch.__spec__.loader is
+              torch.__loader__, torch.__spec__.origin, torch.__spec__._initializing)
+    """
+    import_of = {
+        value: run(script.replace("SWITCH", value), PYTHONPATH=site, FASTSERIAL=value)
+        for value in ("0", "1")
+    }
+    assert import_of["0"] == import_of["1"]
+
+
+def test_an_import_that_fails_may_be_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import sys\nif not hasattr(sys, 'ready'):\n    raise ImportError('not yet')\n"
+    )
+    run(
+        """
+        from fastserial.importhook import when_imported
+        seen = []
+        when_imported("late", lambda module: seen.append((module, "other" in sys.modules)))
+        try:
+            import late
+        except ImportError:
+            assert not seen
+        sys.ready = True
+        import late
+        assert [module for module, _ in seen] == [late]
+        when_imported("late", lambda module: seen.append(module))
+        assert seen[1:] == [late]
+        """,
+        PYTHONPATH=str(tmp_path),
+    )
+
+
+def test_threads_see_only_the_finished_module(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("import time\ntime.sleep(0.1)\n")
+    run(
+        """
+        import threading
+        from fastserial.importhook import when_imported
+        def finish(module):
+            import time
+            time.sleep(0.1)
+            module.finished = True
+        when_imported("late", finish)
+        def look():
+            import late
+            seen.append(getattr(late, "finished", False))
+        seen = []
+        threads = [threading.Thread(target=look) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [True] * 8, seen
+        """,
+        PYTHONPATH=str(tmp_path),
+    )
+
+
+def test_a_module_in_a_zip_file(tmp_path: Path) -> None:
+    """One loader serves all modules of the file."""
+    with zipfile.ZipFile(tmp_path / "m.zip", "w") as archive:
+        archive.writestr("late.py", "import other\n")
+        archive.writestr("other.py", "")
+    run(
+        """
+        from fastserial.importhook import when_imported
+        seen = []
+        when_imported("late", lambda module: seen.append(module.__name__))
+        import late
+        assert seen == ["late"]
+        assert type(late.__loader__).__name__ == "zipimporter"
+        """,
+        PYTHONPATH=str(tmp_path / "m.zip"),
+    )
+
+
+def test_a_second_copy_knows_of_the_first(tmp_path: Path) -> None:
+    run(
+        f"""
+        import torch, fastserial
+        stock = functions()
+        fastserial.install()
+        for name in [name for name in sys.modules if name.split(".")[0] == "fastserial"]:
+            del sys.modules[name]
+        first = fastserial
+        import fastserial
+        assert fastserial is not first
+        assert fastserial.installed() and fastserial.status().installed
+        result, warned = caught(fastserial.install)
+        assert result is True and not warned, warned
+        torch.save({{"a": torch.ones(3)}}, {str(tmp_path / "f.pt")!r})
+        assert fastserial.last_report() is not None
+        assert fastserial.uninstall() is True
+        assert same(functions(), stock)
+        assert not fastserial.installed() and not first.installed()
+        assert fastserial.install() and fastserial.uninstall()
+        assert same(functions(), stock)
+    """
+    )

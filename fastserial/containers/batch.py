@@ -10,7 +10,16 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from fastserial.containers.extents import PACKED_BYTES, PACKED_STORAGE, Memory
-from fastserial.staging import HostMemory, bytes_at, device_types, host_bytes, storage_memory
+from fastserial.errors import StorageChangedError
+from fastserial.staging import (
+    HostMemory,
+    StorageMemory,
+    StorageOnHost,
+    bytes_at,
+    device_types,
+    host_bytes,
+    other_threads,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +38,59 @@ class Batch:
         sizes: bytes of each.
         memory: the memory of the storage at an index; the addresses are valid as long as this is
             kept.
+        storages: the storages, if that is what it is about: somebody may resize them meanwhile.
+        shared: other threads run, and may do so at any time.
     """
 
     addresses: Sequence[int]
     sizes: Sequence[int]
     memory: Callable[[int], Memory]
+    storages: Sequence[torch.UntypedStorage] | None = None
+    shared: bool = False
+
+    def texts(self, begin: int, end: int) -> list[bytes]:
+        """Copy the host memory of [begin, end).
+
+        Raises:
+            StorageChangedError: a storage was resized since the batch was made.
+        """
+        sizes = self.sizes[begin:end]
+        if self.storages is None:
+            return list(map(bytes_at, self.addresses[begin:end], sizes))
+        some = self.storages[begin:end]
+        # without a step of Python's between the look at a storage and its copy: no other thread
+        # gets the interpreter there, to resize it
+        texts = list(map(bytes_at, map(self._address, some), map(self._size, some)))
+        if list(map(len, texts)) != list(sizes):
+            raise StorageChangedError
+        return texts
+
+    def check(self, begin: int, end: int) -> None:
+        """Raise if a host storage of [begin, end) is not where it was, at its size.
+
+        Raises:
+            StorageChangedError: it was resized.
+        """
+        if self.storages is None:
+            return
+        some = self.storages[begin:end]
+        if (
+            list(map(self._address, some)) != self.addresses[begin:end]
+            or list(map(self._size, some)) != self.sizes[begin:end]
+        ):
+            raise StorageChangedError
+
+    @property
+    def _address(self) -> Callable[[torch.UntypedStorage], int]:
+        from torch import UntypedStorage
+
+        return UntypedStorage.data_ptr
+
+    @property
+    def _size(self) -> Callable[[torch.UntypedStorage], int]:
+        from torch import UntypedStorage
+
+        return UntypedStorage.nbytes
 
     def pieces(self) -> Iterator[tuple[int, int, bool]]:
         """Cut the batch up: (first, one past the last, whether to pack them) of each piece.
@@ -63,15 +120,18 @@ class Batch:
         """Return the first `length` bytes of the storages that begin with `mark`, by index.
 
         Those of fewer than `length` bytes do not count.
+
+        Raises:
+            StorageChangedError: a storage was resized since the batch was made.
         """
-        columns = zip(self.addresses, self.sizes, strict=True)
-        readable = [len(mark) if address and size >= length else 0 for address, size in columns]
-        marks = list(map(bytes_at, self.addresses, readable))
+        columns = enumerate(zip(self.addresses, self.sizes, strict=True))
+        readable = [index for index, (address, size) in columns if address and size >= length]
+        marks = self._heads(readable, len(mark))
         found: dict[int, bytes] = {}
         if mark in marks:
-            for index, text in enumerate(marks):
+            for index, text in zip(readable, marks, strict=True):
                 if text == mark:
-                    found[index] = bytes_at(self.addresses[index], length)
+                    found[index] = host_bytes(self.memory(index), length)
         if 0 in self.addresses:
             for index, size in enumerate(self.sizes):
                 if size >= length and not self.addresses[index]:
@@ -79,6 +139,14 @@ class Batch:
                     if head.startswith(mark):
                         found[index] = head
         return found
+
+    def _heads(self, indices: Sequence[int], length: int) -> list[bytes]:
+        lengths = repeat(length)
+        if self.storages is None:
+            return list(map(bytes_at, map(self.addresses.__getitem__, indices), lengths))
+        some = list(map(self.storages.__getitem__, indices))
+        there = map(min, map(self._size, some), lengths)  # as in `texts`
+        return list(map(bytes_at, map(self._address, some), there))
 
 
 def storage_batch(storages: Sequence[torch.UntypedStorage]) -> Batch:
@@ -90,7 +158,18 @@ def storage_batch(storages: Sequence[torch.UntypedStorage]) -> Batch:
         addresses = list(map(UntypedStorage.data_ptr, storages))
     else:
         addresses = [s.data_ptr() if s.device.type == "cpu" else 0 for s in storages]
-    return Batch(addresses, sizes, lambda index: storage_memory(storages[index]))
+    shared = other_threads()
+
+    def memory(index: int) -> Memory:
+        storage, size = storages[index], sizes[index]
+        if storage.device.type == "cpu":
+            return StorageOnHost(storage, addresses[index], size, shared)
+        found = StorageMemory(storage)
+        if found.nbytes != size:
+            raise StorageChangedError
+        return found
+
+    return Batch(addresses, sizes, memory, storages, shared)
 
 
 def batch_of(memories: Sequence[Memory]) -> Batch:

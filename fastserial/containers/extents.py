@@ -29,6 +29,7 @@ __all__ = [
     "Data",
     "Extent",
     "Hole",
+    "HostBatch",
     "Literal",
     "Memory",
     "Packed",
@@ -50,6 +51,32 @@ class Memory(Protocol):
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Copy `length` bytes from byte `start` of the storage to host memory at `address`."""
+
+
+class HostBatch(Protocol):
+    """Storages on the host, by number; somebody may resize them.
+
+    Attributes:
+        addresses: of their bytes.
+        shared: other threads run, and may resize them at any time.
+    """
+
+    addresses: Sequence[int]
+    shared: bool
+
+    def texts(self, begin: int, end: int) -> list[bytes]:
+        """Copy those of [begin, end), however they may be resized at the time.
+
+        Raises:
+            StorageChangedError: a storage was resized.
+        """
+
+    def check(self, begin: int, end: int) -> None:
+        """Raise if one of [begin, end) is not where it was, at its size.
+
+        Raises:
+            StorageChangedError: a storage was resized.
+        """
 
 
 @dataclass(slots=True)
@@ -91,16 +118,16 @@ class Packed:
 
     Behind storage i come its data descriptor, if there is a `seal` to pack it, and `gaps[i]`. If
     `first` is not None, it is the index of the first storage's record, and the CRC-32s of all are
-    wanted. `owner` keeps the memory valid.
+    wanted. `batch` keeps the memory valid; the storages are those of it from `begin` on.
     """
 
     length: int
     first: int | None
-    addresses: Sequence[int]
     sizes: Sequence[int]
     gaps: Sequence[bytes]
     seal: Struct | None
-    owner: object
+    batch: HostBatch
+    begin: int
     # A piece cut by the end of a block is made as a whole, and kept until all of it was used.
     made: bytearray | None = None
     used: int = 0

@@ -44,8 +44,7 @@ def storage_extents(batch: Batch, counts: Sequence[bytes]) -> list[Extent]:
             part = sizes[first:stop]
             gaps = [*counts[first + 1 : stop], b""]
             length = sum(part) + sum(map(len, gaps))
-            addresses = batch.addresses[first:stop]
-            sources.append(Packed(length, None, addresses, part, gaps, None, batch))
+            sources.append(Packed(length, None, part, gaps, None, batch, first))
         elif sizes[first]:
             sources.append(Data(batch.memory(first), sizes[first], None))
     extents: list[Extent] = []

@@ -104,7 +104,9 @@ def read_legacy(fd: int, size: int | None = None, limits: Limits | None = None) 
 def _byte_order(system: object) -> bool:
     if type(system) is Mapping:
         for name, value in system.items:
-            if name in ("little_endian", b"little_endian") and type(value) is bool:
+            # a text never meets bytes here: `python -b` warns of that
+            key = b"little_endian" if type(name) is bytes else "little_endian"
+            if name == key and type(value) is bool:
                 return value
     raise CorruptCheckpointError("the description of the system that wrote it is damaged")
 

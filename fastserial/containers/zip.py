@@ -288,9 +288,8 @@ class ZipLayout:
         start, length = self._cursor, limit - self._cursor
         first = record + begin if self.checksums else None
         seal = _DESCRIPTOR if self._headers[record + begin] < _U32 else _DESCRIPTOR64
-        addresses, sizes = batch.addresses[begin:end], batch.sizes[begin:end]
-        gaps = [*texts[begin + 1 : end], b""]
-        pack = Packed(length, first, addresses, sizes, gaps, seal, batch)
+        sizes, gaps = batch.sizes[begin:end], [*texts[begin + 1 : end], b""]
+        pack = Packed(length, first, sizes, gaps, seal, batch, begin)
         self._extents.append(Extent(start, length, pack))
         self._cursor = limit
 

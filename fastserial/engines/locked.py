@@ -98,11 +98,11 @@ def given_pool(handle: Any, memory: torch.Tensor, count: int, nbytes: int) -> Lo
     address = memory.data_ptr()
     room = (memory.nbytes - -address % _PAGE) // nbytes
     if room < 1 or memory.device.type != "cpu" or not handle.is_pinned(memory):
-        _log.info("the buffer given is too small or not pinned; locking other memory")
+        _log.debug("the buffer given is too small or not pinned; locking other memory")
         return None
     with _lock:
         if address in _claimed:
-            _log.info("the buffer given is in use by another save; locking other memory")
+            _log.debug("the buffer given is in use by another save; locking other memory")
             return None
         _claimed.add(address)
     return LockedPool(memory, min(count, room), nbytes, partial(_give_back, address))

@@ -1,0 +1,187 @@
+"""Saves and loads where something usual is missing or something unusual is set."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from identity import fast
+
+import fastserial
+from fastserial import config, tuned
+from fastserial.engines import Request
+from fastserial.engines.threads import ThreadsEngine
+
+BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 2}
+PROGRAMS = Path(__file__).parent / "programs"
+STATE = {"a": torch.arange(300_000)}
+
+
+def run(name: str, *arguments: str | Path, flags: tuple[str, ...] = (), **environment: str) -> str:
+    """Run a program of `tests/programs` in a new process; it must end well."""
+    done = subprocess.run(
+        [sys.executable, *flags, str(PROGRAMS / f"{name}.py"), *map(str, arguments)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-3000:]}"
+    return done.stdout
+
+
+class _Flags(ThreadsEngine):
+    """Notes the flags of the descriptors that are written to."""
+
+    seen: set[int]
+
+    def submit(self, requests: Any) -> None:
+        request: Request
+        for request in requests:
+            self.seen.add(fcntl.fcntl(request.fd, fcntl.F_GETFL))
+        super().submit(requests)
+
+
+@pytest.mark.parametrize("flag", [os.O_SYNC, os.O_DSYNC, 0])
+@pytest.mark.parametrize("use_zip", [True, False])
+def test_a_file_object_stays_synchronous(tmp_path: Path, flag: int, use_zip: bool) -> None:
+    def engine(threads: int) -> _Flags:
+        made = _Flags(threads)
+        made.seen = seen
+        return made
+
+    seen: set[int] = set()
+    fd = os.open(tmp_path / "f.pt", os.O_RDWR | os.O_CREAT | flag)
+    with os.fdopen(fd, "wb") as file, fast(**{**BLOCKS, "engine": engine}):
+        torch.save(STATE, file, _use_new_zipfile_serialization=use_zip)
+    assert seen
+    assert all(flags & os.O_SYNC == flag for flags in seen)
+    report = fastserial.last_report()
+    assert report is not None
+    assert report.direct is any(flags & os.O_DIRECT for flags in seen)
+
+
+def test_read_back_of_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    path.touch()
+    path.chmod(0o200)
+    command = [sys.executable, str(PROGRAMS / "read_back.py"), str(path)]
+    if os.geteuid() == 0:  # without what lets root read all files
+        if shutil.which("setpriv") is None:
+            pytest.skip("setpriv (util-linux) is missing: root reads any file")
+        command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["refused", "None", "not read back"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o200
+
+
+def test_no_null_device(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("not root: /dev cannot be emptied")
+    done = subprocess.run(
+        ["unshare", "--mount", sys.executable, str(PROGRAMS / "no_null_device.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if "unshare" in done.stderr or done.returncode == 77:
+        pytest.skip(f"no mounts of our own: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True []\n"
+
+
+def test_bytes_never_meet_text(tmp_path: Path) -> None:
+    assert run("bytes_and_text", tmp_path, flags=("-bb",)) == "ok\n"
+
+
+def test_nothing_is_logged_for_a_save_and_a_load_that_went_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fastserial")
+    for options in (BLOCKS, {}):
+        for use_zip in (True, False):
+            with fast(**options):
+                torch.save(STATE, tmp_path / "f.pt", _use_new_zipfile_serialization=use_zip)
+                torch.load(tmp_path / "f.pt")
+    assert caplog.records == []
+
+
+def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_names_checked", False)
+    monkeypatch.setenv("FASTSERIAL_BLOKSIZE", "1MiB")
+    monkeypatch.setenv("FASTSERIAL_THREAD", "1")
+    monkeypatch.setenv("FASTSERIAL_HOME_OF_SOMEBODY", "/")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with fast():
+            config.current()
+    told = [str(one.message) for one in found]
+    assert len(told) == 2
+    assert "FASTSERIAL_BLOKSIZE" in told[0]
+    assert "FASTSERIAL_BLOCK_SIZE" in told[0]
+    assert "FASTSERIAL_THREADS" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes"), [(20, 8_000_000), (300, 3000), (300, 20_000), (6, 400_000)]
+)
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+def test_storages_resized_during_a_save(tmp_path: Path, form: str, count: int, nbytes: int) -> None:
+    """Neither a crash nor a file that cannot be read: an error that names the file."""
+    out = run("resizing", tmp_path, form, str(count), str(nbytes), "1")
+    assert "refused" in out
+
+
+@pytest.mark.parametrize("room", [10, 20, 60])
+def test_a_save_with_little_address_space(tmp_path: Path, room: int) -> None:
+    out = run("little", "SAVE", tmp_path / "f.pt", str(room), "0")
+    assert "little address space" in out
+
+
+@pytest.mark.parametrize(("room", "why"), [(80, "little address space"), (1500, "None")])
+def test_a_load_with_little_address_space(tmp_path: Path, room: int, why: str) -> None:
+    out = run("little", "LOAD", tmp_path / "f.pt", str(room), "0")
+    assert why in out
+
+
+@pytest.mark.parametrize("descriptors", [1, 2, 3])
+def test_a_save_with_few_descriptors(tmp_path: Path, descriptors: int) -> None:
+    run("little", "SAVE", tmp_path / "f.pt", "0", str(descriptors))
+    assert list(torch.load(tmp_path / "f.pt")) == [f"t{i}" for i in range(10)]
+
+
+def test_tuned_settings_are_looked_for_again(tmp_path: Path) -> None:
+    """A process that was short of descriptors once does not go without them for ever."""
+    path = tmp_path / "f"
+    with path.open("wb") as file:
+        tuned.forget_cache()
+        fillers = []
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    fillers.append(os.dup(file.fileno()))
+            tuned.applied(config.Config(), {}, file.fileno())
+        finally:
+            for fd in fillers:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not tuned._by_device
+        tuned.applied(config.Config(), {}, file.fileno())
+        assert tuned._by_device
