@@ -170,7 +170,7 @@ def test_a_range_is_written_directly_but_for_its_first_and_last_page(tmp_path: P
     path = tmp_path / "f"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
-        out = ExtentWriter(fd, Config(small_file=0, block_size=65_536))
+        out = ExtentWriter(fd, Config(small_file=0, block_size=65_536, cache="drop"))
         out.write(extents, None, 5000)
         out.finish()
         out.close()
