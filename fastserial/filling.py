@@ -7,7 +7,6 @@ through staging buffers.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,13 +97,12 @@ def load_into(
     began = perf_counter()
     wanted = dict(_tensors(target))
     with FastFileReader(path, config) as reader:
-        with contextlib.ExitStack() as objects:
-            objects.enter_context(paused_collection())
+        with paused_collection() as pause:
             index = read_index(reader.fd, reader.name)
             jobs, left = _match(wanted, index, key, strict, type(target).__name__)
             passes = _last_of_each(jobs)
             if reader.size > len(jobs) * _FEW_BYTES:
-                objects.close()  # reading may take long
+                pause.end()  # reading may take long
             synchronize([job.target.untyped_storage() for job in jobs])
             checked = _read(reader, passes, verify)
         _publish(reader, index.container, checked, config, began)
