@@ -40,7 +40,12 @@ class paused_collection:
     def __init__(self) -> None:
         self._pause: _Pause | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> paused_collection:
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Hold collections off until `end`."""
         try:
             self._begin()
         except BaseException:
@@ -60,6 +65,10 @@ class paused_collection:
                 _current = weakref.ref(self._pause)  # now others may join
 
     def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let others collect again. Idempotent."""
         if self._pause is not None and gc.get_threshold()[0]:
             self._pause.restore = gc.isenabled  # somebody set others meanwhile
         self._pause = None

@@ -7,8 +7,10 @@ as any file refers to the crew, which is one per process.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +89,10 @@ class Crew:
         """In a forked child: the threads are not there."""
         self._idle.clear()
 
-    def __del__(self) -> None:
-        for hands in self._idle.values():
-            finish(*(hand.close for hand in hands))
+    def __del__(self, too_late: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not too_late():  # for threads, and for modules
+            for hands in self._idle.values():
+                finish(*(hand.close for hand in hands))
 
 
 def _kind(config: Config) -> object:

@@ -7,7 +7,6 @@ through staging buffers.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,8 +107,7 @@ def load_into(
     module = ModuleState(target) if isinstance(target, torch.nn.Module) else None
     wanted = dict(_tensors(module.entries if module is not None else target))
     with FastFileReader(path, config) as reader:
-        with contextlib.ExitStack() as objects:
-            objects.enter_context(paused_collection())
+        with paused_collection() as pause:
             index = read_index(reader.fd, reader.name)
             unread: dict[str, str] = {}
             if module is not None and module.loose:
@@ -120,7 +118,7 @@ def load_into(
             jobs, left = _match(wanted, index, key, strict, type(target).__name__, claimed, unread)
             passes = _last_of_each(jobs)
             if reader.size > len(jobs) * _FEW_BYTES:
-                objects.close()  # reading may take long
+                pause.end()  # reading may take long
             synchronize([job.target.untyped_storage() for job in jobs])
             checked = _read(reader, passes, verify)
         _publish(reader, index.container, checked, config, began)

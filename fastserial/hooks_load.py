@@ -97,7 +97,7 @@ class _Load:
             self.opener.__exit__(kind, error, traceback)
 
     def _release(self) -> None:
-        self.pause.__exit__()
+        self.pause.end()
         if self.prefetch is not None:
             self.prefetch.close()
             self.phases["wait"] = self.prefetch.wait_seconds
@@ -227,7 +227,7 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
         with contextlib.suppress(OSError):
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_WILLNEED)
         load.fallback = "many small records"
-        load.pause.__enter__()  # it is all objects, few bytes, and short
+        load.pause.begin()  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
     directory = read_places(source.fd, source.size, stock)
     if count != directory.end.count:

@@ -133,7 +133,11 @@ class ThreadsEngine(Engine):
             raise EngineError("its threads were stopped: the interpreter is shutting down")
 
     def close(self) -> None:
-        finish(self._stop, self._workers.join)  # no worker may outlive buffers and descriptor
+        # no worker may outlive buffers and descriptor
+        finish(self._stop, self._workers.join, self._forget)
+
+    def _forget(self) -> None:
+        self._done = queue.SimpleQueue()  # what is in it refers to those who refer to this
 
     def _stop(self) -> None:
         with contextlib.suppress(queue.Empty):

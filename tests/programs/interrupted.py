@@ -57,6 +57,7 @@ def state() -> dict[str, Any]:
 
 def settled(before: dict[str, Any]) -> dict[str, Any]:
     """Return the state, once what ends by itself has had its time."""
+    gc.collect()  # tracebacks make cycles
     for _ in range(200):
         after = state()
         if after["threads"] <= before["threads"]:
