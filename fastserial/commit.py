@@ -113,6 +113,10 @@ class Replacement:
         fallback: what the file system could not do, or None.
     """
 
+    start = 0
+    sequential = False
+    shared = False  # nobody knows it yet
+
     def __init__(self, target: PathTarget, durable: bool) -> None:
         """Create the file, empty and not yet visible at the target.
 
@@ -268,6 +272,16 @@ class Replacement:
             pass
         finally:
             files.close()
+
+    @property
+    def outcome(self) -> str:
+        """What an error has left at the path."""
+        if self.committed:
+            return "the new file is in place, but a power cut may bring the old one back"
+        return "no file was made" if self.target.mode is None else "the previous file is intact"
+
+    def begin(self) -> None:
+        """Do nothing: the file is new."""
 
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""

@@ -22,7 +22,7 @@ from fastserial.errors import WriteError
 from fastserial.foreign import SequentialWriter
 from fastserial.interrupts import Background
 from fastserial.staging import device_types
-from fastserial.targets import FileTarget, InPlaceTarget, PathTarget, StockWay, target_of
+from fastserial.targets import FileTarget, InPlaceTarget, PathTarget, StockWay, Target, target_of
 from fastserial.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -137,9 +137,7 @@ def save_legacy_storages(
     return True
 
 
-def _writer(
-    found: PathTarget | InPlaceTarget | FileTarget, container: str
-) -> FastFileWriter | None:
+def _writer(found: Target, container: str) -> FastFileWriter | None:
     """Return a writer, or None where there are not enough descriptors: torch needs only one.
 
     Raises:
@@ -158,7 +156,7 @@ def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:
     return _BODILESS.isdisjoint(device_types(storages))
 
 
-def _classify(target: Any) -> PathTarget | InPlaceTarget | FileTarget | None:
+def _classify(target: Any) -> Target | None:
     found = target_of(target)
     if isinstance(found, StockWay):
         _log.debug("torch writes %r itself: %s", target, found.reason)

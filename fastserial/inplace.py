@@ -10,24 +10,69 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from dataclasses import replace
+from typing import Protocol
 
 from fastserial import filesystem
 from fastserial.commit import CannotReplace, Replacement
-from fastserial.config import Config
-from fastserial.targets import InPlaceTarget, PathTarget
+from fastserial.targets import FileTarget, InPlaceTarget, Target
 
-__all__ = ["InPlaceFile", "open_target"]
+__all__ = ["CallersFile", "Destination", "InPlaceFile", "open_target"]
 
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def open_target(target: PathTarget | InPlaceTarget, durable: bool) -> Replacement | InPlaceFile:
+class Destination(Protocol):
+    """Where the bytes of a save go.
+
+    Attributes:
+        target: what was asked for.
+        fd: descriptor of the file.
+        start: place in the file of the first byte (bytes).
+        durable: after `sync`: what was written is on the device.
+        fallback: why it is not done the best way, or None.
+        sequential: the file takes its bytes in their order only.
+        shared: others know the file, and may hold a `lockf` lock on it.
+    """
+
+    @property
+    def target(self) -> Target: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def durable(self) -> bool: ...
+    @property
+    def fallback(self) -> str | None: ...
+    @property
+    def sequential(self) -> bool: ...
+    @property
+    def shared(self) -> bool: ...
+    @property
+    def outcome(self) -> str:
+        """What an error has left at the target, for its text."""
+
+    def begin(self) -> None:
+        """Get ready for the first byte. Idempotent."""
+
+    def sync(self) -> None:
+        """Put what was written on the device, if the save is to be durable."""
+
+    def commit(self) -> None:
+        """Make what was written the file."""
+
+    def discard(self) -> None:
+        """Take back what can be taken back. Idempotent; nothing after `commit`."""
+
+
+def open_target(target: Target, durable: bool) -> Destination:
     """Make a new file for a target, or open the one that is there where that cannot be.
 
     Raises:
         OSError: nothing can be written there.
     """
+    if isinstance(target, FileTarget):
+        return CallersFile(target)
     if isinstance(target, InPlaceTarget):
         return InPlaceFile(target, durable)
     try:
@@ -49,8 +94,11 @@ class InPlaceFile:
 
     Attributes:
         begun: the old content is gone.
-        synced: the new content is on the device.
+        durable: the new content is on the device.
     """
+
+    start = 0
+    shared = False
 
     def __init__(self, target: InPlaceTarget, durable: bool) -> None:
         """Open the file, or create it where there is none.
@@ -60,8 +108,8 @@ class InPlaceFile:
         """
         self.target = target
         self.begun = False
-        self.synced = False
-        self._durable = durable
+        self.durable = False
+        self._wanted_durable = durable
         self._is_new = not os.path.exists(target.name)
         if target.sequential:
             # Such a file system wants it emptied by the very `open`: the number is kept till then.
@@ -69,11 +117,20 @@ class InPlaceFile:
         else:
             self.fd = filesystem.open_own(target.name, os.O_WRONLY | os.O_CREAT)
 
-    def adapted(self, config: Config) -> Config:
-        """Return the options that the file system can serve."""
-        if not self.target.sequential:
-            return config
-        return replace(config, direct=False, preallocate=False, tuned=False)
+    @property
+    def fallback(self) -> str:
+        """Why the file was not replaced."""
+        return self.target.reason
+
+    @property
+    def sequential(self) -> bool:
+        """Whether the file system takes bytes in the order of the file only."""
+        return self.target.sequential
+
+    @property
+    def outcome(self) -> str:
+        """What an error has left at the path."""
+        return "the save is incomplete" if self.begun else "the previous file is intact"
 
     def begin(self) -> None:
         """Empty the file, right before its first byte is written. Idempotent.
@@ -101,10 +158,10 @@ class InPlaceFile:
         Raises:
             OSError: the device failed.
         """
-        if self._durable:
+        if self._wanted_durable:
             try:
                 os.fsync(self.fd)
-                self.synced = True
+                self.durable = True
             except OSError as error:
                 if error.errno not in _NO_SYNC:
                     raise
@@ -128,3 +185,41 @@ class InPlaceFile:
                 os.unlink(self.target.name)
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+class CallersFile:
+    """A file object of the caller's, written from its position on; it is neither synced nor closed.
+
+    After an error it has the size that it had.
+    """
+
+    durable = False
+    fallback = None
+    sequential = False
+    shared = True
+    outcome = "the save is incomplete"
+
+    def __init__(self, target: FileTarget) -> None:
+        self.target = target
+        self.fd = target.fd
+        self.start = target.offset
+        self._size_before: int | None = None
+
+    def begin(self) -> None:
+        """Note the size of the file. Idempotent."""
+        if self._size_before is None:
+            self._size_before = os.fstat(self.fd).st_size
+
+    def sync(self) -> None:
+        """Do nothing: when it is synced is the caller's to say."""
+
+    def commit(self) -> None:
+        """Do nothing: the bytes are in the file."""
+        self._size_before = None
+
+    def discard(self) -> None:
+        """Give the file the size that it had, so that reserved space is given back."""
+        size, self._size_before = self._size_before, None
+        if size is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.fd, size)

@@ -19,6 +19,7 @@ __all__ = [
     "InPlaceTarget",
     "PathTarget",
     "StockWay",
+    "Target",
     "file_target",
     "free_bytes_for",
     "path_target",
@@ -72,6 +73,9 @@ class InPlaceTarget:
     name: str
     reason: str
     sequential: bool = False
+
+
+Target = PathTarget | InPlaceTarget | FileTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +283,7 @@ def file_target(file: Any) -> FileTarget | StockWay:
     return FileTarget(name if isinstance(name, str) else f"<fd {fd}>", raw, fd, offset)
 
 
-def target_of(target: Any) -> PathTarget | InPlaceTarget | FileTarget | StockWay:
+def target_of(target: Any) -> Target | StockWay:
     """Decide how to write to what was given to `torch.save`, a path or a file object.
 
     Raises:
@@ -293,7 +297,7 @@ def target_of(target: Any) -> PathTarget | InPlaceTarget | FileTarget | StockWay
 
 def writable_target(
     target: str | os.PathLike[str] | BinaryIO,
-) -> PathTarget | InPlaceTarget | FileTarget:
+) -> Target:
     """Return what a FastFileWriter can write.
 
     Raises:
@@ -306,7 +310,7 @@ def writable_target(
     return found
 
 
-def free_bytes_for(target: PathTarget | InPlaceTarget | FileTarget, fd: int) -> int | None:
+def free_bytes_for(target: Target, fd: int) -> int | None:
     """Return the bytes free where the target lies, None if that cannot be told any more.
 
     Args:

@@ -6,7 +6,6 @@ The protocol is that of DeepSpeed's FastPersist (arXiv 2406.13768): a writable f
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import logging
@@ -20,27 +19,21 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastserial import config as config_module
 from fastserial import filesystem, tuned
 from fastserial.checksums import CrcLedger
-from fastserial.commit import Replacement
 from fastserial.config import Config
 from fastserial.containers.batch import storage_batch
 from fastserial.containers.extents import Extent, Hole, Literal
 from fastserial.containers.legacy import element_counts, storage_extents
 from fastserial.containers.zip import ZipPlan
-from fastserial.errors import REMEDIES, WriteError, name_in, write_error
+from fastserial.errors import WriteError, name_in
 from fastserial.extent_writer import ExtentWriter
-from fastserial.inplace import InPlaceFile, open_target
+from fastserial.inplace import open_target
 from fastserial.interrupts import finish
 from fastserial.progress import progress_bar
 from fastserial.report import Latency, SaveReport, publish
+from fastserial.save_errors import save_error
 from fastserial.staging import synchronize
 from fastserial.statistics import WriterStatistics
-from fastserial.targets import (
-    FileTarget,
-    InPlaceTarget,
-    PathTarget,
-    free_bytes_for,
-    writable_target,
-)
+from fastserial.targets import FileTarget, Target, writable_target
 
 if TYPE_CHECKING:
     import torch
@@ -64,13 +57,7 @@ class FastFileWriter:
 
     def __init__(
         self,
-        target: str
-        | os.PathLike[str]
-        | BinaryIO
-        | PathTarget
-        | InPlaceTarget
-        | FileTarget
-        | None = None,
+        target: str | os.PathLike[str] | BinaryIO | Target | None = None,
         config: Config | WriterOptions | None = None,
         *,
         file_path: str | os.PathLike[str] | None = None,
@@ -94,7 +81,7 @@ class FastFileWriter:
         chosen = target if target is not None else file_path
         if chosen is None or (target is not None and file_path is not None):
             raise TypeError("give a FastFileWriter one target")
-        if not isinstance(chosen, PathTarget | InPlaceTarget | FileTarget):
+        if not isinstance(chosen, Target):
             chosen = writable_target(chosen)
         self._target = target = chosen
         if config is not None and not isinstance(config, Config):
@@ -110,35 +97,21 @@ class FastFileWriter:
         self._began = perf_counter()
         self._phases: dict[str, float] = {}
         self._container = container
-        self._replacement: Replacement | None = None
-        self._size_before: int | None = None
         self._needed: int | None = None
-        self._fd = -1
         self._report: SaveReport | None = None
-        self._in_place: InPlaceFile | None = None
         try:
-            if isinstance(target, FileTarget):
-                self._fd, self._start = target.fd, target.offset
-            else:
-                opened = open_target(target, self._config.durable)
-                if isinstance(opened, Replacement):
-                    self._replacement = opened
-                else:
-                    self._in_place, self._target = opened, opened.target
-                    self._config = opened.adapted(self._config)
-                self._fd, self._start = opened.fd, 0
+            self._place = place = open_target(target, self._config.durable)
         except OSError as error:
-            raise self._write_error(error) from error
+            raise save_error(error, target, None, None) from error
+        self._target = place.target
         self._bar = progress_bar(self._config.progress, target.name)
-        # our own new file needs no look for locks, which on NFS may show our `flock`
-        theirs = isinstance(target, FileTarget)
         self._out = ExtentWriter(
-            self._fd,
+            place.fd,
             self._config,
             self._bar.update,
-            may_be_locked=theirs,
-            sequential=isinstance(self._target, InPlaceTarget) and self._target.sequential,
-            owner=self._replacement or self._in_place or target,
+            may_be_locked=place.shared,
+            sequential=place.sequential,
+            owner=place,
         )
         self._written = 0  # bytes passed on
         self._statistics = WriterStatistics(self._out.tally)
@@ -220,7 +193,7 @@ class FastFileWriter:
             began = perf_counter()
             with _Guarded(self):
                 self._use_tuned()
-                self._begin()
+                self._place.begin()
                 self._gather()
                 source = Literal(data if isinstance(data, bytes) else view)
                 self._pass_on([Extent(0, length, source)], length)
@@ -298,24 +271,19 @@ class FastFileWriter:
         with _Guarded(self):
             began = perf_counter()
             self._phases.setdefault("serialize", began - self._began)
-            self._begin()
+            self._place.begin()
             self._gather()
             self._out.finish()
             written = perf_counter()
             self._add_transfer(began)
             self._out.close()
-            if self._replacement is not None:
-                self._replacement.sync()
-                synced = perf_counter()
-                self._replacement.commit()
-                self._phases["sync"] = synced - written
-                self._phases["commit"] = perf_counter() - synced
-            elif self._in_place is not None:
-                self._in_place.sync()
-                self._in_place.commit()
-                self._phases["sync"] = perf_counter() - written
-            elif isinstance(self._target, FileTarget):
-                self._target.file.seek(self._start + self._written)
+            self._place.sync()
+            synced = perf_counter()
+            self._place.commit()
+            self._phases["sync"] = synced - written
+            self._phases["commit"] = perf_counter() - synced
+            if isinstance(self._target, FileTarget):
+                self._target.file.seek(self._target.offset + self._written)
         self._closed = True
         self._bar.close()
         self._publish()
@@ -327,16 +295,7 @@ class FastFileWriter:
         self._closed = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
-        finish(self._out.close, self._bar.close, self._undo)
-
-    def _undo(self) -> None:
-        if self._replacement is not None:
-            self._replacement.discard()
-        elif self._in_place is not None:
-            self._in_place.discard()
-        elif self._size_before is not None:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size_before)
+        finish(self._out.close, self._bar.close, self._place.discard)
 
     def __enter__(self) -> FastFileWriter:
         return self
@@ -377,7 +336,7 @@ class FastFileWriter:
         with _Guarded(self):
             if self._needed > self._config.small_file:
                 self._use_tuned()
-            self._begin()
+            self._place.begin()
             self._reserve(extents, self._needed)
             self._out.expect(self._needed)
             self._gather()
@@ -387,7 +346,7 @@ class FastFileWriter:
     def _pass_on(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
     ) -> None:
-        self._out.write(extents, ledger, self._start + self._written)
+        self._out.write(extents, ledger, self._place.start + self._written)
         self._written += nbytes
 
     def _use_tuned(self) -> None:
@@ -399,7 +358,7 @@ class FastFileWriter:
         chosen, self._chosen = self._chosen, None
         if chosen is None or not self._config.tuned:
             return
-        config = tuned.applied(self._config, chosen, self._fd)
+        config = tuned.applied(self._config, chosen, self._place.fd)
         if config is not self._config and self._out.reconfigure(config):
             self._config = config
 
@@ -411,20 +370,13 @@ class FastFileWriter:
             return
         if any(type(extent.source) is Hole for extent in extents):
             return
-        if self._out.compression is not None:
+        if self._place.sequential or self._out.compression is not None:
             return
-        if isinstance(self._target, FileTarget):
-            self._size_before = os.fstat(self._fd).st_size
-        filesystem.preallocate(self._fd, self._start, needed)
-
-    def _begin(self) -> None:
-        """Nothing was written so far, and something is about to be."""
-        if self._in_place is not None:
-            self._in_place.begin()
+        filesystem.preallocate(self._place.fd, self._place.start, needed)
 
     def _gather(self) -> None:
         if self._gathered:
-            self._begin()
+            self._place.begin()
             gathered, self._gathered = bytes(self._gathered), bytearray()
             self._pass_on([Extent(0, len(gathered), Literal(gathered))], len(gathered))
 
@@ -442,43 +394,10 @@ class FastFileWriter:
             if isinstance(error, Exception):  # an interrupt stays one
                 error = another
         if isinstance(error, OSError) and not isinstance(error, WriteError):
-            raise self._write_error(error) from error
-
-    def _write_error(self, error: OSError) -> WriteError:
-        """Return what a failed system call means for the user."""
-        number = error.errno or errno.EIO
-        text = error.strerror or str(error)
-        needed = free = None
-        if number in _FULL:
-            needed, free = self._needed, free_bytes_for(self._target, self._fd)
-            if needed is not None:
-                text += f" (the save needs {needed} bytes"
-                text += f", {free} are free)" if free is not None else ")"
-        elif number == errno.ENOENT and self._replacement is not None:
-            text = "the directory was removed during the save"
-        is_open = self._in_place is not None and self._in_place.begun
-        if isinstance(self._target, InPlaceTarget) and not is_open:
-            text += "; the previous file is intact"
-        elif not isinstance(self._target, PathTarget):
-            text += "; the save is incomplete"
-        elif self._replacement is not None and self._replacement.committed:
-            text += "; the new file is in place, but a power cut may bring the old one back"
-        else:
-            is_new = self._target.mode is None
-            text += "; no file was made" if is_new else "; the previous file is intact"
-        if number in REMEDIES:
-            text += f". {REMEDIES[number]}"
-        found = write_error(number, self._target.name, text)
-        found.bytes_needed, found.bytes_free = needed, free
-        return found
+            raise save_error(error, self._target, self._place, self._needed) from error
 
     def _publish(self) -> None:
         out, config = self._out, self._config
-        why, durable = None, False
-        if self._replacement is not None:
-            why, durable = self._replacement.fallback, self._replacement.durable
-        elif self._in_place is not None:
-            why, durable = self._in_place.target.reason, self._in_place.synced
         report = SaveReport(
             path=self.name,
             container=self._container,
@@ -486,8 +405,8 @@ class FastFileWriter:
             seconds=perf_counter() - self._began,
             engine=out.engine_name,
             direct=out.direct,
-            durable=durable,
-            fallback=why or out.fallback,
+            durable=self._place.durable,
+            fallback=self._place.fallback or out.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
