@@ -82,7 +82,7 @@ class ThreadsEngine(Engine):
         for _ in range(max(1, count)):
             # Each worker sees the caller's context variables, such as scoped options.
             run = contextvars.copy_context().run
-            if not self._workers.start(run, _run, self._work, self._done, self._serve, self._gone):
+            if not self._workers.start(run, _run, self._work, self._serve, self._gone):
                 break
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -166,16 +166,19 @@ _Work = queue.SimpleQueue[object]
 
 
 def _run(
-    work: _Work,
-    done: queue.SimpleQueue[Completion],
-    serve: Callable[[Request], Completion],
-    gone: weakref.ref[ThreadsEngine],
+    work: _Work, serve: Callable[[Request], Completion], gone: weakref.ref[ThreadsEngine]
 ) -> None:
     """Serve requests until there is something else in the queue, and leave that to the others.
 
-    `gone` is what puts it there: it has to be kept.
+    It is put there by `gone`, once nobody refers to the engine: nor may what is held here.
     """
     while isinstance(request := work.get(), Request):
-        done.put(serve(request))
+        _hand_over(serve(request), gone)
         request = None  # while it waits for the next, this one's memory may go
     work.put(request)
+
+
+def _hand_over(completion: Completion, gone: weakref.ref[ThreadsEngine]) -> None:
+    engine = gone()
+    if engine is not None:
+        engine._done.put(completion)
