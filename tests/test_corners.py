@@ -153,7 +153,7 @@ def test_a_save_with_little_address_space(tmp_path: Path, room: int) -> None:
     assert "little address space" in out
 
 
-@pytest.mark.parametrize(("room", "why"), [(80, "little address space"), (1500, "None")])
+@pytest.mark.parametrize(("room", "why"), [(450, "little address space"), (3000, "None")])
 def test_a_load_with_little_address_space(tmp_path: Path, room: int, why: str) -> None:
     out = run("little", "LOAD", tmp_path / "f.pt", str(room), "0")
     assert why in out
