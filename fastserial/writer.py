@@ -55,6 +55,8 @@ class FastFileWriter:
     positioned at the end of what was written. Leaving a `with` block by an exception discards.
     """
 
+    _closed = True  # until there is something to close
+
     def __init__(
         self,
         target: str | os.PathLike[str] | BinaryIO | Target | None = None,
@@ -76,7 +78,6 @@ class FastFileWriter:
             WriteError: the target cannot be written (it is an `OSError` and a `RuntimeError`).
             TypeError: neither or both of `target` and `file_path` are given.
         """
-        self._closed = True  # until there is something to close
         self._failed = False
         chosen = target if target is not None else file_path
         if chosen is None or (target is not None and file_path is not None):

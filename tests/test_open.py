@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import gc
 import io
 import os
 import pickle
@@ -24,6 +25,7 @@ from identity import saver, stock
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fastserial
+from fastserial import crew
 from fastserial.config import Config
 from fastserial.engines import threads
 from fastserial.errors import (
@@ -331,13 +333,12 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
         assert same(file.get_tensor("1"), want["1"])
 
 
-def test_left_open(tmp_path: Path) -> None:
+def test_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that nobody uses any more keeps neither threads nor descriptors."""
     path = tmp_path / "f.pt"
     with stock():
         torch.save({"x": noise(300_000)}, path)
-    torch.set_num_threads(1)
-    before = (thread_count(), len(os.listdir("/proc/self/fd")))
+    before = (quiet(monkeypatch), len(os.listdir("/proc/self/fd")))
     file = open_checkpoint(path)
     file.get_tensor("x")
     assert thread_count() > before[0]
@@ -345,15 +346,14 @@ def test_left_open(tmp_path: Path) -> None:
     assert (settled_threads(before[0]), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_open_files_share_threads(tmp_path: Path) -> None:
+def test_open_files_share_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a loader does that keeps all shards of a model open."""
     with stock():
         for i in range(20):
             torch.save({"x": noise(300_000 + i)}, tmp_path / f"{i}.pt")
     with stock():
         want = [torch.load(tmp_path / f"{i}.pt")["x"] for i in range(20)]
-    torch.set_num_threads(1)
-    before = thread_count()
+    before = quiet(monkeypatch)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open_checkpoint(tmp_path / f"{i}.pt")) for i in range(20)]
         for _ in range(2):
@@ -416,6 +416,18 @@ def test_a_signal_handler_reads_while_a_tensor_is_read(
         monkeypatch.setattr(FastFileReader, "check_unchanged", check)
         assert same(file.get_tensor("1"), want["1"])
     assert seen == [True]
+
+
+def quiet(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many threads there are, once those of other tests are gone or out of reach."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(crew, "_common", None)
+    gc.collect()
+    count, last = thread_count(), 0
+    while count != last:
+        time.sleep(0.2)
+        count, last = thread_count(), count
+    return count
 
 
 def thread_count() -> int:
