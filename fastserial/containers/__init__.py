@@ -1,1 +1,0 @@
-"""Layout: which byte of a checkpoint lies where. Pure arithmetic, no I/O."""
