@@ -22,16 +22,16 @@ RELEASES = [
 ]  # fmt: skip
 # What depends on the torch release: patches, byte identity, files exchanged with stock torch.
 RELEASE_TESTS = [
-    "tests/test_patchset.py",
-    "tests/test_patching.py",
-    "tests/test_identity.py",
-    "tests/test_load.py",
-    "tests/test_load_damaged.py",
-    "tests/test_load_files.py",
-    "tests/test_load_forms.py",
-    "tests/test_load_into.py",
-    "tests/test_open.py",
-    "tests/test_prefetch.py",
+    "tests/patching/test_patchset.py",
+    "tests/patching/test_patching.py",
+    "tests/saving/test_identity.py",
+    "tests/loading/test_load.py",
+    "tests/loading/test_load_damaged.py",
+    "tests/loading/test_load_files.py",
+    "tests/loading/test_load_forms.py",
+    "tests/checkpoints/test_load_into.py",
+    "tests/checkpoints/test_open.py",
+    "tests/loading/test_prefetch.py",
     "tests/compat",
 ]
 
@@ -99,8 +99,8 @@ def deepspeed(session: nox.Session) -> None:
         "--dist",
         "worksteal",
         "tests/deepspeed",
-        "tests/test_engines.py",
-        "tests/test_fastpersist.py",
+        "tests/engines/test_engines.py",
+        "tests/integrations/test_fastpersist.py",
     ]
     session.run("pytest", *(session.posargs or default), env=cpu)
 
@@ -126,11 +126,12 @@ def python(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, format and strict types."""
-    session.install("ruff>=0.14", "mypy>=1.18", "types-tqdm", "nox", "tomli")
+    session.install("ruff>=0.14", "mypy>=1.18", "types-tqdm", "nox", "tomli", "import-linter>=2.5")
     install(session, TORCH, "bench,test")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+    session.run("lint-imports")
 
 
 @nox.session

@@ -11,8 +11,13 @@ TYPE_CHECKING = False  # `typing` itself takes longer to import than all of this
 if TYPE_CHECKING:
     from typing import Any
 
+    from fastserial.checkpoints.convert import convert
+    from fastserial.checkpoints.inspect import inspect
+    from fastserial.checkpoints.lazy import open_checkpoint as open
+    from fastserial.checkpoints.load import load
+    from fastserial.checkpoints.load_into import load_into
+    from fastserial.checkpoints.verify import verify
     from fastserial.config import Config, options
-    from fastserial.conversion import convert
     from fastserial.errors import (
         CheckpointKeyError,
         ConfigError,
@@ -28,21 +33,15 @@ if TYPE_CHECKING:
         UnsupportedTorchWarning,
         WriteError,
     )
-    from fastserial.fastpersist import (
+    from fastserial.integrations.fastpersist import (
         fastpersist_save,
         fastpersist_save_legacy,
         get_aio_handle,
         get_pinned_buffer,
     )
-    from fastserial.filling import load_into
-    from fastserial.inspection import inspect
-    from fastserial.lazyfile import open_checkpoint as open
-    from fastserial.loading import load
-    from fastserial.loadreport import LoadReport, last_load_report
-    from fastserial.patching import install, installed, status, uninstall
-    from fastserial.report import SaveReport, last_report
-    from fastserial.verification import verify
-    from fastserial.writer import FastFileWriter
+    from fastserial.patching.install import install, installed, status, uninstall
+    from fastserial.reports import LoadReport, SaveReport, last_load_report, last_report
+    from fastserial.saving.writer import FastFileWriter
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastserial.cli import main
+from fastserial.cli.main import main
 
 if __name__ == "__main__":
     main()

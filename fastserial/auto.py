@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastserial.boot import switch
-from fastserial.patching import install
+from fastserial.patching.install import install
+from fastserial.startup import switch
 
 __all__: list[str] = []
 

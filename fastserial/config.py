@@ -2,7 +2,7 @@
 
 A value set nearer to the call wins:
 `with options(...)`  >  `install(...)`  >  `FASTSERIAL_<NAME>` in the environment  >  what
-`fastserial tune` found for the device (`fastserial.tuned`)  >  default.
+`fastserial tune` found for the device (`fastserial.tuning.lookup`)  >  default.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from fastserial.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastserial.engines import EngineFactory
-    from fastserial.loadreport import LoadReport
-    from fastserial.report import SaveReport
+    from fastserial.reports import LoadReport, SaveReport
 
 __all__ = ["Config", "chosen", "current", "of", "options", "set_installed"]
 
@@ -58,7 +57,7 @@ class Config:
         direct: `"auto"` uses direct I/O where the file system takes it and the file is larger
             than `small_file`; `True` asks for it at any size; `False` goes through the page cache.
         cache: what loads and saves leave in the page cache. `"auto"`: what stock torch would, as
-            far as it costs no time (see `fastserial.caching`); `"keep"`: the file; `"drop"`:
+            far as it costs no time (see `fastserial.files.caching`); `"keep"`: the file; `"drop"`:
             nothing, where the file system takes direct I/O.
         preallocate: reserve the file's space before the first byte, so that a full disk is
             noticed early and extents are contiguous.

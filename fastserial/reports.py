@@ -1,17 +1,29 @@
-"""What a save did, in fio's words: bytes, seconds, bandwidth, latencies, engine."""
+"""What a save or a load did, in fio's words: bytes, seconds, bandwidth, latencies, engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastserial.printable import printable
 
-__all__ = ["Latency", "Report", "SaveReport", "format_bandwidth", "format_bytes", "last_report"]
+__all__ = [
+    "Latency",
+    "LoadReport",
+    "Report",
+    "SaveReport",
+    "format_bandwidth",
+    "format_bytes",
+    "last_load_report",
+    "last_report",
+    "publish_load",
+]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
+_log = logging.getLogger("fastserial")
 
 
 def _scaled(value: float, base: int, units: Sequence[str]) -> str:
@@ -134,15 +146,65 @@ class SaveReport(Report):
         return self.line("WRITE", f"direct={int(self.direct)}, durable={int(self.durable)}")
 
 
-_last: SaveReport | None = None
+_last_save: SaveReport | None = None
 
 
 def publish(report: SaveReport) -> None:
     """Make a report the process's last one."""
-    global _last
-    _last = report
+    global _last_save
+    _last_save = report
 
 
 def last_report() -> SaveReport | None:
     """Return the report of the save that finished last in this process, or None."""
-    return _last
+    return _last_save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport(Report):
+    """One finished load.
+
+    Attributes:
+        container: `zip`, `legacy` or `safetensors`.
+        bytes: bytes read ahead of or instead of torch; 0 if torch read all.
+        engine: `torch` if it read the file itself.
+        direct_bytes, cached_bytes: how many of `bytes` came directly from the disk and through
+            the page cache.
+        verified: every record that was read has the CRC-32 its file tells.
+        phases: `directory`, `wait` (the unpickler waited for bytes).
+    """
+
+    direct_bytes: int = 0
+    cached_bytes: int = 0
+    verified: bool = False
+
+    def __str__(self) -> str:
+        if not self.bytes:  # nothing of which to tell a speed
+            who = "by torch itself" if self.engine == "torch" else "no tensor's bytes"
+            return self._with_file(f"READ: {who}, run={self.seconds * 1000:.0f}msec")
+        direct, cached = format_bytes(self.direct_bytes), format_bytes(self.cached_bytes)
+        details = f"direct={direct}, cached={cached}, verified={int(self.verified)}"
+        return self.line("READ", details)
+
+
+_last_load: LoadReport | None = None
+
+
+def publish_load(report: LoadReport, on_load: Callable[[LoadReport], None] | None) -> None:
+    """Make a report the process's last one, and hand it to `on_load`."""
+    global _last_load
+    _last_load = report
+    _log.debug("%s", report)
+    if on_load is not None:
+        try:
+            on_load(report)
+        except Exception:  # the object is there: this must not look like a failed load
+            _log.exception("on_load failed for %r", report.path)
+
+
+def last_load_report() -> LoadReport | None:
+    """Return the report of the load that finished last in this process, or None.
+
+    A `BytesIO`, from which torch also unpickles tensors, makes one only with `verify_on_load`.
+    """
+    return _last_load

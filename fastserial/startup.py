@@ -25,7 +25,7 @@ def switch() -> bool | None:
 def watch() -> None:
     """Install once torch is imported, or at once if it already is."""
     try:
-        from fastserial.importhook import when_imported
+        from fastserial.import_hook import when_imported
 
         when_imported("torch", _torch_imported)
     except Exception as error:
@@ -34,7 +34,7 @@ def watch() -> None:
 
 def _torch_imported(_: object) -> None:
     try:
-        from fastserial.patching import install
+        from fastserial.patching.install import install
 
         install()
     except Exception as error:

@@ -26,7 +26,7 @@ import pytest
 
 from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
-from fastserial.staging import Buffer, BufferPool
+from fastserial.memory.buffers import Buffer, BufferPool
 
 __all__ = ["EngineTests", "drive"]
 

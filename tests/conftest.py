@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastserial import tuned
+from fastserial.tuning import lookup
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_config_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
-        tuned.forget_cache()
+        lookup.forget_cache()
         yield

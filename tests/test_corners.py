@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from identity import fast
+from support.identity import fast
 
 import fastserial
-from fastserial import config, tuned
+from fastserial import config
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
+from fastserial.tuning import lookup
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 2}
 PROGRAMS = Path(__file__).parent / "programs"
@@ -169,7 +170,7 @@ def test_tuned_settings_are_looked_for_again(tmp_path: Path) -> None:
     """A process that was short of descriptors once does not go without them for ever."""
     path = tmp_path / "f"
     with path.open("wb") as file:
-        tuned.forget_cache()
+        lookup.forget_cache()
         fillers = []
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
@@ -177,11 +178,11 @@ def test_tuned_settings_are_looked_for_again(tmp_path: Path) -> None:
             with contextlib.suppress(OSError):
                 while True:
                     fillers.append(os.dup(file.fileno()))
-            tuned.applied(config.Config(), {}, file.fileno())
+            lookup.applied(config.Config(), {}, file.fileno())
         finally:
             for fd in fillers:
                 os.close(fd)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert not tuned._by_device
-        tuned.applied(config.Config(), {}, file.fileno())
-        assert tuned._by_device
+        assert not lookup._by_device
+        lookup.applied(config.Config(), {}, file.fileno())
+        assert lookup._by_device

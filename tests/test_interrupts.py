@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fastserial
-from fastserial import freeing
 from fastserial.engines.threads import ThreadsEngine
+from fastserial.files import replacement
 from fastserial.interrupts import Background, Descriptors, finish
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -145,11 +145,11 @@ def test_clean_up_goes_on_where_it_was_interrupted() -> None:
 def test_the_old_file_is_closed_though_a_handler_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(freeing, "LARGE", 1)
+    monkeypatch.setattr(replacement, "LARGE", 1)
     fastserial.install()
     torch.save({"x": 1}, tmp_path / "f.pt")
     torch.save({"x": 1}, tmp_path / "f.pt")
-    freeing.wait_until_free()
+    replacement.wait_until_free()
     before = descriptors()
     real = Background.start
     rung: list[bool] = []
@@ -166,7 +166,7 @@ def test_the_old_file_is_closed_though_a_handler_raises(
             torch.save({"x": 2}, tmp_path / "f.pt")
     finally:
         fastserial.uninstall()
-    freeing.wait_until_free()
+    replacement.wait_until_free()
     assert rung
     assert descriptors() == before
     assert torch.load(tmp_path / "f.pt") == {"x": 2}

@@ -1,5 +1,5 @@
 """The benchmarks that users run: `fastserial bench ...` and `fastserial demo`.
 
-A benchmark is a list of `rows.Row`s. `rotation` runs them interleaved, `summary` turns the
-samples into medians and paired ratios, `view` and `export` show those.
+A benchmark is a list of `Row`s (subjects). `measuring.rotation` runs them interleaved, `summary`
+turns the samples into medians and paired ratios, `presenting` shows those.
 """

@@ -19,22 +19,22 @@ from typing import Any, Literal, cast
 
 import torch
 
-from fastserial import filesystem
-from fastserial.archive import ZipArchive
+from fastserial.checkpoints.mapped import Mapped, map_checkpoint
+from fastserial.checkpoints.tensor_read import is_dense
+from fastserial.checkpoints.verify import verify as verify_file
 from fastserial.config import Config, current
-from fastserial.containers.batch import batch_of
-from fastserial.containers.extents import Data, Extent, Memory
-from fastserial.containers.legacy import element_counts, storage_extents
-from fastserial.containers.safetensors import TYPE_NAMES, header_bytes, read_metadata
-from fastserial.containers.zip import archive_name
 from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.filestamp import stamp
-from fastserial.mapped import Mapped, map_checkpoint
-from fastserial.patching import get_original, patched
-from fastserial.staging import HostMemory, storage_memory
-from fastserial.tensorread import is_dense
-from fastserial.verification import verify as verify_file
-from fastserial.writer import FastFileWriter
+from fastserial.files import linux
+from fastserial.files.file_stamp import stamp
+from fastserial.formats.extents import Data, Extent
+from fastserial.formats.legacy.layout import element_counts, storage_extents
+from fastserial.formats.safetensors import TYPE_NAMES, header_bytes, read_metadata
+from fastserial.formats.zip.layout import archive_name
+from fastserial.memory.batch import batch_of
+from fastserial.memory.storages import HostMemory, Memory, storage_memory
+from fastserial.patching.install import get_original, patched
+from fastserial.saving.archive import ZipArchive
+from fastserial.saving.writer import FastFileWriter
 
 __all__ = ["Container", "Converted", "convert"]
 
@@ -95,7 +95,7 @@ def convert(
     to = to or ("safetensors" if path.endswith(".safetensors") else "zip")
     if verify:
         _verify(name)
-    fd = filesystem.open_own(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
+    fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
     try:
         before = stamp(fd)
         mapped = map_checkpoint(fd, name)

@@ -11,19 +11,18 @@ from dataclasses import dataclass
 
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
-from fastserial.containers.directory import Directory, is_zip
-from fastserial.containers.legacy_read import is_legacy, read_legacy
-from fastserial.containers.safetensors import contiguous_stride, read_header
 from fastserial.errors import (
     CheckpointKeyError,
     CorruptCheckpointError,
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.outline import Outline, TensorEntry, outline
-from fastserial.reading import read_record, zip_outline
-from fastserial.storagetable import ITEM_BYTES, PACKED
-from fastserial.ziploading import read_places
+from fastserial.formats.legacy.structure import is_legacy, read_legacy
+from fastserial.formats.safetensors import contiguous_stride, read_header
+from fastserial.formats.storages import ITEM_BYTES, PACKED
+from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
+from fastserial.formats.zip.directory import Directory, is_zip
+from fastserial.formats.zip.records import read_places, read_record
 
 __all__ = ["StoragePlace", "TensorIndex", "TensorPlace", "is_little_endian", "read_index"]
 

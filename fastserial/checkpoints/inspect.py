@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastserial import filesystem
-from fastserial.collection import paused_collection
-from fastserial.containers.directory import Directory, is_zip, read_directory
-from fastserial.containers.legacy_read import is_legacy, read_legacy
-from fastserial.containers.safetensors import contiguous_stride, read_header
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.outline import Outline, TensorEntry, outline
-from fastserial.pickles import Limits
-from fastserial.reading import read_record, zip_outline
-from fastserial.storagetable import ITEM_BYTES
+from fastserial.files import linux
+from fastserial.formats.legacy.structure import is_legacy, read_legacy
+from fastserial.formats.pickles import Limits
+from fastserial.formats.safetensors import contiguous_stride, read_header
+from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
+from fastserial.formats.zip.directory import Directory, is_zip, read_directory
+from fastserial.formats.zip.records import read_record
+from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["Inspection", "StorageUse", "inspect"]
 
@@ -144,7 +144,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         OSError: it cannot be read.
     """
     name = os.fspath(path)
-    fd = filesystem.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
+    fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
     try:
         info = os.fstat(fd)
         with paused_collection():

@@ -12,13 +12,20 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 
+from fastserial.checkpoints.index import TensorPlace, read_index
+from fastserial.checkpoints.tensor_read import (
+    apply_pending,
+    direct_extent,
+    fetch,
+    is_dense,
+    meta_of,
+    resolved,
+)
 from fastserial.config import Config
-from fastserial.containers.safetensors import TYPE_NAMES
-from fastserial.crew import Crew, common_crew
+from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.interrupts import finish
-from fastserial.reader import FastFileReader
-from fastserial.tensorindex import TensorPlace, read_index
-from fastserial.tensorread import apply_pending, direct_extent, fetch, is_dense, meta_of, resolved
+from fastserial.loading.crew import Crew, common_crew
+from fastserial.loading.reader import FastFileReader
 
 __all__ = ["LazyCheckpoint", "TensorSlice", "open_checkpoint"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from fastserial.checkpoints.verify import verify as verify_file
 from fastserial.config import options
 from fastserial.errors import CorruptCheckpointError
-from fastserial.patching import installed, patched
-from fastserial.verification import verify as verify_file
+from fastserial.patching.install import installed, patched
 
 __all__ = ["load"]
 

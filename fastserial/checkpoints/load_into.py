@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from fastserial import config as config_module
+from fastserial.checkpoints.index import StoragePlace, TensorIndex, TensorPlace, read_index
+from fastserial.checkpoints.module_state import ModuleState
+from fastserial.checkpoints.tensor_read import direct_extent, fill, meta_of
 from fastserial.checksums import CrcLedger
-from fastserial.collection import paused_collection
 from fastserial.config import Config
 from fastserial.errors import (
     CheckpointKeyError,
@@ -25,14 +27,11 @@ from fastserial.errors import (
     LoadMismatchError,
     UnreadableTensorError,
 )
-from fastserial.loadreport import LoadReport, publish_load
-from fastserial.modulestate import ModuleState
-from fastserial.reader import FastFileReader
-from fastserial.report import Latency
-from fastserial.sinks import CheckedSink, PartsSink, ReadExtent, Sink
-from fastserial.staging import synchronize
-from fastserial.tensorindex import StoragePlace, TensorIndex, TensorPlace, read_index
-from fastserial.tensorread import direct_extent, fill, meta_of
+from fastserial.loading.reader import FastFileReader
+from fastserial.loading.sinks import CheckedSink, PartsSink, ReadExtent, Sink
+from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.storages import synchronize
+from fastserial.reports import Latency, LoadReport, publish_load
 
 __all__ = ["LoadedKeys", "load_into"]
 
@@ -368,5 +367,5 @@ def _publish(
             submit=Latency.of(counts.submit_seconds),
             complete=Latency.of(counts.complete_seconds),
         ),
-        config,
+        config.on_load,
     )

@@ -18,20 +18,19 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.containers.directory import is_zip
-from fastserial.containers.legacy_read import is_legacy, read_legacy
-from fastserial.containers.safetensors import contiguous_stride, read_header
+from fastserial.checkpoints.index import is_little_endian
 from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
     FastserialError,
     UnreadableCheckpointError,
 )
-from fastserial.patching import get_original
-from fastserial.prefetchplan import new_storage
-from fastserial.reading import PICKLE
-from fastserial.tensorindex import is_little_endian
-from fastserial.ziploading import read_places
+from fastserial.formats.legacy.structure import is_legacy, read_legacy
+from fastserial.formats.safetensors import contiguous_stride, read_header
+from fastserial.formats.zip.directory import is_zip
+from fastserial.formats.zip.records import PICKLE, read_places
+from fastserial.memory.storages import new_storage
+from fastserial.patching.install import get_original
 
 __all__ = ["Mapped", "map_checkpoint"]
 

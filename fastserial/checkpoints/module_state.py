@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fastserial.checkpoints.verify import verify as verify_file
 from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.verification import verify as verify_file
 
 __all__ = ["ModuleState"]
 
@@ -70,7 +70,7 @@ class ModuleState:
         Raises:
             CorruptCheckpointError: the file is damaged.
         """
-        from fastserial.mapped import map_checkpoint
+        from fastserial.checkpoints.mapped import map_checkpoint
 
         problems = verify_file(path).problems if verify and self.unpickled else ()
         if problems:

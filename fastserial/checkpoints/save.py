@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from fastserial import hooks
-from fastserial.archive import ZipArchive
 from fastserial.config import Config, options
-from fastserial.patching import patched
-from fastserial.writer import FastFileWriter
+from fastserial.patching import save_hooks
+from fastserial.patching.install import patched
+from fastserial.saving.archive import ZipArchive
+from fastserial.saving.writer import FastFileWriter
 
 __all__ = ["save"]
 
@@ -59,7 +59,7 @@ def save(
 
 def _save_zip(obj: object, path: str, pickle_module: Any, protocol: int) -> FastFileWriter | None:
     function = patched("_save")
-    archive = hooks.open_zip_writer(path) if function is not None else None
+    archive = save_hooks.open_zip_writer(path) if function is not None else None
     if function is None or not isinstance(archive, ZipArchive):
         return None
     with archive:
@@ -73,7 +73,7 @@ def _save_legacy(
     function = patched("_legacy_save")
     if function is None or torch.serialization._serialization_tls.skip_data:
         return None
-    writer = hooks.open_file(path, "wb")
+    writer = save_hooks.open_file(path, "wb")
     if not isinstance(writer, FastFileWriter):
         return None
     with writer:

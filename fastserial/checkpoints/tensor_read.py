@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import torch
 
+from fastserial.checkpoints.index import TensorPlace
 from fastserial.errors import UnreadableTensorError
-from fastserial.reader import FastFileReader
-from fastserial.sinks import DeviceSink, HostSink, ReadExtent, Sink
-from fastserial.tensorindex import TensorPlace
+from fastserial.loading.reader import FastFileReader
+from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
 
 __all__ = ["apply_pending", "direct_extent", "fetch", "fill", "is_dense", "meta_of", "resolved"]
 

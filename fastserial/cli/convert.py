@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fastserial.console import say
-from fastserial.report import format_bytes
+from fastserial.reports import format_bytes
 
 __all__ = ["convert"]
 
@@ -41,7 +41,7 @@ def convert(
 
     Exit status 2 if it cannot be represented there; what was at the target is intact then.
     """
-    from fastserial.conversion import convert as run
+    from fastserial.checkpoints.convert import convert as run
 
     # torch's warning tells of what either goes well or is an error of ours, with a remedy
     warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)

@@ -8,10 +8,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.console import new_console
-from fastserial.doctor import Diagnosis
+from fastserial.diagnosis.facts import Diagnosis
+from fastserial.diagnosis.folder import Folder
 from fastserial.engines import EngineStatus
-from fastserial.probes import Folder
-from fastserial.report import format_bytes
+from fastserial.reports import format_bytes
 
 __all__ = ["show"]
 

@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 
 from fastserial import __version__
-from fastserial.bench.cli import bench_app
-from fastserial.cli_convert import convert
-from fastserial.cli_inspect import inspect, verify
-from fastserial.cli_patches import patches_app
-from fastserial.cli_tune import tune
+from fastserial.bench.cli.main import bench_app
+from fastserial.cli.convert import convert
+from fastserial.cli.inspect import inspect
+from fastserial.cli.patches import patches_app
+from fastserial.cli.tune import tune
+from fastserial.cli.verify import verify
 from fastserial.console import say
 from fastserial.errors import FastserialError
 
@@ -63,8 +64,8 @@ def doctor(
 
     Exit status 1 if something makes them stock or slow.
     """
-    from fastserial import doctor as examination
-    from fastserial.doctor_view import show
+    from fastserial.cli.doctor import show
+    from fastserial.diagnosis import examine as examination
 
     diagnosis = examination.examine(folder)
     if as_json:
@@ -84,8 +85,8 @@ def demo(
 
     Exit status 1 if there is any difference.
     """
-    from fastserial.bench.demo import run_demo
-    from fastserial.bench.units import parse_bytes
+    from fastserial.bench.measuring.units import parse_bytes
+    from fastserial.bench.studies.demo import run_demo
 
     same = run_demo(folder, parse_bytes(size), runs)
     raise typer.Exit(0 if same else 1)
@@ -99,7 +100,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a Python program, and every Python process it starts, with fastserial."""
-    from fastserial.runner import run as become
+    from fastserial.cli.run import run as become
 
     become(argv or [])
 

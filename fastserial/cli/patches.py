@@ -1,4 +1,4 @@
-"""`fastserial patches list|show|build|check|new`: the command line of `patchtool`."""
+"""`fastserial patches list|show|build|check|new`: the command line of `maintain`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from fastserial import patchset, patchtool
 from fastserial.console import new_console, say
 from fastserial.errors import FastserialError, PatchError
+from fastserial.patching import maintain, patch_file
 
 __all__ = ["patches_app"]
 
@@ -47,10 +47,10 @@ def _errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _named(name: str | None) -> patchset.Patch | None:
+def _named(name: str | None) -> patch_file.Patch | None:
     if name is None:
         return None
-    patches = {patch.name: patch for patch in patchset.load_patches()}
+    patches = {patch.name: patch for patch in patch_file.load_patches()}
     if name not in patches:
         raise PatchError(f"there is no patch {name}; there are: {', '.join(patches)}")
     return patches[name]
@@ -60,9 +60,9 @@ def _named(name: str | None) -> patchset.Patch | None:
 def list_patches(json_: AsJson = False) -> None:
     """List the patches; a star marks the one for the installed torch."""
     with _errors():
-        patches = patchset.load_patches()
+        patches = patch_file.load_patches()
         try:
-            used = patchtool.check(patchtool.open_torch())
+            used = maintain.check(maintain.open_torch())
         except PatchError:
             used = None
     chosen = used.patch if used is not None and used.ok else None
@@ -76,7 +76,7 @@ def list_patches(json_: AsJson = False) -> None:
             }
             for patch in patches
         ]
-        typer.echo(json.dumps({"folder": str(patchset.patches_dir()), "patches": rows}, indent=2))
+        typer.echo(json.dumps({"folder": str(patch_file.patches_dir()), "patches": rows}, indent=2))
         return
     table = Table("", "patch", "torch", "functions")
     for patch in patches:
@@ -98,9 +98,9 @@ def show(
     with _errors():
         patch = _named(name)
         if patch is None or diff:
-            source = patchtool.open_torch(torch, torch_version)
-            patch = patch or patchtool.fitting(source)[0]
-        text = patchtool.diff(patch, source) if diff else patchtool.render(patch)
+            source = maintain.open_torch(torch, torch_version)
+            patch = patch or maintain.fitting(source)[0]
+        text = maintain.diff(patch, source) if diff else maintain.render(patch)
         typer.echo(text, nl=False)
 
 
@@ -114,8 +114,8 @@ def build(
 ) -> None:
     """Write full patched copies of torch's files, and their unified diffs, to a folder."""
     with _errors():
-        source = patchtool.open_torch(torch, torch_version)
-        written = patchtool.build(folder, source, _named(name))
+        source = maintain.open_torch(torch, torch_version)
+        written = maintain.build(folder, source, _named(name))
     if json_:
         typer.echo(json.dumps([str(path) for path in written], indent=2))
         return
@@ -132,8 +132,8 @@ def check(
 ) -> None:
     """Prove that the patch applies to a torch; exit status 1 if it does not."""
     with _errors():
-        source = patchtool.open_torch(torch, torch_version)
-        report = patchtool.check(source, _named(name))
+        source = maintain.open_torch(torch, torch_version)
+        report = maintain.check(source, _named(name))
     if json_:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
@@ -141,7 +141,7 @@ def check(
     raise typer.Exit(0 if report.ok else 1)
 
 
-def _print_check(report: patchtool.CheckReport) -> None:
+def _print_check(report: maintain.CheckReport) -> None:
     console = new_console()
     where = f"torch {report.torch or '(unknown version)'} in {report.where}"
     console.print(where, markup=False, soft_wrap=True)
@@ -172,6 +172,6 @@ def new(
 ) -> None:
     """Make the patch for a new torch release from the nearest patch's anchors."""
     with _errors():
-        source = patchtool.open_torch(torch, torch_version)
-        path = patchtool.new(source, folder, _named(name))
+        source = maintain.open_torch(torch, torch_version)
+        path = maintain.new(source, folder, _named(name))
         say(path)

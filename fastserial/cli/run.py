@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fastserial.boot import VARIABLE
 from fastserial.errors import FastserialError
+from fastserial.startup import VARIABLE
 
 __all__ = ["run"]
 
-_PROBE = "import sys; sys.exit('fastserial.boot' not in sys.modules)"
+_PROBE = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 
 
 def run(argv: Sequence[str]) -> NoReturn:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fastserial.bench.units import parse_bytes
+from fastserial.bench.measuring.units import parse_bytes
 from fastserial.console import say
 from fastserial.errors import ConfigError, FastserialError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fastserial.bench.tuning import Tuned
+    from fastserial.bench.studies.tuning import Tuned
 
 __all__ = ["tune"]
 
@@ -40,7 +40,7 @@ def tune(
     what is in force.
     """
     from fastserial.console import new_console
-    from fastserial.probes import folder_problem
+    from fastserial.diagnosis.folder import folder_problem
 
     console = new_console()
     if show and forget:
@@ -64,9 +64,9 @@ def _tune(folder: Path, nbytes: int, seconds: float, pairs: int, console: Consol
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from fastserial import tuned
-    from fastserial.bench.tuning import tune_folder
-    from fastserial.tunedfile import Settings
+    from fastserial.bench.studies.tuning import tune_folder
+    from fastserial.tuning import lookup
+    from fastserial.tuning.store import Settings
 
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
@@ -80,7 +80,7 @@ def _tune(folder: Path, nbytes: int, seconds: float, pairs: int, console: Consol
         )
     _show(found, console)
     accepted = found.verdict is not None and found.verdict.accepted
-    if accepted and Settings.of(tuned.config_for(folder)) != found.candidate:
+    if accepted and Settings.of(lookup.config_for(folder)) != found.candidate:
         console.print(
             "[yellow]Not all of it is in force: options that are set win; "
             f"fastserial doctor {escape(str(folder))} shows which.[/yellow]",
@@ -91,7 +91,7 @@ def _tune(folder: Path, nbytes: int, seconds: float, pairs: int, console: Consol
 def _show(found: Tuned, console: Console) -> None:
     from rich.markup import escape
 
-    from fastserial.report import format_bytes
+    from fastserial.reports import format_bytes
 
     made = f"{found.saves} durable saves of {format_bytes(found.nbytes)}"
     lines = [
@@ -119,12 +119,12 @@ def _show(found: Tuned, console: Console) -> None:
 def _show_all(console: Console, folder: Path | None) -> None:
     from rich.markup import escape
 
-    from fastserial import tuned
-    from fastserial.tunedfile import location, read
+    from fastserial.tuning import lookup
+    from fastserial.tuning.store import location, read
 
     entries = read()
     if folder is not None:
-        key, entry = tuned.entry_for(folder)
+        key, entry = lookup.entry_for(folder)
         entries = {key: entry} if entry is not None else {}
     if not entries:
         where = f" for {folder}" if folder is not None else ""
@@ -142,9 +142,9 @@ def _show_all(console: Console, folder: Path | None) -> None:
 
 
 def _forget(folder: Path) -> None:
-    from fastserial import tuned, tunedfile
+    from fastserial.tuning import lookup, store
 
-    key, _ = tuned.entry_for(folder)
-    done = tunedfile.forget(key)
-    tuned.forget_cache()
+    key, _ = lookup.entry_for(folder)
+    done = store.forget(key)
+    lookup.forget_cache()
     say(f"forgotten: {key}" if done else f"nothing is known of {key}")

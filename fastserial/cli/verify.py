@@ -1,29 +1,27 @@
-"""`fastserial verify` and `fastserial inspect`."""
+"""`fastserial verify`."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from fastserial import config as config_module
-from fastserial.console import counted, json_text, new_console, print_table, say
-from fastserial.report import format_bandwidth, format_bytes
+from fastserial.console import counted, new_console, print_table, say
+from fastserial.reports import format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fastserial.inspection import Inspection
-    from fastserial.verification import VerifyReport
+    from fastserial.checkpoints.verify import VerifyReport
 
-__all__ = ["inspect", "verify"]
+__all__ = ["CANNOT_TELL", "DAMAGED", "OK", "some", "verify"]
 
-_OK, _DAMAGED, _CANNOT_TELL = 0, 1, 2
+OK, DAMAGED, CANNOT_TELL = 0, 1, 2
 _SHOWN_TENSORS = 3
 
 
@@ -39,7 +37,7 @@ def verify(
 
     Exit status: 0 all are whole, 1 one is damaged, 2 one cannot be checked, or is no checkpoint.
     """
-    from fastserial.verification import verify as check
+    from fastserial.checkpoints.verify import verify as check
 
     config = config_module.current(**({"threads": threads} if threads else {}))
     reports: list[VerifyReport] = []
@@ -56,9 +54,9 @@ def verify(
         if not found:
             nothing.append(str(path))
     states = {report.status for report in reports}
-    status = _DAMAGED if "damaged" in states else _OK
-    if status == _OK and ("unreadable" in states or nothing):
-        status = _CANNOT_TELL
+    status = DAMAGED if "damaged" in states else OK
+    if status == OK and ("unreadable" in states or nothing):
+        status = CANNOT_TELL
     if as_json:
         result = {
             "status": status,
@@ -75,7 +73,7 @@ def verify(
 
 
 def _files(path: Path) -> Iterator[str]:
-    from fastserial.verification import checkpoints_in
+    from fastserial.checkpoints.verify import checkpoints_in
 
     if path.is_dir():
         yield from checkpoints_in(path)
@@ -104,7 +102,7 @@ def _print_report(console: Console, report: VerifyReport) -> None:
                 problem.kind,
                 problem.record or "-",
                 "-" if problem.offset is None else problem.offset,
-                _some(problem.tensors),
+                some(problem.tensors),
                 problem.message,
             )
             for problem in report.problems
@@ -114,7 +112,7 @@ def _print_report(console: Console, report: VerifyReport) -> None:
             console.print(f"... and {report.found - len(report.problems)} more")
 
 
-def _some(names: tuple[str, ...]) -> str:
+def some(names: tuple[str, ...]) -> str:
     shown = ", ".join(name or "(root)" for name in names[:_SHOWN_TENSORS])
     rest = len(names) - _SHOWN_TENSORS
     return f"{shown} and {rest} more" if rest > 0 else shown or "-"
@@ -134,93 +132,3 @@ def _speed(reports: Sequence[VerifyReport]) -> Iterator[str]:
     seconds = sum(report.seconds for report in read)
     if seconds:
         yield format_bandwidth(sum(report.checked_bytes for report in read) / seconds)
-
-
-def inspect(
-    path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A zip, legacy or safetensors checkpoint.")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    records: Annotated[bool, typer.Option("--records", help="List the zip records, too.")] = False,
-) -> None:
-    """Show what a checkpoint holds. Reads no tensor's bytes and executes nothing.
-
-    Exit status: 0, 1 if the file is damaged, 2 if it cannot be read.
-    """
-    from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-    from fastserial.inspection import inspect as look
-
-    try:
-        found = look(path)
-    except UnreadableCheckpointError as error:
-        say(f"unreadable: {error}", err=True)
-        raise typer.Exit(_CANNOT_TELL) from None
-    except CorruptCheckpointError as error:
-        say(f"damaged: {error}", err=True)
-        raise typer.Exit(_DAMAGED) from None
-    if as_json:
-        typer.echo(json_text(found.to_dict()))
-        return
-    _print_inspection(new_console(), found, records)
-
-
-def _print_inspection(console: Console, found: Inspection, records: bool) -> None:
-    name = os.path.basename(found.path)
-    console.print(
-        f"{escape(name)}: {found.format}, {format_bytes(found.bytes)}, "
-        f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.storages), 'storage')}, "
-        f"{counted(found.values, 'other value')}",
-        soft_wrap=True,
-    )
-    if found.hints:
-        console.print(escape("; ".join(found.hints)), soft_wrap=True)
-    _print_tensors(console, found)
-    _print_sharing(console, found)
-    if records:
-        rows = [(n, str(o), format_bytes(b)) for n, o, b in found.records]
-        print_table(console, counted(len(rows), "record"), ("record", "byte", "size"), rows)
-    if found.imports:
-        console.print(
-            f"unpickling would import: {escape(', '.join(found.imports))}", soft_wrap=True
-        )
-    for note in found.notes:
-        console.print(f"[yellow]note[/]: {escape(note)}", soft_wrap=True)
-
-
-def _print_tensors(console: Console, found: Inspection) -> None:
-    places = {storage.key: storage.offset for storage in found.storages}
-    rows: list[tuple[Any, ...]] = []
-    for tensor in found.tensors:
-        start = places.get(tensor.storage or "")
-        rows.append(
-            (
-                tensor.key or "(root)",
-                tensor.dtype,
-                list(tensor.shape),
-                tensor.nbytes,
-                "-" if start is None else start + tensor.span[0],
-                "-" if tensor.storage is None else tensor.storage,
-                tensor.kind
-                if tensor.is_contiguous
-                else f"{tensor.kind}, strides {list(tensor.stride)}",
-            )
-        )
-    columns = ("tensor", "dtype", "shape", "bytes", "at byte", "storage", "kind")
-    if rows:
-        print_table(console, counted(len(rows), "tensor"), columns, rows)
-
-
-def _print_sharing(console: Console, found: Inspection) -> None:
-    rows = [
-        (s.key, s.nbytes, s.wasted_bytes or "-", _some(s.tensors))
-        for s in found.storages
-        if s.is_shared or s.wasted_bytes
-    ]
-    if rows:
-        columns = ("storage", "bytes", "could be saved", "tensors")
-        print_table(console, "Storages shared or larger than need be", columns, rows)
-    if found.wasted_bytes:
-        console.print(
-            f"{format_bytes(found.wasted_bytes)} could be saved: views drag their whole storage "
-            "along; clone() them before saving"
-        )

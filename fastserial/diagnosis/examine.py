@@ -1,6 +1,6 @@
 """`fastserial doctor`: how saves and loads run here, what slows them, and what to do about it.
 
-`examine` collects facts; `doctor_findings` judges them; `doctor_view` shows both.
+`examine` collects facts; `findings` judges them; the command shows both.
 """
 
 from __future__ import annotations
@@ -9,124 +9,30 @@ import ctypes
 import dataclasses
 import importlib
 import importlib.util
-import json
 import os
 import platform
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from fastserial import __version__, boot, config, engines, hugepages, patching, tuned
+from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
-from fastserial.engines import EngineStatus
+from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
+from fastserial.diagnosis.folder import folder_problem, probe_folder
 from fastserial.errors import ConfigError, FastserialError, PatchError
-from fastserial.probes import Folder, folder_problem, probe_folder
-from fastserial.tunedfile import Entry
+from fastserial.memory import huge_pages
+from fastserial.patching import install
+from fastserial.tuning import lookup
+from fastserial.tuning.store import Entry
 
-__all__ = [
-    "Boot",
-    "Diagnosis",
-    "Finding",
-    "Option",
-    "Package",
-    "Torch",
-    "examine",
-]
+__all__ = ["examine"]
 
-_STARTS_WITH_PTH = "import sys; sys.exit('fastserial.boot' not in sys.modules)"
+_STARTS_WITH_PTH = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 _LIBAIO = ("libaio.so.1", "libaio.so.1t64")
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 _PACKAGES = ("isal", "tqdm", "deepspeed", "cuda-bindings")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something to know, and what to do. `slow`: it makes saves stock or slow."""
-
-    text: str
-    remedy: str
-    slow: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Torch:
-    """The installed torch: the patch tried on it, and why it would stay stock (`reason`)."""
-
-    version: str | None
-    patch: str | None = None
-    exact: bool = False
-    functions: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
-    reason: str | None = None
-    self_check: str | None = None
-    cuda: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An option in force, and where its value comes from."""
-
-    name: str
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Package:
-    """Something optional: its version, or None if it is not there."""
-
-    name: str
-    version: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Boot:
-    """Starting with Python: the variable FASTSERIAL, and whether `fastserial.pth` is at work."""
-
-    variable: str | None
-    switch: bool | None
-    pth: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """All that the doctor found. Sizes are bytes; `memlock` is None if unlimited.
-
-    `small_pages` is why buffers get no huge pages, or None if they do.
-    `tuned` is what `fastserial tune` found for the folder, in force or not.
-    """
-
-    fastserial: str
-    python: str
-    kernel: str
-    torch: Torch
-    boot: Boot
-    engine: str
-    engine_source: str
-    engines: tuple[EngineStatus, ...]
-    options: tuple[Option, ...]
-    options_problem: str | None
-    unknown_variables: tuple[str, ...]
-    packages: tuple[Package, ...]
-    memlock: int | None
-    small_pages: str | None
-    folder: Folder | None
-    findings: tuple[Finding, ...] = ()
-    tuned: Entry | None = None
-    tuned_problem: str | None = None
-
-    @property
-    def fast(self) -> bool:
-        """Whether nothing makes saves stock or slow."""
-        return not any(finding.slow for finding in self.findings)
-
-    def to_json(self) -> str:
-        """Return everything as JSON."""
-        return json.dumps({"fast": self.fast, **dataclasses.asdict(self)}, indent=2, default=str)
 
 
 def examine(folder: Path | None = None) -> Diagnosis:
@@ -135,7 +41,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
     Raises:
         FastserialError: the folder does not exist or is not a directory.
     """
-    from fastserial.doctor_findings import judge
+    from fastserial.diagnosis.findings import judge
 
     unfit = folder_problem(folder) if folder is not None else None
     if unfit is not None:
@@ -157,7 +63,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
         unknown_variables=_unknown_variables(),
         packages=_packages(),
         memlock=_memlock(),
-        small_pages=hugepages.refused(),
+        small_pages=huge_pages.refused(),
         folder=probe_folder(folder) if folder is not None else None,
         tuned=entry,
         tuned_problem=tuned_problem,
@@ -172,16 +78,16 @@ def _torch() -> Torch:
     except (ImportError, OSError) as error:
         return Torch(None, reason=f"torch cannot be imported: {error}")
     version, cuda = str(torch.__version__), bool(torch.cuda.is_available())
-    hooks = importlib.import_module("fastserial.hooks")
-    before = patching.installed()
+    hooks = importlib.import_module("fastserial.patching.save_hooks")
+    before = install.installed()
     try:
-        patching.switch_on(strict=True)
-        found = patching.status()
+        install.switch_on(strict=True)
+        found = install.status()
     except PatchError as error:
         return Torch(version, reason=str(error), self_check=hooks.self_check(), cuda=cuda)
     finally:
         if not before:
-            patching.uninstall()
+            install.uninstall()
     return Torch(
         version,
         found.patch,
@@ -200,7 +106,7 @@ def _options(folder: Path | None) -> tuple[tuple[Option, ...], Config, str | Non
     try:
         current = config.current()
         if folder is not None:
-            current, by_tune = tuned.config_for(folder), tuned.sources_for(folder)
+            current, by_tune = lookup.config_for(folder), lookup.sources_for(folder)
     except ConfigError as error:
         current, problem = Config(), str(error)
     options = tuple(
@@ -219,7 +125,7 @@ def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
     if folder is None:
         return None, None
     try:
-        return tuned.entry_for(folder)[1], None
+        return lookup.entry_for(folder)[1], None
     except (ConfigError, OSError) as error:
         return None, str(error)
 
@@ -238,14 +144,14 @@ def _unknown_variables() -> tuple[str, ...]:
 
 
 def _boot() -> Boot:
-    environment = {**os.environ, boot.VARIABLE: "1"}
+    environment = {**os.environ, startup.VARIABLE: "1"}
     probe = subprocess.run(
         [sys.executable, "-c", _STARTS_WITH_PTH],
         env=environment,
         capture_output=True,
         check=False,
     )
-    return Boot(os.environ.get(boot.VARIABLE), boot.switch(), probe.returncode == 0)
+    return Boot(os.environ.get(startup.VARIABLE), startup.switch(), probe.returncode == 0)
 
 
 def _packages() -> tuple[Package, ...]:

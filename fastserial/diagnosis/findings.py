@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fastserial.config import Config
-from fastserial.doctor import Diagnosis, Finding
-from fastserial.hugepages import SWITCH
-from fastserial.probes import Folder
-from fastserial.report import format_bytes
+from fastserial.diagnosis.facts import Diagnosis, Finding
+from fastserial.diagnosis.folder import Folder
+from fastserial.memory.huge_pages import SWITCH
+from fastserial.reports import format_bytes
 
 __all__ = ["judge"]
 

@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial import filesystem
-from fastserial.deviceid import block_node, first_line
-from fastserial.filesystem import DirectAlignment
-from fastserial.staging import BufferPool
+from fastserial.files import linux
+from fastserial.files.device_id import block_node, first_line
+from fastserial.files.linux import DirectAlignment
+from fastserial.memory.buffers import BufferPool
 
 __all__ = ["Device", "Folder", "device_of", "folder_problem", "leftovers", "probe_folder"]
 
@@ -70,7 +70,7 @@ def probe_folder(folder: Path) -> Folder:
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
     where = str(folder.absolute())
-    kind, device = filesystem.kind_of(where), device_of(folder)
+    kind, device = linux.kind_of(where), device_of(folder)
     left = leftovers(folder)
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".fastserial-probe-") as file:
@@ -81,7 +81,7 @@ def probe_folder(folder: Path) -> Folder:
                 kind,
                 device,
                 free,
-                filesystem.direct_alignment(fd),
+                linux.direct_alignment(fd),
                 _try_direct(fd),
                 _has_unnamed_files(folder),
                 _preallocates(fd),
@@ -143,12 +143,12 @@ def device_of(path: Path) -> Device:
 
 
 def _try_direct(fd: int) -> str | None:
-    alignment = filesystem.direct_alignment(fd)
+    alignment = linux.direct_alignment(fd)
     size = max(_PAGE, alignment.offset if alignment is not None else 0)
     pool = BufferPool(1, size)
     direct = -1
     try:
-        direct = filesystem.reopen(fd, os.O_RDWR | os.O_DIRECT)
+        direct = linux.reopen(fd, os.O_RDWR | os.O_DIRECT)
         view = pool.take().view
         view[:] = os.urandom(size)
         written = os.pwritev(direct, [view], 0)
@@ -173,7 +173,7 @@ def _has_unnamed_files(folder: Path) -> bool:
 
 def _preallocates(fd: int) -> bool:
     try:
-        return filesystem.preallocate(fd, 0, _TRIAL_BYTES)
+        return linux.preallocate(fd, 0, _TRIAL_BYTES)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return True

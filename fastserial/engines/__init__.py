@@ -30,7 +30,7 @@ __all__ = [
 _BUILTIN = {
     "threads": "fastserial.engines.threads:ThreadsEngine",
     "null": "fastserial.engines.null:NullEngine",
-    "deepspeed": "fastserial.engines.deepspeed:DeepSpeedEngine",
+    "deepspeed": "fastserial.engines.deepspeed.engine:DeepSpeedEngine",
 }
 _GROUP = "fastserial.engines"
 EngineFactory = Callable[[int], Engine]

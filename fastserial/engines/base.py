@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fastserial.staging import Buffer, BufferPool
+from fastserial.memory.buffers import Buffer, BufferPool
 
 __all__ = ["Capabilities", "Completion", "Engine", "Op", "Request"]
 

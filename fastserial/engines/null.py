@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import ClassVar
 
 from fastserial.engines.base import Capabilities, Completion, Engine, Request
-from fastserial.staging import Buffer
+from fastserial.memory.buffers import Buffer
 
 __all__ = ["NullEngine"]
 

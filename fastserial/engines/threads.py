@@ -16,7 +16,7 @@ from typing import ClassVar
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
 from fastserial.interrupts import Background, finish
-from fastserial.staging import Buffer
+from fastserial.memory.buffers import Buffer
 
 __all__ = ["ThreadsEngine", "transfer"]
 

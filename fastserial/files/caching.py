@@ -17,7 +17,7 @@ import os
 from time import perf_counter
 
 from fastserial.config import Config
-from fastserial.meminfo import available_bytes
+from fastserial.files.meminfo import available_bytes
 
 __all__ = ["TRIAL", "CachedWrites", "cached_writes", "fits", "reads_through_cache"]
 

@@ -12,7 +12,7 @@ import errno
 import os
 from dataclasses import dataclass
 
-from fastserial import filesystem
+from fastserial.files import linux
 
 __all__ = ["CAPABLE", "Limit", "limit_of"]
 
@@ -74,7 +74,7 @@ def limit_of(directory: str) -> Limit | None:
     Raises:
         OSError: it cannot be tried now (no permission, no space, ...).
     """
-    key = (os.stat(directory).st_dev, filesystem.mount_of(directory))
+    key = (os.stat(directory).st_dev, linux.mount_of(directory))
     if key not in _known:
         _known[key] = _tried(directory)
     return _known[key]

@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Iterator
 
-from fastserial import filesystem
+from fastserial.files import linux
 
 __all__ = ["Compression", "compression_of"]
 
@@ -34,7 +34,7 @@ class Compression(enum.Enum):
 
 def compression_of(fd: int) -> Compression | None:
     """Return how an open file is compressed, None if it is not, or nobody tells."""
-    if filesystem.is_compressed(fd):
+    if linux.is_compressed(fd):
         return Compression.THROUGH_CACHE
     if os.major(os.fstat(fd).st_dev):  # a block device; those below have none
         return None

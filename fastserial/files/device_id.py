@@ -17,7 +17,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from fastserial import filesystem
+from fastserial.files import linux
 
 __all__ = ["block_node", "device_key", "first_line"]
 
@@ -30,7 +30,7 @@ _OF_DISK = ("wwid", "device/wwid", "serial", "device/serial")
 
 def device_key(fd: int) -> str:
     """Return the lasting name of the file system that an open file or directory is on."""
-    kind = filesystem.kind_of(os.readlink(f"/proc/self/fd/{fd}"))
+    kind = linux.kind_of(os.readlink(f"/proc/self/fd/{fd}"))
     number = os.fstat(fd).st_dev
     where = _uuid(fd) or _disk(number) or _mounted(number)
     return f"{kind} {where or f'device {os.major(number)}:{os.minor(number)}'}"

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable
 
 from fastserial.errors import write_error
-from fastserial.inplace import InPlaceFile, open_target
-from fastserial.targets import StockWay, path_target
+from fastserial.files.in_place import InPlaceFile, open_target
+from fastserial.files.targets import StockWay, path_target
 
 __all__ = ["replace_text", "sync_folders"]
 

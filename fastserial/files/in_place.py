@@ -12,9 +12,9 @@ import errno
 import os
 from typing import Protocol
 
-from fastserial import filesystem
-from fastserial.commit import CannotReplace, Replacement
-from fastserial.targets import FileTarget, InPlaceTarget, Target
+from fastserial.files import linux
+from fastserial.files.replacement import CannotReplace, Replacement
+from fastserial.files.targets import FileTarget, InPlaceTarget, Target
 
 __all__ = ["CallersFile", "Destination", "InPlaceFile", "open_target"]
 
@@ -83,7 +83,7 @@ def open_target(target: Target, durable: bool) -> Destination:
         directory = os.path.dirname(target.path) or os.curdir
         if target.mode is None or error.errno != errno.ENOSPC:
             raise
-        if not filesystem.is_out_of_inodes(directory):
+        if not linux.is_out_of_inodes(directory):
             raise
         reason, sequential = "no inode is free for a new file, so the old one is overwritten", False
     return InPlaceFile(InPlaceTarget(target.name, reason, sequential), durable)
@@ -115,7 +115,7 @@ class InPlaceFile:
             # Such a file system wants it emptied by the very `open`: the number is kept till then.
             self.fd = os.eventfd(0, os.EFD_CLOEXEC)
         else:
-            self.fd = filesystem.open_own(target.name, os.O_WRONLY | os.O_CREAT)
+            self.fd = linux.open_own(target.name, os.O_WRONLY | os.O_CREAT)
 
     @property
     def fallback(self) -> str:
@@ -142,7 +142,7 @@ class InPlaceFile:
             return
         if self.target.sequential:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            fd = filesystem.open_own(self.target.name, flags)
+            fd = linux.open_own(self.target.name, flags)
             self.begun = True
             try:
                 os.dup2(fd, self.fd, inheritable=False)

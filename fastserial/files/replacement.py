@@ -21,12 +21,12 @@ import stat
 from collections.abc import Iterator
 from itertools import chain
 
-from fastserial import filesystem, freeing
-from fastserial.attributes import Attributes, CannotKeep, attributes_of, give
-from fastserial.interrupts import Descriptors, finish
-from fastserial.targets import PathTarget
+from fastserial.files import linux
+from fastserial.files.attributes import Attributes, CannotKeep, attributes_of, give
+from fastserial.files.targets import PathTarget
+from fastserial.interrupts import Background, Descriptors, finish
 
-__all__ = ["CannotReplace", "Replacement", "temporary_name"]
+__all__ = ["LARGE", "CannotReplace", "Replacement", "free", "temporary_name", "wait_until_free"]
 
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
@@ -40,6 +40,8 @@ _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
+LARGE = 64 * 1024 * 1024  # bytes; less is freed faster than a thread is started
+_freeing_threads = Background()
 
 
 def temporary_name(name: str, slot: int, name_max: int = _NAME_MAX) -> str:
@@ -137,12 +139,12 @@ class Replacement:
         self._replaced: Descriptors | None = None
         self._directory = -1
         directory, self._base = os.path.split(target.path)
-        freeing.wait_until_free()
+        wait_until_free()
         flags = os.O_RDONLY | os.O_DIRECTORY
         try:
             self._directory = self._files.open(directory or os.curdir, flags)
             if len(self._base) > _SHORT_NAME:
-                self._name_max = filesystem.name_max(self._directory)
+                self._name_max = linux.name_max(self._directory)
             # A nameless file gets a temporary name only where it replaces another.
             self._sweep(_LOOKAHEAD if target.mode is not None else 1)
             self._kept = self._look(target.path)
@@ -158,7 +160,7 @@ class Replacement:
 
     def _look(self, path: str) -> Attributes | None:
         """Return the attributes of the file to be replaced, None if there is none."""
-        self._append_only = filesystem.is_append_only(self._directory)
+        self._append_only = linux.is_append_only(self._directory)
         if self.target.mode is None:
             return None
         self._seen = seen = self._status()
@@ -342,11 +344,11 @@ class Replacement:
         """
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError):
-            os.close(filesystem.open_own(self._base, flags, dir_fd=self._directory))
+            os.close(linux.open_own(self._base, flags, dir_fd=self._directory))
 
     def _hold(self, base: str) -> None:
-        """Keep a large old file's space allocated until the new one is safe: see `freeing`."""
-        if self.target.size >= freeing.LARGE:
+        """Keep a large old file's space allocated until the new one is safe: see `free`."""
+        if self.target.size >= LARGE:
             self._replaced = Descriptors()
             with contextlib.suppress(OSError):
                 self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
@@ -404,4 +406,28 @@ class Replacement:
         self.fd = -1
         finish(self._files.close)
         if self._replaced is not None:
-            freeing.free(self._replaced)
+            free(self._replaced)
+
+
+def free(files: Descriptors) -> None:
+    """Close a descriptor that is the last to hold a file; on a thread if the file is large."""
+    try:
+        large = files.newest >= 0 and os.fstat(files.newest).st_size >= LARGE
+    except OSError:
+        large = False
+    if not large or not _freeing_threads.start(files.close):
+        files.close()
+
+
+def wait_until_free() -> None:
+    """Wait for the files that this process replaced before."""
+    if _freeing_threads:
+        _freeing_threads.join()
+
+
+def _forget_freeing() -> None:
+    global _freeing_threads  # they are the parent's
+    _freeing_threads = Background()
+
+
+os.register_at_fork(after_in_child=_forget_freeing)

@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from fastserial.filestamp import FileStamp, stamp
+from fastserial.files.file_stamp import FileStamp, stamp
 
 __all__ = ["FileSource", "file_source"]
 

@@ -11,8 +11,8 @@ import stat
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from fastserial import capabilities, filesystem, openfiles
 from fastserial.errors import REMEDIES, WriteError, write_error
+from fastserial.files import capabilities, linux, open_files
 
 __all__ = [
     "FileTarget",
@@ -99,7 +99,7 @@ def _follow(name: str) -> tuple[str, os.stat_result | None] | None:
         found = _status(path, follow=False)
         while found is not None and stat.S_ISLNK(found.st_mode):
             directory = os.path.dirname(path)
-            if filesystem.magic_of(directory or os.curdir) == filesystem.PROC:
+            if linux.magic_of(directory or os.curdir) == linux.PROC:
                 return None
             links += 1
             if links > _MAX_LINKS:
@@ -161,8 +161,8 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
         raise _refusal(errno.ENOTDIR, name)
     if _is_removed(directory, parent):
         raise _refusal(errno.ENOENT, name)
-    magic = filesystem.magic_of(directory)
-    if magic == filesystem.PROC:
+    magic = linux.magic_of(directory)
+    if magic == linux.PROC:
         return StockWay("not a file on a file system")
 
     def in_place(reason: str) -> InPlaceTarget:
@@ -185,12 +185,12 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
         return in_place("the directory is not open to us, so the file can only be overwritten")
     if os.geteuid() not in (0, existing.st_uid):
         return in_place("the file is another user's, so it can only be overwritten")
-    if filesystem.is_mount_point(path, parent.st_dev):
+    if linux.is_mount_point(path, parent.st_dev):
         return in_place("the file is a mount point, so it can only be overwritten")
     if parent.st_mode & stat.S_ISVTX and existing.st_uid not in (os.geteuid(), parent.st_uid):
         # Whether we may write it is for the kernel to say: `fs.protected_regular`.
         return in_place("the file is another user's, in a sticky directory")
-    if openfiles.is_held(existing.st_dev, existing.st_ino):
+    if open_files.is_held(existing.st_dev, existing.st_ino):
         return in_place("this process has the file open, so it is overwritten")
     mode = stat.S_IMODE(existing.st_mode)
     owner = (existing.st_uid, existing.st_gid)
@@ -221,7 +221,7 @@ def _is_sequential(directory: str, magic: int) -> bool:
 
 
 def _denial(directory: str, name: str) -> WriteError:
-    return _refusal(errno.EROFS if filesystem.is_read_only(directory) else errno.EACCES, name)
+    return _refusal(errno.EROFS if linux.is_read_only(directory) else errno.EACCES, name)
 
 
 def _refusal(number: int, name: str) -> WriteError:
@@ -318,6 +318,6 @@ def free_bytes_for(target: Target, fd: int) -> int | None:
     """
     with contextlib.suppress(OSError):
         if isinstance(target, PathTarget):
-            return filesystem.free_bytes(os.path.dirname(target.path) or os.curdir)
-        return filesystem.free_bytes(fd)
+            return linux.free_bytes(os.path.dirname(target.path) or os.curdir)
+        return linux.free_bytes(fd)
     return None

@@ -22,35 +22,21 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Protocol
 
+from fastserial.memory.storages import Memory
+
 __all__ = [
-    "PACKED_BYTES",
-    "PACKED_STORAGE",
     "Computed",
     "Data",
     "Extent",
     "Hole",
     "HostBatch",
     "Literal",
-    "Memory",
     "Packed",
     "Sealed",
     "Source",
     "clip",
     "is_late",
 ]
-
-
-PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with others,
-PACKED_BYTES = 512 * 1024  # into pieces of about this many
-
-
-class Memory(Protocol):
-    """Bytes of a storage, wherever they are."""
-
-    nbytes: int
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy `length` bytes from byte `start` of the storage to host memory at `address`."""
 
 
 class HostBatch(Protocol):

@@ -13,9 +13,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fastserial.containers.directory import read_exactly
 from fastserial.errors import CorruptCheckpointError
-from fastserial.storagetable import ITEM_BYTES
+from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.zip.directory import read_exactly
 
 __all__ = [
     "TYPE_NAMES",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError
-from fastserial.pickles import Global, Persistent
+from fastserial.formats.pickles import Global, Persistent
 
 __all__ = ["ITEM_BYTES", "PACKED", "StorageEntry", "dtype_name", "storage_entry", "storage_table"]
 

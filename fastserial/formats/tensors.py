@@ -13,15 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastserial.errors import CorruptCheckpointError
-from fastserial.pickles import (
-    Call,
-    Decoded,
-    Global,
-    Limits,
-    Mapping,
-    Persistent,
-)
-from fastserial.storagetable import (
+from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, Persistent, decode
+from fastserial.formats.storages import (
     ITEM_BYTES,
     PACKED,
     StorageEntry,
@@ -29,8 +22,10 @@ from fastserial.storagetable import (
     storage_entry,
     storage_table,
 )
+from fastserial.formats.zip.directory import Directory
+from fastserial.formats.zip.records import PICKLE, record_stream
 
-__all__ = ["Outline", "TensorEntry", "outline"]
+__all__ = ["Outline", "TensorEntry", "outline", "zip_outline"]
 
 _CONTAINERS = (Call, Mapping, list, tuple)
 _LONGEST_KEY = 4096
@@ -355,3 +350,25 @@ def _integers(value: Any) -> tuple[int, ...]:
         if all(_is_count(n) for n in sizes):
             return sizes
     raise CorruptCheckpointError("its shape or strides are not whole numbers")
+
+
+def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> Outline | None:
+    """Return what a zip checkpoint's pickle tells of its tensors, None if it has no pickle.
+
+    Raises:
+        CorruptCheckpointError: the pickle is damaged, or none that torch writes.
+        PickleLimitError: it is larger than the limits.
+        OSError: the file cannot be read.
+    """
+    records = [record for record in directory.records if record.name == PICKLE]
+    if not records:
+        return None
+    record = records[0]
+    if len({(one.size, one.crc) for one in records}) > 1:
+        raise CorruptCheckpointError("several records bear this name, and differ", record=PICKLE)
+    try:
+        return outline(decode(record_stream(fd, record), limits), limits)
+    except CorruptCheckpointError as error:
+        if error.record is None:
+            error.record = PICKLE
+        raise

@@ -30,9 +30,9 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fastserial import config as config_module
+from fastserial.checkpoints.save import save
 from fastserial.errors import ConfigError, FastserialError
-from fastserial.publish import replace_text, sync_folders
-from fastserial.unpatched import save
+from fastserial.files.durable import replace_text, sync_folders
 
 if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo

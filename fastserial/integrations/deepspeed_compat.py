@@ -31,9 +31,9 @@ from typing import Any
 import deepspeed.io.fast_file_writer as upstream
 import torch
 
-from fastserial import filesystem
-from fastserial.engines.proof import is_written
+from fastserial.engines.deepspeed.transfer_proof import is_written
 from fastserial.errors import write_error
+from fastserial.files import linux
 
 __all__ = ["repair", "repaired", "restore"]
 
@@ -74,7 +74,7 @@ class _AlignedHandle:
 def _init(self: Any, file_path: str, config: Any) -> None:
     fd = os.open(file_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        alignment = filesystem.direct_alignment(fd)
+        alignment = linux.direct_alignment(fd)
     finally:
         os.close(fd)
     if alignment is not None and alignment.told:
@@ -88,7 +88,7 @@ def _save_storage_list(self: Any, storages: Sequence[Any], save_size: bool) -> A
     done = self._stats["bytes"]
     if nbytes and self._num_parallel_writers == 1:
         try:
-            filesystem.preallocate(self._aio_fd, done, nbytes, keep_size=True)
+            linux.preallocate(self._aio_fd, done, nbytes, keep_size=True)
         except OSError as error:
             raise write_error(error.errno or errno.EIO, self._file_path) from error
     return _originals["_save_storage_list"](self, storages, save_size)
@@ -101,7 +101,7 @@ def _close(self: Any) -> None:
     try:
         found = os.fstat(fd).st_size
         whole = found == nbytes and (not nbytes or is_written(fd, 0, nbytes))
-        free = filesystem.free_bytes(fd)
+        free = linux.free_bytes(fd)
     finally:
         os.close(fd)
     if not whole:

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from fastserial.checkpoints.save import save
 from fastserial.config import current
-from fastserial.engines.aio_op import AioSettings, load_op, lockable
+from fastserial.engines.deepspeed.aio_op import AioSettings, load_op, lockable
+from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import EngineUnavailableError
-from fastserial.fastpersist_config import FastFileWriterConfig, options_of
-from fastserial.hugepages import gather_pages
-from fastserial.unpatched import save
+from fastserial.memory.huge_pages import gather_pages
 
 __all__ = [
     "FastFileWriterConfig",

@@ -1,6 +1,6 @@
 """Blocks of one file from an engine into memory, `queue_depth` at a time.
 
-Blocks are read through the page cache, or those that are not in it directly: `fastserial.caching`
+Blocks are read through the page cache, or those that are not in it directly: `files.caching`
 says which. A block arrives in a staging buffer, or straight in memory of the caller's, and is then
 landed: copied to where it belongs and checksummed, by the thread that read it, while other blocks
 are on their way.
@@ -14,15 +14,15 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from fastserial import filesystem
-from fastserial.caching import reads_through_cache
 from fastserial.config import Config
-from fastserial.crew import Crew, Hand, engage
 from fastserial.engines import Completion, Engine, Op, Request
 from fastserial.errors import CorruptCheckpointError
+from fastserial.files import linux
+from fastserial.files.caching import reads_through_cache
+from fastserial.files.page_cache import cached_fraction
 from fastserial.interrupts import Descriptors, finish
-from fastserial.pagecache import cached_fraction
-from fastserial.staging import Buffer
+from fastserial.loading.crew import Crew, Hand, engage
+from fastserial.memory.buffers import Buffer
 
 __all__ = ["PAGE", "Block", "BlockReader", "ReadCounts"]
 
@@ -137,7 +137,7 @@ class BlockReader:
             return
         if reads_through_cache(config, self._size):
             return
-        alignment = filesystem.direct_alignment(self._fd)
+        alignment = linux.direct_alignment(self._fd)
         if alignment is None:
             self.fallback = "the file system has no direct I/O for this file"
             return
@@ -146,7 +146,7 @@ class BlockReader:
             self.fallback = f"block_size is not a multiple of the device's {self.alignment} bytes"
             return
         try:
-            self._direct_fd = filesystem.reopen(self._fd, os.O_RDONLY | os.O_DIRECT, self._files)
+            self._direct_fd = linux.reopen(self._fd, os.O_RDONLY | os.O_DIRECT, self._files)
         except OSError as error:
             self.fallback = f"direct I/O refused: {error.strerror}"
 

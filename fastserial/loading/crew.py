@@ -18,7 +18,7 @@ from fastserial.config import Config
 from fastserial.engines import Engine, create
 from fastserial.errors import EngineUnavailableError
 from fastserial.interrupts import finish
-from fastserial.staging import BufferPool
+from fastserial.memory.buffers import BufferPool
 
 __all__ = ["Crew", "Hand", "common_crew", "engage"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError
-from fastserial.hugepages import HugePages
-from fastserial.reader import FastFileReader
-from fastserial.sinks import ExpectedSink, ReadExtent, storage_sink
-from fastserial.staging import synchronize
+from fastserial.loading.reader import FastFileReader
+from fastserial.loading.sinks import ExpectedSink, ReadExtent, storage_sink
+from fastserial.memory.huge_pages import HugePages
+from fastserial.memory.storages import synchronize
 
 __all__ = ["read_storages"]
 

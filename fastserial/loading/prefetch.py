@@ -24,16 +24,16 @@ from typing import Any, cast
 
 import torch
 
-from fastserial.blockreader import Block, BlockReader
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
-from fastserial.hugepages import HugePages
+from fastserial.formats.zip.directory import RecordEntry
 from fastserial.interrupts import Background, finish
-from fastserial.prefetchplan import Unit, has_header, new_storage, plan_units
-from fastserial.reader import FastFileReader
-from fastserial.readplan import host_buffer
-from fastserial.staging import Buffer
+from fastserial.loading.block_reader import Block, BlockReader
+from fastserial.loading.prefetch_plan import Unit, has_header, plan_units
+from fastserial.loading.reader import FastFileReader
+from fastserial.memory.buffers import Buffer, host_buffer
+from fastserial.memory.huge_pages import HugePages
+from fastserial.memory.storages import new_storage
 
 __all__ = ["Prefetch"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 
-from fastserial.containers.directory import LOCAL_SIGNATURE, RecordEntry
+from fastserial.formats.zip.directory import LOCAL_SIGNATURE, RecordEntry
+from fastserial.memory.storages import new_storage
 
-__all__ = ["Unit", "has_header", "new_storage", "plan_units"]
+__all__ = ["Unit", "has_header", "plan_units"]
 
 _LARGE = 512 * 1024  # records from here on get memory and reads of their own
 _NEAR = 64 * 1024  # small records further apart are not read together
@@ -18,12 +18,6 @@ _DIGITS = 20  # of a key that is looked at
 _HEADER = struct.Struct("<4s22xHH")  # signature, length of name, length of extra field
 
 _Keyed = tuple[int, RecordEntry]
-_new = cast("Any", torch.UntypedStorage)
-
-
-def new_storage(nbytes: int) -> torch.UntypedStorage:
-    """Return new host memory, whatever the default device."""
-    return cast("torch.UntypedStorage", _new(nbytes, device="cpu"))
 
 
 class Unit:

@@ -7,15 +7,14 @@ places. Where memory and file happen to be aligned alike, direct reads go straig
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from fastserial.blockreader import Block
-from fastserial.sinks import HostSink, ReadExtent, Sink
-from fastserial.staging import Buffer
+from fastserial.loading.block_reader import Block
+from fastserial.loading.sinks import HostSink, ReadExtent, Sink
+from fastserial.memory.buffers import host_buffer
 
-__all__ = ["host_buffer", "plan_blocks"]
+__all__ = ["plan_blocks"]
 
 _NEAR = 128 * 1024  # bytes not wanted that are read rather than split a read in two
 _STRAIGHT = 64 * 1024  # pieces from here on are worth a read of their own
@@ -32,12 +31,6 @@ class _Piece(NamedTuple):
     @property
     def end(self) -> int:
         return self.offset + self.length
-
-
-def host_buffer(address: int, nbytes: int) -> Buffer:
-    """Return host memory at an address as a buffer; whoever uses it keeps the memory alive."""
-    view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-    return Buffer(-1, view, address)
 
 
 def plan_blocks(

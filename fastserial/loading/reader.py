@@ -11,16 +11,17 @@ from types import TracebackType
 from typing import BinaryIO
 
 from fastserial import config as config_module
-from fastserial import filesystem, headroom
-from fastserial.blockreader import BlockReader
 from fastserial.config import Config
-from fastserial.crew import Crew
 from fastserial.errors import CorruptCheckpointError
-from fastserial.filestamp import stamp
+from fastserial.files import linux
+from fastserial.files.file_stamp import stamp
 from fastserial.interrupts import Descriptors, finish
+from fastserial.loading.block_reader import BlockReader
+from fastserial.loading.crew import Crew
+from fastserial.loading.read_plan import plan_blocks
+from fastserial.loading.sinks import ReadExtent
+from fastserial.memory import headroom
 from fastserial.progress import progress_bar
-from fastserial.readplan import plan_blocks
-from fastserial.sinks import ReadExtent
 
 __all__ = ["FastFileReader"]
 
@@ -184,6 +185,6 @@ def _open(
     called = getattr(source, "name", None)
     text = name or (called if isinstance(called, str) else f"<fd {fd}>")
     try:
-        return text, filesystem.reopen(fd, os.O_RDONLY, files)
+        return text, linux.reopen(fd, os.O_RDONLY, files)
     except OSError:  # without /proc, or with rights given up: positions are never used
         return text, files.duplicate(fd)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from fastserial import filesystem
 from fastserial.config import Config
 from fastserial.engines.base import Completion, Op, Request
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.pagecache import cached_bytes
-from fastserial.staging import BufferPool
+from fastserial.files import linux
+from fastserial.files.page_cache import cached_bytes
+from fastserial.memory.buffers import BufferPool
 
 __all__ = ["scan"]
 
@@ -118,11 +118,11 @@ class _Scanner:
 
 def _open_direct(fd: int, block_size: int) -> int:
     """Return a descriptor for direct I/O on the same file, or -1."""
-    alignment = filesystem.direct_alignment(fd)
+    alignment = linux.direct_alignment(fd)
     if alignment is None or block_size % alignment.offset or _PAGE % alignment.memory:
         return -1
     try:
-        return filesystem.reopen(fd, os.O_RDONLY | os.O_DIRECT)
+        return linux.reopen(fd, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return -1
 

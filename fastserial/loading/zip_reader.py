@@ -7,93 +7,21 @@ as expected; the others come from the prefetch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.containers.directory import (
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.zip.directory import (
     Directory,
     RecordEntry,
-    parse_local_header,
-    read_directory,
-    read_exactly,
 )
-from fastserial.errors import CorruptCheckpointError
-from fastserial.prefetch import Prefetch
+from fastserial.loading.prefetch import Prefetch
 
-__all__ = ["MOST_INFLATED", "FastZipReader", "all_checksums", "read_places", "storage_records"]
+__all__ = ["MOST_INFLATED", "FastZipReader"]
 
 MOST_INFLATED = 1040  # deflate makes at most 1032 bytes from one
-
-_HEADER = 30  # bytes of a local header without its name
-
-
-def read_places(fd: int, size: int, stock: Any = None) -> Directory:
-    """Return the central directory, local headers read only if the writer was not torch.
-
-    Of records that bear the same name, it holds the one that torch finds.
-
-    Args:
-        fd: a descriptor that can be read at any offset.
-        size: bytes of the file.
-        stock: torch's reader of the same file, if there is one.
-
-    Raises:
-        CorruptCheckpointError: the container is not to be trusted.
-        OSError: the file cannot be read.
-    """
-    directory = read_directory(fd, size, headers=False)
-    first = next((record for record in directory.records if record.size), None)
-    if first is not None and not _is_placed(fd, first):
-        directory = read_directory(fd, size)
-    if len({record.full_name.lower() for record in directory.records}) < len(directory.records):
-        return replace(directory, records=_found_by_torch(fd, directory.records, stock))
-    return directory
-
-
-def _found_by_torch(fd: int, records: Sequence[RecordEntry], stock: Any) -> list[RecordEntry]:
-    """Return the records that torch's reader finds by name, which it compares without case."""
-    named: dict[bytes, list[RecordEntry]] = {}
-    for record in records:
-        named.setdefault(record.full_name.lower(), []).append(record)
-    found: list[RecordEntry] = []
-    try:
-        reader: Any = stock or torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
-        for group in named.values():
-            if len(group) == 1:
-                found += group
-                continue
-            places = {record.data_offset: record for record in group}
-            for name in {record.name: None for record in group}:
-                place = places.get(reader.get_record_offset(name))
-                if place is not None:
-                    found.append(place._replace(name=name))
-    except RuntimeError as error:
-        raise CorruptCheckpointError(f"torch cannot read the archive: {error}") from error
-    return found
-
-
-def _is_placed(fd: int, record: RecordEntry) -> bool:
-    raw = read_exactly(fd, record.header_offset, _HEADER + len(record.full_name))
-    header = parse_local_header(raw, record.name)
-    return record.header_offset + header.length == record.data_offset
-
-
-def storage_records(directory: Directory) -> list[RecordEntry]:
-    """Return the records that hold storages as they are: stored and not empty."""
-    return [
-        record
-        for record in directory.records
-        if record.size and record.is_stored and record.name.startswith("data/")
-    ]
-
-
-def all_checksums(directory: Directory) -> bool:
-    """Tell whether every record has a checksum: not with `set_crc32_options` or `skip_data`."""
-    return all(record.crc for record in directory.records if record.size)
 
 
 class _Loaded:

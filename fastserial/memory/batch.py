@@ -9,10 +9,10 @@ from itertools import accumulate, repeat
 from operator import add
 from typing import TYPE_CHECKING
 
-from fastserial.containers.extents import PACKED_BYTES, PACKED_STORAGE, Memory
 from fastserial.errors import StorageChangedError
-from fastserial.staging import (
+from fastserial.memory.storages import (
     HostMemory,
+    Memory,
     StorageMemory,
     StorageOnHost,
     bytes_at,
@@ -24,9 +24,11 @@ from fastserial.staging import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "batch_of", "storage_batch"]
+__all__ = ["PACKED_BYTES", "PACKED_STORAGE", "Batch", "batch_of", "storage_batch"]
 
 _AROUND = 128  # about how many container bytes come with a storage
+PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with others,
+PACKED_BYTES = 512 * 1024  # into pieces of about this many
 
 
 @dataclass(slots=True)

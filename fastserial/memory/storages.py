@@ -1,35 +1,28 @@
-"""Staging: a pool of aligned buffers with a byte budget, and the memory that fills them.
-
-The pool is the only memory a save needs beyond the objects themselves; its size does not depend
-on the checkpoint's. Device storages pass through it in chunks, too.
-"""
+"""The memory of storages, on the host or a device, and how its bytes get out."""
 
 from __future__ import annotations
 
 import _thread
-import contextlib
 import ctypes
-import mmap
 import os
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastserial.errors import EngineError, StorageChangedError
+from fastserial.errors import StorageChangedError
 
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.containers.extents import Memory
 
 __all__ = [
-    "Buffer",
-    "BufferPool",
     "HostMemory",
+    "Memory",
     "StorageMemory",
     "StorageOnHost",
     "device_types",
     "host_bytes",
+    "new_storage",
     "other_threads",
     "storage_memory",
     "synchronize",
@@ -40,77 +33,6 @@ memmove = ctypes.memmove
 bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_size_t, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
-
-
-class Buffer:
-    """One page-aligned buffer: `address`, `nbytes`, and `view`, a writable memoryview of it."""
-
-    __slots__ = ("address", "index", "nbytes", "view")
-
-    def __init__(self, index: int, view: memoryview, address: int) -> None:
-        self.index = index
-        self.view = view
-        self.address = address
-        self.nbytes = len(view)
-
-
-class BufferPool:
-    """A fixed number of equal buffers in one anonymous mapping.
-
-    Not thread-safe: the thread that submits requests takes and gives back.
-    """
-
-    def __init__(self, count: int, nbytes: int) -> None:
-        """Map `count` buffers of `nbytes` bytes (a multiple of the page size) each."""
-        self._map = mmap.mmap(-1, count * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # fewer faults, and fewer pages to pin for direct I/O
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        anchor = ctypes.c_char.from_buffer(self._map)
-        self._anchor: ctypes.c_char | None = anchor
-        self._divide(memoryview(self._map), ctypes.addressof(anchor), count, nbytes)
-
-    def _divide(self, whole: memoryview, address: int, count: int, nbytes: int) -> None:
-        """Make the buffers; `whole` shows the memory at `address`."""
-        self.buffers: Sequence[Buffer] = [
-            Buffer(i, whole[i * nbytes : (i + 1) * nbytes], address + i * nbytes)
-            for i in range(count)
-        ]
-        self._whole = whole
-        self._free = list(reversed(self.buffers))
-
-    @property
-    def free(self) -> int:
-        """Number of buffers that can be taken."""
-        return len(self._free)
-
-    def take(self) -> Buffer:
-        """Take a free buffer.
-
-        Raises:
-            EngineError: there is none.
-        """
-        if not self._free:
-            raise EngineError("no free staging buffer")
-        return self._free.pop()
-
-    def give(self, buffer: Buffer) -> None:
-        """Give a buffer back."""
-        self._free.append(buffer)
-
-    def close(self) -> None:
-        """Unmap the memory. No request may be using a buffer any more."""
-        self._free.clear()
-        for buffer in self.buffers:
-            buffer.view.release()
-        self.buffers = ()
-        self._whole.release()
-        self._unmap()
-
-    def _unmap(self) -> None:
-        self._anchor = None
-        # an error's traceback may still show a buffer; the memory goes when that does
-        with contextlib.suppress(BufferError):
-            self._map.close()
 
 
 class HostMemory:
@@ -258,3 +180,21 @@ def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
             torch.cuda.current_stream(device).synchronize()
         elif hasattr(torch, "accelerator") and torch.accelerator.is_available():
             torch.accelerator.current_stream(device).synchronize()
+
+
+class Memory(Protocol):
+    """Bytes of a storage, wherever they are."""
+
+    nbytes: int
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy `length` bytes from byte `start` of the storage to host memory at `address`."""
+
+
+def new_storage(nbytes: int) -> torch.UntypedStorage:
+    """Return new host memory, whatever the default device."""
+    import torch
+
+    make: Any = torch.UntypedStorage
+    storage: torch.UntypedStorage = make(nbytes, device="cpu")
+    return storage

@@ -1,4 +1,4 @@
-"""Patches as data: read them, choose one, build the patched text, strip it again.
+"""Build the patched text of a module of torch, verify it, strip it again.
 
 A patch names places in torch's syntax tree and the lines we insert there; torch's own text comes
 from the installed file. This module works on text only: it imports nothing of torch.
@@ -9,37 +9,18 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from fastserial.errors import PatchError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fastserial.patching.patch_file import Anchor, FunctionPatch, Match, Patch
 
 __all__ = [
-    "Anchor",
     "BuiltFunction",
     "BuiltModule",
-    "Edit",
-    "FunctionPatch",
-    "Match",
-    "Patch",
     "build_module",
-    "candidates",
     "digest",
-    "load_patches",
-    "patches_dir",
-    "read_patch",
     "split_lines",
     "strip",
     "verify",
@@ -47,103 +28,9 @@ __all__ = [
 
 BEGIN = "# >>> fastserial"
 END = "# <<< fastserial"
-PLACES = ("start", "before", "after")
+
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The shape of one statement.
-
-    Attributes:
-        statement: its class in `ast`, e.g. `For`.
-        calls: a function or method called somewhere inside it.
-        name: the name it defines (`FunctionDef`, `ClassDef`).
-        last: it must be the last statement of its block.
-    """
-
-    statement: str
-    calls: str | None = None
-    name: str | None = None
-    last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """Where lines go in a function.
-
-    Attributes:
-        place: `start` (after the docstring), or `before`/`after` the statement of `match`.
-        match: the statement; it must be the only one of its shape in its block.
-        inside: statements to step into first, from the outermost.
-    """
-
-    place: str
-    match: Match | None = None
-    inside: tuple[Match, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """Lines to insert at an anchor."""
-
-    anchor: Anchor
-    insert: str
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionPatch:
-    """The edits of one function.
-
-    Attributes:
-        module: the module it lives in.
-        name: its name there.
-        hashes: SHA-256 of the source as torch ships it → SHA-256 of the built one.
-        edits: what to insert.
-    """
-
-    module: str
-    name: str
-    hashes: Mapping[str, str]
-    edits: tuple[Edit, ...]
-
-    @property
-    def full_name(self) -> str:
-        """The dotted name, e.g. `torch.serialization._save`."""
-        return f"{self.module}.{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """All edits for one release line of torch.
-
-    Attributes:
-        name: the file's stem, e.g. `v2.13`.
-        torch: version specifier of the releases it is made for.
-        functions: the functions it edits.
-    """
-
-    name: str
-    torch: str
-    functions: tuple[FunctionPatch, ...]
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules it edits, each once."""
-        return tuple(dict.fromkeys(function.module for function in self.functions))
-
-    @property
-    def oldest(self) -> Version:
-        """The oldest version in the specifier."""
-        return min(Version(part.version.removesuffix(".*")) for part in SpecifierSet(self.torch))
-
-    def covers(self, version: str) -> bool:
-        """Tell whether the specifier holds `version` (local parts such as `+cpu` are ignored)."""
-        try:
-            return SpecifierSet(self.torch).contains(Version(version), prereleases=True)
-        except InvalidVersion:
-            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,75 +65,6 @@ class BuiltModule:
 def digest(text: str) -> str:
     """Return the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def patches_dir() -> Path:
-    """Return the folder of the patches: inside the wheel, or beside the package in a checkout."""
-    package = Path(__file__).resolve().parent
-    shipped = package / "_patches"
-    return shipped if shipped.is_dir() else package.parent / "patches"
-
-
-def read_patch(path: Path) -> Patch:
-    """Read one patch file.
-
-    Raises:
-        PatchError: the file is not a patch.
-    """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        module = table.get("module", "")
-        functions = tuple(_function(entry, module) for entry in table["function"])
-        SpecifierSet(table["torch"])
-        patch = Patch(path.stem, table["torch"], functions)
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise PatchError(f"{path} is not a patch: {error!r}") from error
-    if not functions or len({f.full_name for f in functions}) != len(functions):
-        raise PatchError(f"{path} is not a patch: it must name each function once")
-    return patch
-
-
-def _function(table: Mapping[str, Any], module: str) -> FunctionPatch:
-    before, after = _hashes(table["sha256"]), _hashes(table["built_sha256"])
-    if len(before) != len(after):
-        raise ValueError(f"{table['name']}: sha256 and built_sha256 do not pair")
-    edits = tuple(Edit(_anchor(edit["anchor"]), edit["insert"]) for edit in table["edit"])
-    hashes = dict(zip(before, after, strict=True))
-    return FunctionPatch(table.get("module", module), table["name"], hashes, edits)
-
-
-def _hashes(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
-def _anchor(table: Mapping[str, Any]) -> Anchor:
-    shape = dict(table)
-    place = shape.pop("place")
-    inside = tuple(Match(**step) for step in shape.pop("inside", ()))
-    match = Match(**shape) if shape else None
-    if place not in PLACES or (place == "start") != (match is None):
-        raise ValueError(f"impossible anchor {dict(table)}")
-    return Anchor(place, match, inside)
-
-
-def load_patches(folder: Path | None = None) -> tuple[Patch, ...]:
-    """Return the patches of a folder (by default the shipped ones), newest first.
-
-    Raises:
-        PatchError: a file there is not a patch.
-    """
-    paths = (folder or patches_dir()).glob("v*.toml")
-    return tuple(sorted(map(read_patch, paths), key=lambda patch: patch.oldest, reverse=True))
-
-
-def candidates(version: str, patches: tuple[Patch, ...]) -> Iterator[tuple[Patch, bool]]:
-    """Yield (patch, made for this version), the ones made for it first, then the newest."""
-    exact = [patch for patch in patches if patch.covers(version)]
-    for patch in exact:
-        yield patch, True
-    for patch in patches:
-        if patch not in exact:
-            yield patch, False
 
 
 def build_module(text: str, patch: Patch, module: str) -> BuiltModule:

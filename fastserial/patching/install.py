@@ -6,32 +6,25 @@ source and runs in torch's own namespace. Everything is prepared first and swapp
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
-import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 import importlib.util
-import linecache
 import logging
-import operator
 import os
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastserial import importhook
+from fastserial import import_hook
 from fastserial.errors import PatchError, UnsupportedTorchWarning
-
-if TYPE_CHECKING:
-    from fastserial.patchset import BuiltFunction, BuiltModule, Patch
+from fastserial.memory.gc_pause import paused_collection
+from fastserial.patching.compile import Installation, SwappedFunction, prepare
 
 __all__ = [
     "PatchStatus",
@@ -48,10 +41,6 @@ _log = logging.getLogger("fastserial")
 _REMEDY = (
     "torch.save and torch.load stay stock: correct, but not faster. Upgrade fastserial, see "
     "`fastserial doctor` for what is wrong, or `fastserial patches check` for the details."
-)
-_FUTURE_FLAGS = functools.reduce(
-    operator.or_,
-    (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names),
 )
 
 
@@ -82,55 +71,21 @@ class PatchStatus:
         return dataclasses.asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Swapped:
-    """One function of torch and its patched copy."""
-
-    module: types.ModuleType
-    name: str
-    original: types.FunctionType
-    patched: types.FunctionType
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.module.__name__}.{self.name}"
-
-    @property
-    def current(self) -> object:
-        return vars(self.module).get(self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Installation:
-    """A patch made ready. Whether it is in force is read from torch's namespace."""
-
-    patch: Patch
-    exact: bool
-    functions: tuple[_Swapped, ...]
-
-    def replaced(self) -> tuple[_Swapped, ...]:
-        return tuple(item for item in self.functions if item.current is not item.patched)
-
-    def in_force(self) -> bool:
-        return len(self.replaced()) < len(self.functions)
-
-
 _HOME = "torch.serialization"
 _KEY = "_fastserial_installation"  # in that module
 
 
-def _inherited() -> _Installation | None:
+def _inherited() -> Installation | None:
     """Return what another copy of this module, dropped from `sys.modules`, put into torch."""
-    found: _Installation | None = getattr(sys.modules.get(_HOME), _KEY, None)
+    found: Installation | None = getattr(sys.modules.get(_HOME), _KEY, None)
     return found
 
 
 _lock = threading.RLock()
-_installation: _Installation | None = _inherited()
-_ready: _Installation | None = None  # for `patched` while nothing is installed
+_installation: Installation | None = _inherited()
+_ready: Installation | None = None  # for `patched` while nothing is installed
 _reason: str | None = "install() has not been called"
 _warned: set[str] = set()
-_collector_paused = False
 
 
 def install(*, strict: bool = False, **options: Any) -> bool:
@@ -176,7 +131,7 @@ def switch_on(strict: bool = False) -> str | None:
     """
     # imports come before our lock: another thread may hold their locks and wait for ours
     torch = importlib.import_module("torch")
-    hooks = importlib.import_module("fastserial.hooks")
+    hooks = importlib.import_module("fastserial.patching.save_hooks")
     with _lock:
         reason = _install(str(torch.__version__), hooks)
     if reason is None:
@@ -267,7 +222,7 @@ def patched(name: str) -> Callable[..., Any] | None:
     """
     global _ready
     torch = importlib.import_module("torch")
-    hooks = importlib.import_module("fastserial.hooks")
+    hooks = importlib.import_module("fastserial.patching.save_hooks")
     with _lock:
         installation = _installation or _ready
         if installation is None:
@@ -299,160 +254,23 @@ def _install(version: str, hooks: types.ModuleType) -> str | None:
     return None
 
 
-def _checked(version: str, hooks: types.ModuleType) -> _Installation:
+def _checked(version: str, hooks: types.ModuleType) -> Installation:
     """Make the functions ready; torch is not touched.
 
     Raises:
         PatchError: torch has to stay stock.
     """
-    with _no_collections():
-        installation = _prepare(version)
+    with paused_collection():
+        installation = prepare(version)
     if (objection := hooks.self_check()) is not None:
         raise PatchError(f"torch {version} did not pass the self-check: {objection}")
     return installation
 
 
-def _prepare(version: str) -> _Installation:
-    """Find the patch that fits and compile its functions; torch is not touched."""
-    # here, so that `import fastserial` alone (every process, with FASTSERIAL=1) costs little
-    from fastserial.patchset import candidates, load_patches
-
-    sources = functools.lru_cache(maxsize=None)(_source)
-    why: str | None = None
-    for patch, exact in candidates(version, load_patches()):
-        try:
-            return _Installation(patch, exact, tuple(_compiled(patch, sources)))
-        except PatchError as error:
-            # the reason of the patch made for this version says most
-            why = why or (str(error) if exact else None)
-    if why is None:
-        raise PatchError(f"fastserial has no patch for torch {version}")
-    raise PatchError(f"torch {version} is not as released: {why}")
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Pause the garbage collector: syntax trees set it off, and it would walk all of torch."""
-    global _collector_paused
-    _collector_paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        _resume_collections()
-
-
-def _resume_collections() -> None:
-    global _collector_paused
-    if _collector_paused:
-        gc.enable()
-    _collector_paused = False
-
-
-def _source(module: types.ModuleType) -> str:
-    spec, path = module.__spec__, getattr(module, "__file__", None)
-    get_source = getattr(spec.loader if spec else None, "get_source", None)
-    try:
-        text = get_source(module.__name__) if get_source else None
-    except (ImportError, OSError) as error:
-        raise PatchError(f"the source of {module.__name__} cannot be read: {error}") from error
-    if text is None or path is None:
-        raise PatchError(f"the source of {module.__name__} is not installed")
-    return str(text)
-
-
-def _compiled(patch: Patch, source: Callable[[types.ModuleType], str]) -> Iterator[_Swapped]:
-    from fastserial.patchset import build_module, verify
-
-    for module_name in patch.modules:
-        module = importlib.import_module(module_name)
-        built = build_module(source(module), patch, module_name)
-        if (reason := verify(built)) is not None:
-            raise PatchError(reason)
-        file = _built_file(module, patch)
-        for function in built.functions:
-            original = _running(module, function)
-            yield _Swapped(
-                module, function.patch.name, original, _patched(function, original, file)
-            )
-        _show_lines(file, built)
-
-
-def _built_file(module: types.ModuleType, patch: Patch) -> str:
-    """Return the name of the built copy in tracebacks.
-
-    Below torch's own path, because torch.compile decides by path what it must not trace.
-    """
-    stem, extension = os.path.splitext(str(module.__file__))
-    return f"{stem}.fastserial-{patch.name}{extension}"
-
-
-def _show_lines(file: str, built: BuiltModule) -> None:
-    from fastserial.patchset import split_lines
-
-    # no modification time: linecache then never looks for the file on disk
-    linecache.cache[file] = (len(built.text), None, split_lines(built.text), file)
-
-
-def _running(module: types.ModuleType, built: BuiltFunction) -> types.FunctionType:
-    """Return torch's function, if it is the one that stands in the installed file."""
-    function = vars(module).get(built.patch.name)
-    if (
-        not isinstance(function, types.FunctionType)
-        or function.__globals__ is not vars(module)
-        or function.__module__ != module.__name__
-        or function.__code__.co_firstlineno != built.original_line
-        or not _same_file(function.__code__.co_filename, str(module.__file__))
-    ):
-        raise PatchError(
-            f"{built.patch.full_name} is not the function in its source file: other code replaced "
-            "it, or the file changed after the import"
-        )
-    return function
-
-
-def _same_file(one: str, other: str) -> bool:
-    return one == other or os.path.realpath(one) == os.path.realpath(other)
-
-
-def _patched(built: BuiltFunction, original: types.FunctionType, file: str) -> types.FunctionType:
-    """Return a copy of a function that runs the built code.
-
-    Only the code is new: defaults, annotations and decorators are not evaluated a second time.
-    """
-    tree = ast.increment_lineno(ast.parse(built.text), built.line - 1)
-    flags = original.__code__.co_flags & _FUTURE_FLAGS
-    outer = compile(tree, file, "exec", flags=flags, dont_inherit=True)
-    codes = [
-        constant
-        for constant in outer.co_consts
-        if isinstance(constant, types.CodeType) and constant.co_name == built.patch.name
-    ]
-    if len(codes) != 1 or codes[0].co_freevars:
-        raise PatchError(f"{built.patch.full_name} does not compile to one function")
-    patched = types.FunctionType(
-        codes[0], original.__globals__, original.__name__, original.__defaults__
-    )
-    # `__annotate__` and `__type_params__` are of newer Pythons
-    lazy = hasattr(original, "__annotate__")
-    for name in (
-        "__kwdefaults__",
-        "__doc__",
-        "__module__",
-        "__qualname__",
-        "__annotate__" if lazy else "__annotations__",
-        "__type_params__",
-    ):
-        if hasattr(original, name):
-            setattr(patched, name, getattr(original, name))
-    vars(patched).update(vars(original))
-    return patched
-
-
 @functools.cache
 def _hide_from_compiler() -> None:
     """Keep torch.compile from tracing fastserial, as it never traces torch.serialization."""
-    importhook.when_imported("torch._dynamo.trace_rules", _dynamo_imported)
+    import_hook.when_imported("torch._dynamo.trace_rules", _dynamo_imported)
 
 
 def _dynamo_imported(trace_rules: Any) -> None:
@@ -463,9 +281,9 @@ def _dynamo_imported(trace_rules: Any) -> None:
 
 
 def _by_module(
-    items: tuple[_Swapped, ...],
-) -> dict[types.ModuleType, list[_Swapped]]:
-    found: dict[types.ModuleType, list[_Swapped]] = {}
+    items: tuple[SwappedFunction, ...],
+) -> dict[types.ModuleType, list[SwappedFunction]]:
+    found: dict[types.ModuleType, list[SwappedFunction]] = {}
     for item in items:
         found.setdefault(item.module, []).append(item)
     return found
@@ -475,7 +293,6 @@ def _after_fork() -> None:
     # a thread that was inside install() or uninstall() does not live on in the child
     global _lock
     _lock = threading.RLock()
-    _resume_collections()
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,148 +10,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from io import BytesIO
 from time import perf_counter
 from typing import Any, BinaryIO
 
 import torch
 
-from fastserial import config as config_module
-from fastserial import filesystem, headroom
-from fastserial.collection import paused_collection
-from fastserial.containers.directory import RecordEntry
 from fastserial.errors import CorruptCheckpointError
-from fastserial.interrupts import finish
-from fastserial.legacyloading import read_storages
-from fastserial.loadreport import LoadReport, publish_load
-from fastserial.prefetch import Prefetch
-from fastserial.reader import FastFileReader
-from fastserial.report import Latency
-from fastserial.sources import FileSource, file_source
-from fastserial.ziploading import (
-    MOST_INFLATED,
-    FastZipReader,
-    all_checksums,
-    read_places,
-    storage_records,
-)
+from fastserial.files import linux
+from fastserial.files.sources import FileSource
+from fastserial.formats.zip.directory import RecordEntry
+from fastserial.formats.zip.records import all_checksums, read_places, storage_records
+from fastserial.loading.legacy_storages import read_storages
+from fastserial.loading.prefetch import Prefetch
+from fastserial.loading.session import LoadSession, current_session
+from fastserial.loading.zip_reader import MOST_INFLATED, FastZipReader
 
 __all__ = ["load_legacy_storages", "open_source", "zip_reader"]
 
 _log = logging.getLogger("fastserial")
 _FEW_BYTES = 32 * 1024  # per record, on average
 _SHORT = 1 << 30  # bytes; cycles of other threads may wait as long as that takes
-
-
-class _Open(threading.local):
-    """The files that `torch.load` has open in this thread, the innermost last.
-
-    It does not keep them: an interrupt may skip their `__exit__`.
-    """
-
-    def __init__(self) -> None:
-        self.loads: list[weakref.ref[_Load]] = []
-
-
-_open = _Open()
-
-
-class _Load:
-    """One `torch.load`: a context manager that opens and closes as torch's own would."""
-
-    def __init__(self, opener: Any) -> None:
-        self.opener = opener
-        self.config = config_module.current()
-        self.began = perf_counter()
-        self.file: BinaryIO | None = None
-        self.source: FileSource | None = None
-        self.used = False  # `_load` or `_legacy_load` came by
-        self.ours = False  # torch does not read the storages itself
-        self.container = "zip"
-        self.fallback: str | None = None
-        self.verified = False
-        self.phases: dict[str, float] = {}
-        self.reader: FastFileReader | None = None
-        self.prefetch: Prefetch | None = None
-        self.archive: FastZipReader | None = None
-        self.pause = paused_collection()
-
-    def __enter__(self) -> BinaryIO:
-        file: BinaryIO = self.opener.__enter__()
-        self.file = file
-        self.source = file_source(file, self.config.small_file)
-        _open.loads.append(weakref.ref(self))
-        return file
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        _open.loads = [load for load in _open.loads if load() not in (None, self)]
-        try:
-            finish(self._release)
-            if kind is None and self.used:
-                self._check_and_publish()
-        finally:
-            self.opener.__exit__(kind, error, traceback)
-
-    def _release(self) -> None:
-        self.pause.end()
-        if self.prefetch is not None:
-            self.prefetch.close()
-            self.phases["wait"] = self.prefetch.wait_seconds
-            if self.prefetch.error is not None:
-                self.fallback = f"reading ahead ended, torch read the rest: {self.prefetch.error}"
-        if self.reader is not None:
-            self.reader.close()
-
-    def _check_and_publish(self) -> None:
-        source, archive = self.source, self.archive
-        if source is not None:
-            if self.reader is not None and not source.is_unchanged():
-                what = "the file changed while it was read"
-                raise CorruptCheckpointError(what, path=source.name)
-            if archive is not None and archive.position is not None:
-                source.file.seek(source.start + archive.position)
-        if isinstance(self.file, BytesIO) and not self.config.verify_on_load:
-            return  # unpickling a tensor comes here, too: it must not hide the load of a file
-        self._publish()
-
-    def _publish(self) -> None:
-        reader, config = self.reader, self.config
-        counts = reader.blocks.counts if reader is not None else None
-        publish_load(
-            LoadReport(
-                path=self.source.name if self.source is not None else repr(self.file),
-                container=self.container,
-                bytes=counts.direct + counts.cached if counts is not None else 0,
-                seconds=perf_counter() - self.began,
-                engine=reader.blocks.engine_name if reader and self.ours else "torch",
-                direct_bytes=counts.direct if counts is not None else 0,
-                cached_bytes=counts.cached if counts is not None else 0,
-                verified=self.verified,
-                fallback=self.fallback or (reader.blocks.fallback if reader else None),
-                block_size=config.block_size,
-                queue_depth=config.queue_depth,
-                threads=config.threads,
-                phases=self.phases,
-                submit=Latency.of(counts.submit_seconds if counts is not None else ()),
-                complete=Latency.of(counts.complete_seconds if counts is not None else ()),
-            ),
-            config,
-        )
-
-    def open_reader(self, source: FileSource, needed: int = 0) -> FastFileReader:
-        """Open the file; `needed`: bytes that the storages will take besides.
-
-        Raises:
-            MemoryError: a limit leaves no room for what we need beyond torch.
-        """
-        if not headroom.is_enough(self.config, needed, 2):
-            raise MemoryError(headroom.REASON)
-        self.reader = FastFileReader(source.fd, self.config, name=source.name)
-        return self.reader
 
 
 def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
@@ -163,19 +43,13 @@ def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
     serialization: Any = torch.serialization
     if serialization._is_path(target):
         # A save to the same path, in another thread, need not spare a file that only we read.
-        return _Load(open(target, "rb", opener=filesystem.open_own))
-    return _Load(serialization._open_buffer_reader(target))
-
-
-def _current() -> _Load | None:
-    loads = _open.loads
-    load = loads[-1]() if loads else None
-    return load if load is not None and not load.used else None
+        return LoadSession(open(target, "rb", opener=linux.open_own))
+    return LoadSession(serialization._open_buffer_reader(target))
 
 
 def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
     """Return what stands in for `_load`'s `zip_file`: a reader that reads ahead, or the same."""
-    load = _current()
+    load = current_session()
     if load is None or isinstance(stock, FastZipReader):
         return stock
     load.used = True
@@ -207,7 +81,7 @@ def _torchs_own(map_location: Any, overall_storage: Any) -> str | None:
     return None
 
 
-def _fast_reader(load: _Load, stock: Any) -> Any:
+def _fast_reader(load: LoadSession, stock: Any) -> Any:
     source, config = load.source, load.config
     if source is None:
         load.fallback = "not a plain file on a file system"
@@ -246,7 +120,7 @@ def _fast_reader(load: _Load, stock: Any) -> Any:
     return load.archive
 
 
-def _read_ahead(load: _Load, source: FileSource, records: Sequence[RecordEntry]) -> None:
+def _read_ahead(load: LoadSession, source: FileSource, records: Sequence[RecordEntry]) -> None:
     """Start reading the records; if that cannot be, torch's reader gives all of them."""
     try:
         reader = load.open_reader(source, source.size)
@@ -272,7 +146,7 @@ def load_legacy_storages(
         keys: in the order of the file.
         offset: where the first one starts (bytes), None if torch reads through Python.
     """
-    load = _current()
+    load = current_session()
     if load is None or load.file is not file:
         return keys
     load.used = True

@@ -19,20 +19,15 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from fastserial.errors import PatchError
-from fastserial.patchset import (
+from fastserial.patching.build import BuiltModule, build_module, digest, split_lines, strip, verify
+from fastserial.patching.patch_file import (
     Anchor,
-    BuiltModule,
     Edit,
     Match,
     Patch,
-    build_module,
     candidates,
-    digest,
     load_patches,
     patches_dir,
-    split_lines,
-    strip,
-    verify,
 )
 
 __all__ = [

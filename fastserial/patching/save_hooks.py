@@ -15,15 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastserial import oracle
-from fastserial.archive import ZipArchive
-from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
 from fastserial.errors import WriteError
-from fastserial.foreign import SequentialWriter
+from fastserial.files.targets import (
+    FileTarget,
+    InPlaceTarget,
+    PathTarget,
+    StockWay,
+    Target,
+    target_of,
+)
+from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
 from fastserial.interrupts import Background
-from fastserial.staging import device_types
-from fastserial.targets import FileTarget, InPlaceTarget, PathTarget, StockWay, Target, target_of
-from fastserial.writer import FastFileWriter
+from fastserial.memory.storages import device_types
+from fastserial.patching import self_check as self_check_module
+from fastserial.saving import torch_writer
+from fastserial.saving.archive import ZipArchive
+from fastserial.saving.sequential_writer import SequentialWriter
+from fastserial.saving.writer import FastFileWriter
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -46,7 +54,7 @@ def self_check() -> str | None:
     """Return why this torch must stay stock, or None if everything is as fastserial knows it."""
     if sys.byteorder != "little":
         return "big-endian machines are not supported"
-    return oracle.self_check()
+    return self_check_module.self_check()
 
 
 def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
@@ -55,7 +63,7 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
     Raises:
         WriteError: the target cannot be written.
     """
-    alignment = oracle.alignment()
+    alignment = torch_writer.alignment()
     if not 0 < alignment <= MAX_ALIGNMENT:
         return None
     if isinstance(target, FastFileWriter):
@@ -97,7 +105,7 @@ def _hooks_load() -> Any:
 
     A thread imports it. A signal handler may load, too, and must not find half of it.
     """
-    name = "fastserial.hooks_load"
+    name = "fastserial.patching.load_hooks"
     if not _complete:
         importing = Background()
         importing.start(importlib.import_module, name)

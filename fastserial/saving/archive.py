@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from fastserial import oracle
 from fastserial.checksums import crc32
-from fastserial.containers.batch import storage_batch
-from fastserial.containers.extents import Memory
-from fastserial.containers.zip import ZipLayout, ZipPlan
 from fastserial.errors import name_in
-from fastserial.staging import HostMemory, host_bytes, storage_memory, synchronize
+from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.memory.batch import storage_batch
+from fastserial.memory.storages import HostMemory, Memory, host_bytes, storage_memory, synchronize
+from fastserial.saving import torch_writer
 
 if TYPE_CHECKING:
     import torch
@@ -70,9 +69,9 @@ class ZipArchive:
         self._writer = writer
         self._owns_writer = owns_writer
         if alignment is None:
-            alignment = oracle.alignment()
+            alignment = torch_writer.alignment()
         self._archive = archive
-        self._layout = ZipLayout(archive, alignment, oracle.checksums_wanted())
+        self._layout = ZipLayout(archive, alignment, torch_writer.checksums_wanted())
         self._archive = archive
         self._finished = False
 
@@ -122,7 +121,7 @@ class ZipArchive:
         if self._finished:
             return
         self._finished = True
-        self._writer.write_plan(oracle.finish(self._layout))
+        self._writer.write_plan(torch_writer.finish(self._layout))
 
     def __enter__(self) -> ZipArchive:
         return self

@@ -16,20 +16,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from fastserial import filesystem, headroom
-from fastserial.buffered import write_all, write_buffered
-from fastserial.caching import TRIAL, CachedWrites, cached_writes
 from fastserial.checksums import CrcLedger
-from fastserial.compression import Compression
 from fastserial.config import Config
-from fastserial.containers.extents import Data, Hole, Literal, Packed, Source
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
-from fastserial.fill import Part, fill, staged
+from fastserial.files import linux
+from fastserial.files.caching import TRIAL, CachedWrites, cached_writes
+from fastserial.files.compression import Compression
+from fastserial.formats.extents import Data, Hole, Literal, Packed, Source
 from fastserial.interrupts import Descriptors, finish
-from fastserial.readback import ReadBack
-from fastserial.staging import BufferPool
-from fastserial.statistics import TransferTally
+from fastserial.memory import headroom
+from fastserial.memory.buffers import BufferPool
+from fastserial.saving.buffered import write_all, write_buffered
+from fastserial.saving.fill import Part, fill, staged
+from fastserial.saving.read_back import ReadBack
+from fastserial.saving.statistics import TransferTally
 
 __all__ = ["BlockWriter"]
 
@@ -244,7 +245,7 @@ class BlockWriter:
             self._engineless = True
             self.fallback = f"through the page cache, block by block: {error}"
             return None
-        locked = self._may_be_locked and filesystem.is_locked(self._fd)
+        locked = self._may_be_locked and linux.is_locked(self._fd)
         if locked:
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
         else:
@@ -297,7 +298,7 @@ class BlockWriter:
         if self._compression is Compression.THROUGH_CACHE:
             self.fallback = "the file system compresses this file, but not what is written directly"
             return
-        alignment = filesystem.direct_alignment(self._fd)
+        alignment = linux.direct_alignment(self._fd)
         if alignment is None:
             self.fallback = "the file system has no direct I/O for this file"
             return
@@ -308,7 +309,7 @@ class BlockWriter:
         try:
             synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
             flags = os.O_WRONLY | os.O_DIRECT | synced
-            self._direct_fd = filesystem.reopen(self._fd, flags, self._files)
+            self._direct_fd = linux.reopen(self._fd, flags, self._files)
         except OSError as error:
             self.fallback = f"direct I/O refused: {error.strerror}"
             return

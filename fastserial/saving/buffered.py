@@ -11,9 +11,9 @@ import os
 from collections.abc import Iterator, Sequence
 
 from fastserial.checksums import crc32
-from fastserial.containers.extents import Data, Hole, Literal
-from fastserial.fill import Part, staged
-from fastserial.staging import HostMemory, StorageOnHost
+from fastserial.formats.extents import Data, Hole, Literal
+from fastserial.memory.storages import HostMemory, StorageOnHost
+from fastserial.saving.fill import Part, staged
 
 __all__ = ["write_all", "write_buffered"]
 

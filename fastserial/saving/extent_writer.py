@@ -11,14 +11,14 @@ import functools
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
-from fastserial.block_writer import BlockWriter
-from fastserial.buffered import write_buffered
 from fastserial.checksums import CrcLedger
-from fastserial.compression import Compression, compression_of
 from fastserial.config import Config
-from fastserial.containers.extents import Extent
-from fastserial.fill import Part
-from fastserial.statistics import TransferTally
+from fastserial.files.compression import Compression, compression_of
+from fastserial.formats.extents import Extent
+from fastserial.saving.block_writer import BlockWriter
+from fastserial.saving.buffered import write_buffered
+from fastserial.saving.fill import Part
+from fastserial.saving.statistics import TransferTally
 
 __all__ = ["ExtentWriter"]
 

@@ -12,18 +12,10 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.containers.extents import (
-    Computed,
-    Data,
-    Hole,
-    Literal,
-    Packed,
-    Sealed,
-    Source,
-)
-from fastserial.containers.zip import DESCRIPTOR_SIGNATURE
 from fastserial.errors import EngineError
-from fastserial.staging import HostMemory, memmove
+from fastserial.formats.extents import Computed, Data, Hole, Literal, Packed, Sealed, Source
+from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE
+from fastserial.memory.storages import HostMemory, memmove
 
 __all__ = ["Part", "fill", "staged"]
 

@@ -7,10 +7,10 @@ import errno
 import fcntl
 import os
 
-from fastserial import filesystem
 from fastserial.engines import Request
+from fastserial.files import linux
 from fastserial.interrupts import Descriptors
-from fastserial.staging import BufferPool
+from fastserial.memory.buffers import BufferPool
 
 __all__ = ["ReadBack"]
 
@@ -38,10 +38,10 @@ class ReadBack:
         self._files = Descriptors()
         self._fds = {False: fd, True: fd}
         try:
-            self._fds[False] = self._fds[True] = filesystem.reopen(fd, os.O_RDONLY, self._files)
+            self._fds[False] = self._fds[True] = linux.reopen(fd, os.O_RDONLY, self._files)
             if direct:
                 flags = os.O_RDONLY | os.O_DIRECT
-                self._fds[True] = filesystem.reopen(fd, flags, self._files)
+                self._fds[True] = linux.reopen(fd, flags, self._files)
         except OSError:
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
                 raise

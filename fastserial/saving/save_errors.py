@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 
 from fastserial.errors import REMEDIES, WriteError, write_error
-from fastserial.inplace import Destination
-from fastserial.targets import PathTarget, Target, free_bytes_for
+from fastserial.files.in_place import Destination
+from fastserial.files.targets import PathTarget, Target, free_bytes_for
 
 __all__ = ["save_error"]
 

@@ -12,10 +12,10 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.containers.extents import Data, Memory
-from fastserial.containers.zip import ZipPlan
-from fastserial.fill import Part, staged
-from fastserial.staging import HostMemory, StorageOnHost
+from fastserial.formats.extents import Data
+from fastserial.formats.zip.layout import ZipPlan
+from fastserial.memory.storages import HostMemory, Memory, StorageOnHost
+from fastserial.saving.fill import Part, staged
 
 if TYPE_CHECKING:
     import torch

@@ -17,28 +17,29 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial import config as config_module
-from fastserial import filesystem, tuned
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
-from fastserial.containers.batch import storage_batch
-from fastserial.containers.extents import Extent, Hole, Literal
-from fastserial.containers.legacy import element_counts, storage_extents
-from fastserial.containers.zip import ZipPlan
 from fastserial.errors import WriteError, name_in
-from fastserial.extent_writer import ExtentWriter
-from fastserial.inplace import open_target
+from fastserial.files import linux
+from fastserial.files.in_place import open_target
+from fastserial.files.targets import FileTarget, Target, writable_target
+from fastserial.formats.extents import Extent, Hole, Literal
+from fastserial.formats.legacy.layout import element_counts, storage_extents
+from fastserial.formats.zip.layout import ZipPlan
 from fastserial.interrupts import finish
+from fastserial.memory.batch import storage_batch
+from fastserial.memory.storages import synchronize
 from fastserial.progress import progress_bar
-from fastserial.report import Latency, SaveReport, publish
-from fastserial.save_errors import save_error
-from fastserial.staging import synchronize
-from fastserial.statistics import WriterStatistics
-from fastserial.targets import FileTarget, Target, writable_target
+from fastserial.reports import Latency, SaveReport, publish
+from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.save_errors import save_error
+from fastserial.saving.statistics import WriterStatistics
+from fastserial.tuning import lookup
 
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.fastpersist_config import WriterOptions
+    from fastserial.engines.deepspeed.writer_config import WriterOptions
 
 __all__ = ["FastFileWriter"]
 
@@ -86,7 +87,7 @@ class FastFileWriter:
             chosen = writable_target(chosen)
         self._target = target = chosen
         if config is not None and not isinstance(config, Config):
-            from fastserial.fastpersist_config import options_of  # rarely wanted
+            from fastserial.engines.deepspeed.writer_config import options_of  # rarely wanted
 
             config = options_of(config) if config.dnvme_handle is not None else None
         self._chosen: Mapping[str, Any] | None = None  # None: all options are given
@@ -359,7 +360,7 @@ class FastFileWriter:
         chosen, self._chosen = self._chosen, None
         if chosen is None or not self._config.tuned:
             return
-        config = tuned.applied(self._config, chosen, self._place.fd)
+        config = lookup.applied(self._config, chosen, self._place.fd)
         if config is not self._config and self._out.reconfigure(config):
             self._config = config
 
@@ -373,7 +374,7 @@ class FastFileWriter:
             return
         if self._place.sequential or self._out.compression is not None:
             return
-        filesystem.preallocate(self._place.fd, self._place.start, needed)
+        linux.preallocate(self._place.fd, self._place.start, needed)
 
     def _gather(self) -> None:
         if self._gathered:

@@ -17,7 +17,7 @@ from fastserial import config as config_module
 from fastserial.config import Config
 
 if TYPE_CHECKING:
-    from fastserial.tunedfile import Entry
+    from fastserial.tuning.store import Entry
 
 __all__ = ["applied", "config_for", "entry_for", "forget_cache", "sources_for"]
 
@@ -85,8 +85,8 @@ def entry_for(folder: Path) -> tuple[str, Entry | None]:
         ConfigError: the file is damaged.
         OSError: the folder cannot be opened.
     """
-    from fastserial.deviceid import device_key
-    from fastserial.tunedfile import read
+    from fastserial.files.device_id import device_key
+    from fastserial.tuning.store import read
 
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -129,7 +129,7 @@ def _found(fd: int) -> Mapping[str, Any]:
 
 
 def _look_up(fd: int) -> Mapping[str, Any]:
-    from fastserial.tunedfile import read
+    from fastserial.tuning.store import read
 
     global _file
     if _file is None:
@@ -138,8 +138,8 @@ def _look_up(fd: int) -> Mapping[str, Any]:
     if not _file:
         return {}
     from fastserial import engines
-    from fastserial.deviceid import device_key
     from fastserial.errors import ConfigError
+    from fastserial.files.device_id import device_key
 
     entry = _file.get(device_key(fd))
     if entry is None or entry.settings is None:

@@ -165,7 +165,7 @@ def forget(key: str) -> bool:
 
 
 def _write(path: Path, entries: Mapping[str, Entry]) -> None:
-    from fastserial.publish import replace_text
+    from fastserial.files.durable import replace_text
 
     content = {"version": _VERSION, "devices": {key: asdict(e) for key, e in entries.items()}}
     replace_text(str(path), json.dumps(content, indent=2) + "\n")

@@ -15,23 +15,26 @@ import torch
 from rich.console import Console
 
 import fastserial
-from fastserial.bench import comparison, deepspeed, fio, payload, ramdisk, rotation
-from fastserial.bench.deepspeed_plan import DeepSpeedBench, RowResult
-from fastserial.bench.deepspeed_view import results_as_json, show_results
-from fastserial.bench.errors import BenchError
-from fastserial.bench.fio import FioVariant
-from fastserial.bench.identical import different_tensors, digest, first_difference
-from fastserial.bench.measure import Sample, measure
-from fastserial.bench.pages import reserved_huge_bytes, small_pages
-from fastserial.bench.payload import mixed_state, tensor_sizes
-from fastserial.bench.rotation import Measured, Plan, rotate
-from fastserial.bench.rows import DURABLE, LOOSE, Row, fast_row, stock_row, torch_rows
-from fastserial.bench.saving import Format
-from fastserial.bench.scratch import scratch
-from fastserial.bench.startup import measure_startup
-from fastserial.bench.summary import Spread, paired, summarize, unsteadiness
-from fastserial.bench.units import parse_bytes
-from fastserial.bench.view import fio_line
+from fastserial.bench.measuring import ramdisk, rotation
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.identical import different_tensors, digest, first_difference
+from fastserial.bench.measuring.measure import Sample, measure
+from fastserial.bench.measuring.pages import reserved_huge_bytes, small_pages
+from fastserial.bench.measuring.rotation import Measured, Plan, rotate
+from fastserial.bench.measuring.rows import DURABLE, LOOSE, Row
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.measuring.summary import Spread, paired, summarize, unsteadiness
+from fastserial.bench.measuring.units import parse_bytes
+from fastserial.bench.presenting.deepspeed_view import results_as_json, show_results
+from fastserial.bench.presenting.save_view import fio_line
+from fastserial.bench.studies import comparison, deepspeed
+from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench, RowResult
+from fastserial.bench.studies.startup import measure_startup
+from fastserial.bench.subjects import fio, payload
+from fastserial.bench.subjects.fio import FioVariant
+from fastserial.bench.subjects.payload import mixed_state, tensor_sizes
+from fastserial.bench.subjects.saving import Format
+from fastserial.bench.subjects.torch_rows import fast_row, stock_row, torch_rows
 from fastserial.errors import ConfigError
 
 CALM = Plan(runs=2, warmups=1, pause=0.0)

@@ -16,26 +16,29 @@ import torch
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial.bench import freshload, load, payload, peers, rotation, scaling
-from fastserial.bench.cli_output import Outputs
-from fastserial.bench.contents import tensors_of, unshared, zip_holds
-from fastserial.bench.errors import BenchError
-from fastserial.bench.freshload import Task
-from fastserial.bench.identical import different_tensors
-from fastserial.bench.measure import Sample
-from fastserial.bench.model import Method, run_tensor
-from fastserial.bench.models import meta_module
-from fastserial.bench.modelstate import ModelRecipe, model_state
-from fastserial.bench.payload import equal_state, fill
-from fastserial.bench.peers import engine_rows, peer_rows
-from fastserial.bench.plot import check_plot
-from fastserial.bench.readers import Files
-from fastserial.bench.rotation import Measured, Plan, rotate
-from fastserial.bench.rows import DURABLE, LOOSE, Row, stock_row
-from fastserial.bench.scaling import ScalingBench, run_scaling, sizes, steps
-from fastserial.bench.scalingview import scaling_cells
-from fastserial.bench.summary import summarize
-from fastserial.cli import app
+from fastserial.bench.cli.output import Outputs
+from fastserial.bench.measuring import rotation
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.identical import different_tensors
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.rotation import Measured, Plan, rotate
+from fastserial.bench.measuring.rows import DURABLE, LOOSE, Row
+from fastserial.bench.measuring.summary import summarize
+from fastserial.bench.presenting.plot import check_plot
+from fastserial.bench.presenting.scaling_view import scaling_cells
+from fastserial.bench.studies import fresh_load, load, scaling
+from fastserial.bench.studies.fresh_load import Task
+from fastserial.bench.studies.model import Method, run_tensor
+from fastserial.bench.studies.scaling import ScalingBench, run_scaling, sizes, steps
+from fastserial.bench.subjects import payload, peers
+from fastserial.bench.subjects.contents import tensors_of, unshared, zip_holds
+from fastserial.bench.subjects.model_state import ModelRecipe, model_state
+from fastserial.bench.subjects.models import meta_module
+from fastserial.bench.subjects.payload import equal_state, fill
+from fastserial.bench.subjects.peers import engine_rows, peer_rows
+from fastserial.bench.subjects.readers import Files
+from fastserial.bench.subjects.torch_rows import stock_row
+from fastserial.cli.main import app
 
 ONCE = Plan(runs=1, warmups=0, pause=0.0)
 MARK = bytes(range(200, 240))
@@ -113,7 +116,7 @@ def test_model_state() -> None:
 
 def test_model_state_is_that_of_the_model() -> None:
     need("transformers")
-    from fastserial.bench.models import build_module
+    from fastserial.bench.subjects.models import build_module
 
     module, _ = build_module("gpt2-tiny")
     optimizer = torch.optim.Adam(module.parameters(), foreach=False)
@@ -375,7 +378,7 @@ def test_bench_load_outputs(tmp_path: Path) -> None:
 
 
 def test_processes_that_load_leave_ctrl_c_to_the_parent(tmp_path: Path) -> None:
-    freshload._start_server()
+    fresh_load._start_server()
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     status = Path(f"/proc/{server}/status").read_text()
     ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
@@ -383,7 +386,7 @@ def test_processes_that_load_leave_ctrl_c_to_the_parent(tmp_path: Path) -> None:
     ours, theirs = Pipe(duplex=False)
     ours.close()  # the parent is gone
     nothing = tmp_path / "nothing"
-    freshload._serve(Task("no such row", Files(nothing, nothing, None, None), {}), theirs)
+    fresh_load._serve(Task("no such row", Files(nothing, nothing, None, None), {}), theirs)
 
 
 # --- scaling ----------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ import torch
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial.bench import instrument, profile
-from fastserial.bench.errors import BenchError
-from fastserial.bench.instrument import instrumented, recording_pickle
-from fastserial.bench.profile import ProfileBench, ProfileResult, run_profile
-from fastserial.bench.spans import Recorder, as_trace, self_seconds
-from fastserial.cli import app
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.studies import instrument, profile
+from fastserial.bench.studies.instrument import instrumented, recording_pickle
+from fastserial.bench.studies.profile import ProfileBench, ProfileResult, run_profile
+from fastserial.bench.studies.spans import Recorder, as_trace, self_seconds
+from fastserial.cli.main import app
 from fastserial.engines import threads
 
 MiB = 1 << 20
@@ -121,11 +121,12 @@ def test_slow_steps_show_where_they_are(tmp_path: Path, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(owner, name, slower)
 
-    from fastserial import commit, filesystem, fill
+    from fastserial.files import linux, replacement
+    from fastserial.saving import fill
 
-    slow(commit.Replacement, "sync", 0.11)
-    slow(commit.Replacement, "_sync_directory", 0.12)
-    slow(filesystem, "preallocate", 0.13)
+    slow(replacement.Replacement, "sync", 0.11)
+    slow(replacement.Replacement, "_sync_directory", 0.12)
+    slow(linux, "preallocate", 0.13)
     slow(fill, "crc32", 0.005)
     result = profiled(tmp_path, runs=1)
     caller = {phase.name: phase.seconds for phase in result.caller}

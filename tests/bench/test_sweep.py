@@ -11,13 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastserial.bench import sweep, sweepview
-from fastserial.bench.errors import BenchError
-from fastserial.bench.measure import Sample
-from fastserial.bench.sweep import Grid, Sweep, points, run_sweep
-from fastserial.bench.sweepfile import Point, Result, SweepFile
-from fastserial.bench.sweepview import cells, plot
-from fastserial.cli import app
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.presenting import sweep_view
+from fastserial.bench.presenting.sweep_view import cells, plot
+from fastserial.bench.studies import sweep
+from fastserial.bench.studies.sweep import Grid, Sweep, points, run_sweep
+from fastserial.bench.studies.sweep_file import Point, Result, SweepFile
+from fastserial.cli.main import app
 from fastserial.errors import EngineUnavailableError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -178,7 +179,7 @@ def test_real_sweep(tmp_path: Path) -> None:
 
 
 def test_wrong_bytes_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastserial.writer import FastFileWriter
+    from fastserial.saving.writer import FastFileWriter
 
     close = FastFileWriter.close
 
@@ -275,7 +276,7 @@ def test_plot(tmp_path: Path) -> None:
     path = tmp_path / "map.png"
     plot(found, path, "a title")
     assert path.read_bytes().startswith(b"\x89PNG")
-    maps = sweepview._maps(found)
+    maps = sweep_view._maps(found)
     assert [one.title for one in maps] == ["read, host, threads", "write, host, threads"]
     assert maps[1].sizes == [MIB, 2 * MIB]
     assert maps[1].best[MIB, 4].ratio.median == 3.0  # the better number of threads

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import CASES, FORMATS, noise
-from identity import STOCK_ONLY, difference, fast, stock
+from support.corpus import CASES, FORMATS, noise
+from support.identity import STOCK_ONLY, difference, fast, stock
 
 SMALL = {"x": torch.arange(1000.0)}
 OLD = b"the previous checkpoint" * 5000

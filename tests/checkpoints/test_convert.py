@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import CASES, MIB, Case, noise
-from identity import digest, saver, stock
+from support.corpus import CASES, MIB, Case, noise
+from support.identity import digest, saver, stock
 from typer import Typer
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial import cli_convert
-from fastserial.conversion import Container, convert
+from fastserial.checkpoints.convert import Container, convert
+from fastserial.checkpoints.inspect import inspect
+from fastserial.cli import convert as convert_module
 from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
     UnreadableTensorError,
     WriteError,
 )
-from fastserial.inspection import inspect
 
 ZIP = "_use_new_zipfile_serialization"
 TORCH_CONTAINERS: tuple[Container, ...] = ("zip", "legacy")
@@ -156,7 +156,7 @@ def test_metadata_that_is_lost_is_told(tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.pt"
     torch_io.save_file({"w": torch.ones(9)}, source, metadata={"author": "me", "a\x1b": "b"})
     app = Typer()
-    app.command()(cli_convert.convert)
+    app.command()(convert_module.convert)
     result = CliRunner().invoke(app, [str(source), str(target)])
     assert result.exit_code == 0
     assert "metadata" in result.output

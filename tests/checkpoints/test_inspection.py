@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from fastserial.checkpoints.inspect import Inspection, inspect
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.inspection import Inspection, inspect
-from fastserial.outline import Outline, outline
-from fastserial.pickles import Call, Decoded, Global, Limits, Mapping, Persistent
+from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, Persistent
+from fastserial.formats.tensors import Outline, outline
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 

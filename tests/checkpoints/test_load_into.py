@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import MIB, noise
-from identity import digest, stock
+from support.corpus import MIB, noise
+from support.identity import digest, stock
 from torch import nn
 
 import fastserial
+from fastserial.checkpoints.load_into import load_into
 from fastserial.errors import CorruptCheckpointError, LoadMismatchError
-from fastserial.filling import load_into
-from fastserial.loadreport import last_load_report
+from fastserial.reports import last_load_report
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -100,9 +100,9 @@ def test_layouts(tmp_path: Path) -> None:
 
 
 def test_large_scattered_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastserial import tensorread
+    from fastserial.checkpoints import tensor_read
 
-    monkeypatch.setattr(tensorread, "_CHUNK", 30_000)
+    monkeypatch.setattr(tensor_read, "_CHUNK", 30_000)
     value = torch.randn(40, 50, 60)
     path = saved(tmp_path, {"x": value, "y": value.permute(2, 1, 0)})
     target = {"x": torch.zeros(40, 50, 120)[..., ::2], "y": torch.zeros(60, 50, 40)}

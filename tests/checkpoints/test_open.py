@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import CASES, MIB, Case, noise
-from identity import saver, stock
+from support.corpus import CASES, MIB, Case, noise
+from support.identity import saver, stock
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fastserial
-from fastserial import crew
+from fastserial.checkpoints.lazy import LazyCheckpoint, open_checkpoint
 from fastserial.config import Config
 from fastserial.engines import threads
 from fastserial.errors import (
@@ -35,8 +35,8 @@ from fastserial.errors import (
     FastserialError,
     UnreadableTensorError,
 )
-from fastserial.lazyfile import LazyCheckpoint, open_checkpoint
-from fastserial.reader import FastFileReader
+from fastserial.loading import crew
+from fastserial.loading.reader import FastFileReader
 
 
 def state() -> dict[str, Any]:
@@ -155,10 +155,10 @@ def _random_index(rng: random.Random, size: int) -> Any:
 
 def test_scattered_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ways that only large tensors take."""
-    from fastserial import tensorread
+    from fastserial.checkpoints import tensor_read
 
-    monkeypatch.setattr(tensorread, "_CHUNK", 50_000)
-    monkeypatch.setattr(tensorread, "_RUN", 2000)
+    monkeypatch.setattr(tensor_read, "_CHUNK", 50_000)
+    monkeypatch.setattr(tensor_read, "_RUN", 2000)
     path = tmp_path / "f.pt"
     tensor = torch.randn(30, 40, 500)
     with stock():

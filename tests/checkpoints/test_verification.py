@@ -16,17 +16,19 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import CASES, TORCH, Case
-from identity import saver
+from support.corpus import CASES, TORCH, Case
+from support.identity import saver
 from typer import Typer
 from typer.testing import CliRunner
 
-from fastserial import cli_inspect, verification
+from fastserial.checkpoints import verify as checkpoints_verify
+from fastserial.checkpoints.verify import VerifyReport, checkpoints_in, verify
+from fastserial.cli import inspect
+from fastserial.cli import verify as verify_module
 from fastserial.config import Config
-from fastserial.containers.directory import RecordEntry, read_directory
-from fastserial.containers.legacy_read import LegacyStorage, read_legacy
 from fastserial.errors import CorruptCheckpointError
-from fastserial.verification import VerifyReport, checkpoints_in, verify
+from fastserial.formats.legacy.structure import LegacyStorage, read_legacy
+from fastserial.formats.zip.directory import RecordEntry, read_directory
 
 # Small blocks, so that every seam between blocks is crossed.
 SMALL = Config(block_size=4096, queue_depth=3, threads=2)
@@ -350,7 +352,7 @@ def test_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = tmp_path / "x.pt"
     other = stock_bytes({"a": torch.arange(50) + 1, "b": [torch.zeros(7)], "c": torch.zeros(0)})
     assert len(other) == len(ZIP)
-    real = verification.verify_zip
+    real = checkpoints_verify.verify_zip
     for change, status in (
         (lambda: path.write_bytes(other), "unreadable"),
         (lambda: path.write_bytes(ZIP + ZIP), "unreadable"),
@@ -365,7 +367,7 @@ def test_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(verification, "verify_zip", slow)
+            patch.setattr(checkpoints_verify, "verify_zip", slow)
             report = verify(path)
         assert report.status == status
         assert any("changed" in note for note in report.notes) == (status == "unreadable")
@@ -418,8 +420,8 @@ def test_checkpoints_in_a_directory(tmp_path: Path) -> None:
 # -- the command ---------------------------------------------------------------------------------
 
 app = Typer()
-app.command("verify")(cli_inspect.verify)
-app.command("inspect")(cli_inspect.inspect)
+app.command("verify")(verify_module.verify)
+app.command("inspect")(inspect.inspect)
 
 
 def command(*words: Any) -> tuple[int, str]:

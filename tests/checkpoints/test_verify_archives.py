@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from archives import APPENDED, REWRITTEN, appended, checkpoint, rewritten
-from identity import digest, stock
+from support.archives import APPENDED, REWRITTEN, appended, checkpoint, rewritten
+from support.identity import digest, stock
 
 import fastserial
+from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.config import Config
-from fastserial.containers.directory import read_directory
-from fastserial.verification import VerifyReport, verify
+from fastserial.formats.zip.directory import read_directory
 
 SMALL = Config(block_size=4096, queue_depth=3, threads=2)
 

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial import runner
-from fastserial.cli import app
+from fastserial.cli import run
+from fastserial.cli.main import app
 
 ROOT = Path(fastserial.__file__).resolve().parent.parent
 SAVE = ["bench", "save", "--size", "2MiB", "--tensors", "9", "--runs", "1", "--no-fio"]
@@ -59,7 +59,7 @@ def test_help_does_not_import_torch() -> None:
     program = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
-        "from fastserial.cli import app\n"
+        "from fastserial.cli.main import app\n"
         "CliRunner().invoke(app, ['--help'])\n"
         "sys.exit('torch' in sys.modules)\n"
     )
@@ -90,7 +90,7 @@ def test_type_checkers_use_our_types() -> None:
 )
 def test_run_hands_all_words_on(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr(runner, "run", seen.append)
+    monkeypatch.setattr(run, "run", seen.append)
     done = CliRunner().invoke(app, ["run", *words])
     assert done.exit_code == 0, done.output
     assert seen == [words]
@@ -187,7 +187,8 @@ def test_demo(tmp_path: Path) -> None:
 def test_demo_tells_of_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from fastserial.bench import demo, identical
+    from fastserial.bench.measuring import identical
+    from fastserial.bench.studies import demo
 
     def other(one: Path, two: Path) -> int | None:
         two.write_bytes(two.read_bytes()[:-1])
@@ -207,8 +208,8 @@ def test_demo_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     absent: dict[str, Any] = {"transformers": None}
     for name, module in absent.items():
         monkeypatch.setitem(sys.modules, name, module)
-    from fastserial.bench.demo import build_model
-    from fastserial.bench.errors import BenchError
+    from fastserial.bench.measuring.errors import BenchError
+    from fastserial.bench.studies.demo import build_model
 
     with pytest.raises(BenchError, match="pip install"):
         build_model(1000)

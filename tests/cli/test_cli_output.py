@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import fastserial
-from fastserial import cli
+from fastserial.cli import main
 from fastserial.console import json_text, new_console, print_table
-from fastserial.loadreport import LoadReport
 from fastserial.printable import printable
 from fastserial.progress import progress_bar
+from fastserial.reports import LoadReport
 
 ROOT = Path(fastserial.__file__).resolve().parent.parent
 HOSTILE = (
@@ -39,7 +39,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def run(*words: Any) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["fastserial", *map(str, words)])
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return int(caught.value.code or 0), said.out, said.err
 
@@ -217,7 +217,7 @@ def test_tune_words(command: Command, tmp_path: Path) -> None:
 
 def test_without_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; sys.modules['torch'] = None; from fastserial.cli import main; "
+        "import sys; sys.modules['torch'] = None; from fastserial.cli.main import main; "
         f"sys.argv = ['fastserial', 'convert', {str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r}]; "
         "main()"
     )

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from identity import digest, fast, stock
+from support.identity import digest, fast, stock
 
 
 def read(path: Path, **options: Any) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from corpus import CASES
-from identity import digest, fast, saver, stock
+from support.corpus import CASES
+from support.identity import digest, fast, saver, stock
 
 
 def write(folder: Path, side: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fastserial.engines.aio_op import load_op, missing
+from fastserial.engines.deepspeed.aio_op import load_op, missing
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # The others import it. `test_available` says why they are not there.

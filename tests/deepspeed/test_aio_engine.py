@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import fastserial
-from fastserial.engines import aio_op, deepspeed
-from fastserial.engines.aio_op import AioSettings
-from fastserial.engines.deepspeed import DeepSpeedEngine
+from fastserial.engines.deepspeed import aio_op
+from fastserial.engines.deepspeed import engine as engine_module
+from fastserial.engines.deepspeed.aio_op import AioSettings
+from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import WriteError
 from fastserial.testing import BLOCK, drive, read, write
 
@@ -61,8 +62,8 @@ def spies(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
     def back(settings: AioSettings, spy: Spy) -> None:
         aio_op.give_back(settings, spy.handle)
 
-    monkeypatch.setattr(deepspeed, "borrow_handle", spying)
-    monkeypatch.setattr(deepspeed, "give_back", back)
+    monkeypatch.setattr(engine_module, "borrow_handle", spying)
+    monkeypatch.setattr(engine_module, "give_back", back)
     return found
 
 
@@ -209,8 +210,8 @@ LITTLE_MEMORY = """
 import os, resource, sys
 sys.path[:0] = sys.argv[2:]
 import torch
-from fastserial.engines.aio_op import AioSettings, borrow_handle, give_back
-from fastserial.engines.deepspeed import DeepSpeedEngine
+from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back
+from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import EngineUnavailableError
 for handle in [borrow_handle(AioSettings()) for _ in range(2)]:  # reads files that are root's
     give_back(AioSettings(), handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastserial.engines.aio_op import load_op, missing
+from fastserial.engines.deepspeed.aio_op import load_op, missing
 
 
 def test_deepspeed_is_there() -> None:

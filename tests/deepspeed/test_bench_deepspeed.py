@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial.bench.deepspeed import run_deepspeed
-from fastserial.bench.deepspeed_plan import DeepSpeedBench
-from fastserial.bench.deepspeed_rows import their_rows
-from fastserial.bench.errors import BenchError
-from fastserial.bench.peers import engine_rows
-from fastserial.bench.rotation import Plan, rotate
-from fastserial.bench.rows import stock_row
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.rotation import Plan, rotate
+from fastserial.bench.studies.deepspeed import run_deepspeed
+from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench
+from fastserial.bench.subjects.deepspeed_rows import their_rows
+from fastserial.bench.subjects.peers import engine_rows
+from fastserial.bench.subjects.torch_rows import stock_row
 
 pytest.importorskip("transformers")
 TINY = {
@@ -57,7 +57,7 @@ def test_all_rows(
 def test_command(model: str, tmp_path: Path) -> None:
     """A table for people, and JSON."""
     code = (
-        "import typer; from fastserial.bench.deepspeed import deepspeed_command as c; typer.run(c)"
+        "import typer; import fastserial.bench.cli.deepspeed as b; typer.run(b.deepspeed_command)"
     )
     command = [sys.executable, "-c", code, "--model", model, "--folder", str(tmp_path)]
     command += ["--runs", "1", "--json", str(tmp_path / "out.json")]

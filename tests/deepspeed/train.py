@@ -206,7 +206,7 @@ def loader(options: argparse.Namespace) -> str | None:
     """The engine of this rank's last load, if it went through fastserial."""
     if options.via == "stock":
         return None
-    from fastserial.loadreport import last_load_report
+    from fastserial.reports import last_load_report
 
     report = last_load_report()
     return report.engine if report else None

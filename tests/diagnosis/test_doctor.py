@@ -18,16 +18,20 @@ import torch
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial import doctor, filesystem, hugepages, probes
-from fastserial.bench.pages import small_pages
-from fastserial.cli import app
+from fastserial.bench.measuring.pages import small_pages
+from fastserial.cli.main import app
 from fastserial.config import Config
-from fastserial.doctor import Boot, Diagnosis, Finding, Package, Torch, examine
-from fastserial.doctor_findings import judge
+from fastserial.diagnosis import examine as examine_module
+from fastserial.diagnosis import folder as folder_module
+from fastserial.diagnosis.examine import examine
+from fastserial.diagnosis.facts import Boot, Diagnosis, Finding, Package, Torch
+from fastserial.diagnosis.findings import judge
+from fastserial.diagnosis.folder import Folder, probe_folder
 from fastserial.engines import Capabilities, EngineStatus
 from fastserial.errors import FastserialError
-from fastserial.filesystem import DirectAlignment
-from fastserial.probes import Folder, probe_folder
+from fastserial.files import linux
+from fastserial.files.linux import DirectAlignment
+from fastserial.memory import huge_pages
 
 ROOT = Path(fastserial.__file__).resolve().parent.parent
 OLD = (1_000_000_000, 1_000_000_000)
@@ -44,15 +48,15 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def healthy() -> Diagnosis:
     """A machine and a folder without a fault."""
-    device = probes.Device("sda", "Disk", 1 << 40, False, "")
+    device = folder_module.Device("sda", "Disk", 1 << 40, False, "")
     folder = Folder(
         "/data", None, "ext4", device, 1 << 40, DirectAlignment(4, 512, True), None, True, True
     )
     patched = Torch("2.13.0", "v2.13", True, ("torch.serialization._save",))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "_torch", lambda: patched)
-        patch.setattr(doctor, "_boot", lambda: Boot(None, None, True))
-        patch.setattr(doctor, "_unknown_variables", lambda: ())
+        patch.setattr(examine_module, "_torch", lambda: patched)
+        patch.setattr(examine_module, "_boot", lambda: Boot(None, None, True))
+        patch.setattr(examine_module, "_unknown_variables", lambda: ())
         return dataclasses.replace(examine(), folder=folder, small_pages=None, findings=())
 
 
@@ -92,7 +96,7 @@ def test_json(tmp_path: Path) -> None:
     assert {option["source"] for option in found["options"]} == {"default"}
     assert found["folder"]["path"] == str(tmp_path)
     assert found["folder"]["free_bytes"] > 0
-    assert found["folder"]["file_system"] == filesystem.kind_of(str(tmp_path))
+    assert found["folder"]["file_system"] == linux.kind_of(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -105,7 +109,7 @@ def test_readable(tmp_path: Path) -> None:
 
 
 def test_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugepages, "refused", lambda: None)
+    monkeypatch.setattr(huge_pages, "refused", lambda: None)
     found = examine()
     assert found.folder is None
     assert found.fast
@@ -129,7 +133,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_loads(healthy: Diagnosis, capsys: pytest.CaptureFixture[str]) -> None:
-    from fastserial.doctor_view import show
+    from fastserial.cli.doctor import show
 
     show(healthy)
     assert "torch.load stays stock" in capsys.readouterr().out
@@ -164,7 +168,7 @@ def test_impossible_option() -> None:
 def test_torch_that_does_not_fit(tmp_path: Path) -> None:
     program = (
         "import torch.serialization as s; s._save = lambda *a, **k: None\n"
-        "from fastserial.cli import main; main()"
+        "from fastserial.cli.main import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, "doctor"],
@@ -180,9 +184,8 @@ def test_torch_that_does_not_fit(tmp_path: Path) -> None:
 
 def test_torch_missing(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch today')\n")
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fastserial.cli as c; c.main()"
-    )
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    program += "import fastserial.cli.main as c; c.main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "doctor"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -216,7 +219,7 @@ def test_huge_pages_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with small_pages():
         assert "PR_SET_THP_DISABLE" in str(examine().small_pages)
     switch = tmp_path / "enabled"
-    monkeypatch.setattr(hugepages, "SWITCH", switch)
+    monkeypatch.setattr(huge_pages, "SWITCH", switch)
     assert "no transparent huge pages" in str(examine().small_pages)
     for setting, refused in [
         ("[always] madvise never", False),
@@ -262,8 +265,8 @@ def test_leftovers(tmp_path: Path) -> None:
     (tmp_path / ".link.fastserial-0.tmp").symlink_to(tmp_path / names[0])
     with (tmp_path / names[1]).open("rb") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
-        assert probes.leftovers(tmp_path) == (names[0], names[2])
-    assert set(probes.leftovers(tmp_path)) == set(names)
+        assert folder_module.leftovers(tmp_path) == (names[0], names[2])
+    assert set(folder_module.leftovers(tmp_path)) == set(names)
     assert all((tmp_path / name).exists() for name in names)
 
 
@@ -271,7 +274,7 @@ def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*_: object) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(filesystem, "reopen", refuse)
+    monkeypatch.setattr(linux, "reopen", refuse)
     assert probe_folder(tmp_path).direct_problem == "Invalid argument"
 
 
@@ -281,7 +284,7 @@ def test_full_disk_still_tells_of_preallocation(
     def full(*_: object) -> bool:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(filesystem, "preallocate", full)
+    monkeypatch.setattr(linux, "preallocate", full)
     assert probe_folder(tmp_path).preallocates
 
 

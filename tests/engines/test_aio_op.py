@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastserial import engines
-from fastserial.engines import aio_op
+from fastserial.engines.deepspeed import aio_op
 from fastserial.errors import EngineUnavailableError
 
 
@@ -83,7 +83,7 @@ def test_deepspeed(machine: Path, monkeypatch: pytest.MonkeyPatch, spec: Any) ->
 
 
 def test_no_locked_memory(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserial.engines.deepspeed.lockable", lambda nbytes: 0)
+    monkeypatch.setattr("fastserial.engines.deepspeed.engine.lockable", lambda nbytes: 0)
     with pytest.raises(EngineUnavailableError, match="ulimit -l unlimited"):
         engines.create("deepspeed", 4)
 

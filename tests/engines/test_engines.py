@@ -12,7 +12,7 @@ import pytest
 
 from fastserial import engines
 from fastserial.engines import Engine, Op, Request
-from fastserial.engines.deepspeed import DeepSpeedEngine
+from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.testing import EngineTests

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastserial.engines.aio_op import lockable
-from fastserial.engines.proof import SECTOR, ReadMarks, is_blank, is_written
+from fastserial.engines.deepspeed.aio_op import lockable
+from fastserial.engines.deepspeed.transfer_proof import SECTOR, ReadMarks, is_blank, is_written
 
 PAGE = mmap.PAGESIZE
 
@@ -85,7 +85,7 @@ def test_marks() -> None:
 
 LOCK = """
 import os, resource, sys
-from fastserial.engines.aio_op import lockable
+from fastserial.engines.deepspeed.aio_op import lockable
 hard = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
 if os.getuid() == 0:

@@ -17,14 +17,15 @@ import tempfile
 import atheris
 
 with atheris.instrument_imports(include=["fastserial"]):
-    from fastserial import inspection, outline, verification
+    from fastserial.checkpoints import inspect, verify
     from fastserial.config import Config
-    from fastserial.containers import directory
+    from fastserial.formats import tensors
+    from fastserial.formats.zip import directory
 
 from damage import originals
 
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.pickles import ByteStream, Limits, decode
+from fastserial.formats.pickles import ByteStream, Limits, decode
 
 _CONFIG = Config(block_size=4096, queue_depth=1, threads=1)
 _LIMITS = Limits(memory=64 << 20, seconds=5, visits=100_000)
@@ -44,10 +45,10 @@ def one_input(data: bytes) -> None:
         except CorruptCheckpointError:
             pass
     with contextlib.suppress(CorruptCheckpointError, PickleLimitError):
-        inspection.inspect(_PATH, _LIMITS)
+        inspect.inspect(_PATH, _LIMITS)
     with contextlib.suppress(CorruptCheckpointError, PickleLimitError):
-        outline.outline(decode(ByteStream(lambda o, n: data[o : o + n], 0, len(data)), _LIMITS))
-    verification.verify(_PATH, _CONFIG)
+        tensors.outline(decode(ByteStream(lambda o, n: data[o : o + n], 0, len(data)), _LIMITS))
+    verify.verify(_PATH, _CONFIG)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastserial.verification import verify
+from fastserial.checkpoints.verify import verify
 
 __all__ = ["check", "listing", "make"]
 

@@ -16,11 +16,11 @@ import pytest
 from damage import Damaged, damaged, originals
 from proofs import Proof
 
+from fastserial.checkpoints.inspect import inspect
+from fastserial.checkpoints.verify import verify
 from fastserial.config import Config
-from fastserial.containers.directory import read_directory
 from fastserial.errors import CorruptCheckpointError
-from fastserial.inspection import inspect
-from fastserial.verification import verify
+from fastserial.formats.zip.directory import read_directory
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.proof("damaged files")]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from identity import fast, stock
 from mounts import Lab, need
+from support.identity import fast, stock
 
 import fastserial
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from identity import difference, fast, stock
 from mounts import Lab, need
+from support.identity import difference, fast, stock
 
 import fastserial
 from fastserial import FastFileWriter

@@ -179,7 +179,8 @@ def _suffer(job: dict[str, Any]) -> int:
     import torch
     from states import make
 
-    from fastserial import commit, last_report, options
+    from fastserial import last_report, options
+    from fastserial.files import replacement
 
     log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
 
@@ -187,20 +188,20 @@ def _suffer(job: dict[str, Any]) -> int:
         os.write(log, f"{text}\n".encode())
 
     if job.get("named"):
-        commit._can_link = lambda: False
+        replacement._can_link = lambda: False
     if "fsize" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], resource.RLIM_INFINITY))
     if "user" in job:
         os.setgid(job["user"])
         os.setuid(job["user"])
     if "remove" in job:
-        real = commit.Replacement.sync
+        real = replacement.Replacement.sync
 
-        def sync(self: commit.Replacement) -> None:
+        def sync(self: replacement.Replacement) -> None:
             real(self)
             shutil.rmtree(job["remove"])
 
-        commit.Replacement.sync = sync
+        replacement.Replacement.sync = sync
     state = make(job["first"], job["nbytes"])
     if job.get("pause"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from fastserial import commit
 from fastserial.errors import WriteError
-from fastserial.publish import replace_text
-from fastserial.writer import FastFileWriter
+from fastserial.files import replacement
+from fastserial.files.durable import replace_text
+from fastserial.saving.writer import FastFileWriter
 
-_PROGRAM = Path(__file__).with_name("programs") / "write_as.py"
+_PROGRAM = Path(__file__).parents[1].joinpath("programs") / "write_as.py"
 _ACCESS, _DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
 _USER_OBJ, _USER, _GROUP_OBJ, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
 _NOBODY_IN_PARTICULAR = 0xFFFFFFFF
@@ -99,7 +99,7 @@ def target(tmp_path: Path) -> Path:
 def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways to make the new file: without a name first, and with a temporary one."""
     if request.param:
-        monkeypatch.setattr(commit, "_can_link", lambda: False)
+        monkeypatch.setattr(replacement, "_can_link", lambda: False)
     return bool(request.param)
 
 
@@ -186,7 +186,7 @@ def test_at_no_moment_may_more_people_read_it(
 ) -> None:
     """What counts is a file with a name: whoever has opened it can read what comes later."""
     need_root()
-    monkeypatch.setattr(commit, "_can_link", lambda: False)
+    monkeypatch.setattr(replacement, "_can_link", lambda: False)
     set_attribute(target.parent, _DEFAULT, FOR_BOB)
     os.chown(target, _ANN, _CLUB)
     target.chmod(0o600)

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import MIB, noise
-from identity import digest, fast, stock
+from support.corpus import MIB, noise
+from support.identity import digest, fast, stock
 
 import fastserial
-from fastserial import caching, meminfo
 from fastserial.engines.base import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
-from fastserial.loadreport import last_load_report
-from fastserial.pagecache import cached_fraction
+from fastserial.files import caching, meminfo
+from fastserial.files.page_cache import cached_fraction
+from fastserial.reports import last_load_report
 
 SMALL = {"small_file": 0, "block_size": 256 * 1024}
 
@@ -186,7 +186,9 @@ def test_reading_ahead_that_fails_is_reported(path: Path, monkeypatch: pytest.Mo
     """torch reads the rest, and the report does not keep that to itself."""
     with stock():
         want = digest(torch.load(path))
-    monkeypatch.setattr("fastserial.blockreader.create", lambda name, threads: FailsLater(1))
+    monkeypatch.setattr(
+        "fastserial.loading.block_reader.create", lambda name, threads: FailsLater(1)
+    )
     with fast(**SMALL):
         found = torch.load(path)
         report = last_load_report()

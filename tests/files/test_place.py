@@ -17,20 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import FORMATS
-from identity import difference, fast, stock
+from support.corpus import FORMATS
+from support.identity import difference, fast, stock
 
 import fastserial
-from fastserial import filesystem, targets
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.containers.extents import Data
 from fastserial.errors import MissingDirectoryError
-from fastserial.fill import Part
-from fastserial.targets import PathTarget, path_target
+from fastserial.files import linux, targets
+from fastserial.files.targets import PathTarget, path_target
+from fastserial.formats.extents import Data
+from fastserial.saving.fill import Part
 
 SMALL = {"x": torch.arange(1000.0)}
 HELD = "this process has the file open, so it is overwritten"
-_PROGRAMS = Path(__file__).parent / "programs"
+_PROGRAMS = Path(__file__).parents[1] / "programs"
 
 both_formats = pytest.mark.parametrize("fmt", FORMATS)
 both_ways = pytest.mark.parametrize("way", [{}, {"small_file": 0}], ids=["small", "blocks"])
@@ -237,7 +237,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> _Interrupted:
     class Library:
         fallocate = call
 
-    monkeypatch.setattr(filesystem, "_libc", Library)
+    monkeypatch.setattr(linux, "_libc", Library)
     return call
 
 
@@ -247,7 +247,7 @@ def test_reserving_space_ends_under_signals(tmp_path: Path, interrupted: _Interr
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
         with (tmp_path / "x").open("wb") as file:
-            assert filesystem.preallocate(file.fileno(), 0, 1 << 20) is False
+            assert linux.preallocate(file.fileno(), 0, 1 << 20) is False
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert 1 < interrupted.calls < 100
@@ -261,7 +261,7 @@ def test_a_handler_may_end_it(tmp_path: Path, interrupted: _Interrupted) -> None
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with (tmp_path / "x").open("wb") as file, pytest.raises(KeyboardInterrupt):
-            filesystem.preallocate(file.fileno(), 0, 1 << 20)
+            linux.preallocate(file.fileno(), 0, 1 << 20)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert interrupted.calls == 1
@@ -283,7 +283,7 @@ def test_a_large_storage_of_a_device_is_copied_in_pieces(
             copies.append(length)
             ctypes.memmove(address, content[start : start + length], length)
 
-    from fastserial.buffered import write_buffered
+    from fastserial.saving.buffered import write_buffered
 
     ledger = CrcLedger([len(content)], [None])
     part = Part(0, Data(Memory(), len(content), 0), 0, len(content), ledger)

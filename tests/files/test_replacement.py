@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial import commit, config, filesystem, freeing
-from fastserial.commit import Replacement, temporary_name
+from fastserial import config
 from fastserial.errors import MissingDirectoryError, WriteError
+from fastserial.files import linux
+from fastserial.files import replacement as replacement_module
+from fastserial.files.replacement import Replacement, temporary_name
+from fastserial.files.targets import InPlaceTarget, PathTarget, path_target
 from fastserial.interrupts import Background
-from fastserial.targets import InPlaceTarget, PathTarget, path_target
-from fastserial.writer import FastFileWriter
+from fastserial.saving.writer import FastFileWriter
 
 
 def target_of(path: Path) -> PathTarget:
@@ -45,7 +47,7 @@ def target(tmp_path: Path) -> Path:
 def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways to make the new file: without a name first, and with a temporary one."""
     if request.param:
-        monkeypatch.setattr(commit, "_can_link", lambda: False)
+        monkeypatch.setattr(replacement_module, "_can_link", lambda: False)
     return bool(request.param)
 
 
@@ -83,7 +85,9 @@ def test_a_new_file_looks_for_one_name_only(target: Path, monkeypatch: pytest.Mo
     assert not left.exists()
     target.unlink()
     left.write_bytes(b"left")
-    monkeypatch.setattr(commit, "_can_link", lambda: False)  # temporary names are usual here
+    monkeypatch.setattr(
+        replacement_module, "_can_link", lambda: False
+    )  # temporary names are usual here
     write(target, b"new")
     assert not left.exists()
 
@@ -121,7 +125,7 @@ def test_what_only_looks_like_one_is_left_alone(target: Path, named: bool) -> No
 
 
 def test_two_at_once_take_two_names(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_can_link", lambda: False)
+    monkeypatch.setattr(replacement_module, "_can_link", lambda: False)
     first, second = Replacement(target_of(target), True), Replacement(target_of(target), True)
     assert {first.named, second.named} == {temporary_name("x.pt", slot) for slot in (0, 1)}
     for number, replacement in enumerate((first, second)):
@@ -136,7 +140,7 @@ def test_a_new_file_taken_for_a_leftover_is_made_again(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the creation of a temporary file and its lock another save may sweep it away."""
-    monkeypatch.setattr(commit, "_can_link", lambda: False)
+    monkeypatch.setattr(replacement_module, "_can_link", lambda: False)
     real = fcntl.flock
     others: list[int] = []
 
@@ -243,8 +247,8 @@ def test_an_interrupt_while_files_are_closed(
 ) -> None:
     """It stays an interrupt; no descriptor is closed twice: by then it may be another file's."""
     way = config.current(small_file=0, block_size=65536, verify=verify)
-    monkeypatch.setattr(freeing, "LARGE", 1)
-    monkeypatch.setattr(freeing, "free", lambda files: files.close())
+    monkeypatch.setattr(replacement_module, "LARGE", 1)
+    monkeypatch.setattr(replacement_module, "free", lambda files: files.close())
     real = os.close
     twice: list[int] = []
     before = os.listdir("/proc/self/fd")
@@ -283,8 +287,8 @@ def test_a_full_disk_tells_sizes(target: Path, monkeypatch: pytest.MonkeyPatch) 
     def full(fd: int, offset: int, length: int) -> bool:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(filesystem, "preallocate", full)
-    monkeypatch.setattr(filesystem, "free_bytes", lambda place: 12345)
+    monkeypatch.setattr(linux, "preallocate", full)
+    monkeypatch.setattr(linux, "free_bytes", lambda place: 12345)
     with pytest.raises(WriteError, match="12345 are free") as caught, FastFileWriter(target) as f:
         f.save_torch_storage_object_list(
             [(torch.zeros(3_000_000).untyped_storage(), torch.float32)], True
@@ -334,7 +338,7 @@ def test_the_directory_is_removed(tmp_path: Path, named: bool) -> None:
 
 
 def test_a_read_only_file_system(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystem, "is_read_only", lambda path: True)
+    monkeypatch.setattr(linux, "is_read_only", lambda path: True)
     monkeypatch.setattr(os, "access", lambda path, mode, **keywords: not mode & os.W_OK)
     for path in (target, target.with_name("new.pt")):
         with pytest.raises(WriteError, match="read-only") as caught:
@@ -343,7 +347,7 @@ def test_a_read_only_file_system(target: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_mount_point_is_only_overwritten(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystem, "is_mount_point", lambda path, device: True)
+    monkeypatch.setattr(linux, "is_mount_point", lambda path, device: True)
     assert path_target(str(target)) == InPlaceTarget(
         str(target), "the file is a mount point, so it can only be overwritten"
     )
@@ -351,9 +355,9 @@ def test_a_mount_point_is_only_overwritten(target: Path, monkeypatch: pytest.Mon
 
 def test_mount_points_are_known(target: Path) -> None:
     device = os.stat(target.parent).st_dev
-    assert not filesystem.is_mount_point(str(target), device)
-    assert not filesystem.is_mount_point(str(target), device + 1), "the kernel tells better"
-    assert filesystem.is_mount_point("/proc", 0)
+    assert not linux.is_mount_point(str(target), device)
+    assert not linux.is_mount_point(str(target), device + 1), "the kernel tells better"
+    assert linux.is_mount_point("/proc", 0)
 
 
 def test_a_directory_that_cannot_be_listed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +369,7 @@ def test_a_directory_that_cannot_be_listed(target: Path, monkeypatch: pytest.Mon
 def test_a_signal_handler_saves_while_the_old_file_is_freed(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(freeing, "LARGE", 1)
+    monkeypatch.setattr(replacement_module, "LARGE", 1)
     real = Background.start
     handler = [lambda: write(target, b"handler's")]
 
@@ -381,7 +385,7 @@ def test_a_signal_handler_saves_while_the_old_file_is_freed(
         saving.join(20)
         assert not saving.is_alive()
     assert not handler
-    freeing.wait_until_free()
+    replacement_module.wait_until_free()
     assert target.read_bytes() == b"handler's"
 
 

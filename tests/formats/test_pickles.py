@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.pickles import (
+from fastserial.formats.pickles import (
     ByteStream,
     Call,
     Decoded,

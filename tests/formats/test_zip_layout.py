@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial import oracle
 from fastserial.checksums import CrcLedger
-from fastserial.containers.batch import Batch
-from fastserial.containers.extents import Computed, Extent, Hole, Literal
-from fastserial.containers.zip import MAX_ALIGNMENT, ZipLayout, archive_name
 from fastserial.errors import LayoutError
-from fastserial.fill import Part, staged
-from fastserial.staging import HostMemory
+from fastserial.formats.extents import Computed, Extent, Hole, Literal
+from fastserial.formats.zip.layout import MAX_ALIGNMENT, ZipLayout, archive_name
+from fastserial.memory.batch import Batch
+from fastserial.memory.storages import HostMemory
+from fastserial.patching import self_check
+from fastserial.saving import torch_writer
+from fastserial.saving.fill import Part, staged
 
 HAS_ALIGNMENT = hasattr(torch.serialization, "_get_storage_alignment")
 ALIGNMENTS = [1, 7, 64, 512, 4096, 32768] if HAS_ALIGNMENT else [64]
@@ -68,7 +69,7 @@ def ours(records: list[tuple[str, bytes | int]], alignment: int, crc: bool = Tru
             layout.add_hole(name, data)
         else:
             layout.add_bytes(name, data, zlib.crc32(data))
-    plan = oracle.finish(layout)
+    plan = torch_writer.finish(layout)
     sink = Sink()
     end = 0
     for extent in plan.extents:
@@ -134,7 +135,7 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
     if rnd.random() < 0.3:  # as if they were on a device
         addresses = [0] * len(texts)
     layout.add_storages(names, Batch(addresses, [len(t) for t in texts], memories.__getitem__))
-    plan = oracle.finish(layout)
+    plan = torch_writer.finish(layout)
     ledger = CrcLedger(plan.sizes, plan.crcs)
     sink = Sink()
     for extent in plan.extents:
@@ -186,11 +187,11 @@ def test_archive_name(path: str, name: str) -> None:
 
 
 def test_self_check_passes_here() -> None:
-    assert oracle.self_check() is None
+    assert self_check.self_check() is None
 
 
 def test_self_check_notices_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserial.containers.zip._MADE_BY", 0x0314)
-    reason = oracle.self_check()
+    monkeypatch.setattr("fastserial.formats.zip.layout._MADE_BY", 0x0314)
+    reason = self_check.self_check()
     assert reason is not None
     assert torch.__version__ in reason

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import CASES, MIB, Case, noise
-from identity import difference, legacy_normal_form
+from support.corpus import CASES, MIB, Case, noise
+from support.identity import difference, legacy_normal_form
 
 import fastserial
 from fastserial.config import current
-from fastserial.engines.deepspeed import DeepSpeedEngine
+from fastserial.engines.deepspeed.engine import DeepSpeedEngine
+from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import ConfigError, EngineUnavailableError, WriteError
-from fastserial.fastpersist import (
+from fastserial.integrations.fastpersist import (
     fastpersist_save,
     fastpersist_save_legacy,
     get_aio_handle,
     get_pinned_buffer,
 )
-from fastserial.fastpersist_config import FastFileWriterConfig, options_of
 
 SAVES = {"zip": fastpersist_save, "legacy": fastpersist_save_legacy}
 # What DeepSpeed's FastFileWriter prints, and what DeepSpeedExamples' functions return.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import CASES, Case
-from identity import saver, stock
-from loading import DEFAULT, FORCED, both, forced
+from support.corpus import CASES, Case
+from support.identity import saver, stock
+from support.loading import DEFAULT, FORCED, both, forced
 
 
 def runnable() -> list[Any]:

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import FORMATS, noise
-from identity import digest, fast, stock
-from loading import FORCED, attempt, both, forced
+from support.corpus import FORMATS, noise
+from support.identity import digest, fast, stock
+from support.loading import FORCED, attempt, both, forced
 
 import fastserial
-from fastserial.containers.directory import read_directory
 from fastserial.errors import CorruptCheckpointError
-from fastserial.loadreport import last_load_report
-from fastserial.prefetch import Prefetch
+from fastserial.formats.zip.directory import read_directory
+from fastserial.loading.prefetch import Prefetch
+from fastserial.reports import last_load_report
 
 DIRECT, VERIFIED = FORCED["direct"], FORCED["verified"]
 _CENTRAL = 46
@@ -365,7 +365,7 @@ def _written_over(data: bytes, fmt: str) -> bytes:
 def test_file_changes_while_read(
     how: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastserial import prefetch
+    from fastserial.loading import prefetch
 
     monkeypatch.setattr(prefetch, "_LOOK_AHEAD", 100_000)
     path = tmp_path / "archive.pt"

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import FORMATS, noise
-from identity import fast, stock
-from loading import FORCED, both, forced
+from support.corpus import FORMATS, noise
+from support.identity import fast, stock
+from support.loading import FORCED, both, forced
 
-from fastserial.loadreport import LoadReport, last_load_report
+from fastserial.reports import LoadReport, last_load_report
 
 DIRECT = FORCED["direct"]
 HEAD = b"h" * 777

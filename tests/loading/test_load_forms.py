@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import FORMATS, MIB, TORCH, noise
-from identity import digest, fast, stock
-from loading import FORCED, both, forced
+from support.corpus import FORMATS, MIB, TORCH, noise
+from support.identity import digest, fast, stock
+from support.loading import FORCED, both, forced
 from torch import load as load_bound_before_install
 
-from fastserial.loadreport import last_load_report
+from fastserial.reports import last_load_report
 
 DIRECT = FORCED["direct"]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from archives import APPENDED, appended, checkpoint, rewritten, state
-from identity import digest, stock
-from loading import DEFAULT, FORCED, both, forced
+from support.archives import APPENDED, appended, checkpoint, rewritten, state
+from support.identity import digest, stock
+from support.loading import DEFAULT, FORCED, both, forced
 
 import fastserial
+from fastserial.checkpoints.load_into import load_into
 from fastserial.errors import CorruptCheckpointError, UnreadableTensorError
-from fastserial.filling import load_into
 
 WAYS = (DEFAULT, *FORCED.values())
 

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import MIB, TORCH, noise
-from identity import digest, fast, stock
+from support.corpus import MIB, TORCH, noise
+from support.identity import digest, fast, stock
 
-from fastserial import hugepages, prefetchplan
-from fastserial import prefetch as prefetch_module
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
-from fastserial.loadreport import last_load_report
-from fastserial.prefetch import Prefetch
-from fastserial.reader import FastFileReader
-from fastserial.ziploading import read_places, storage_records
+from fastserial.formats.zip.records import read_places, storage_records
+from fastserial.loading import prefetch as prefetch_module
+from fastserial.loading.prefetch import Prefetch
+from fastserial.loading.reader import FastFileReader
+from fastserial.memory import huge_pages, storages
+from fastserial.reports import last_load_report
 
 SIZES = [3, 700, 5000, 64, 2 * MIB, 90_000, 1, 600_000, 4096, 3 * MIB + 5, 12]
 
@@ -175,7 +175,7 @@ def test_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> torch.UntypedStorage:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(prefetchplan, "new_storage", refuse)
+    monkeypatch.setattr(storages, "new_storage", refuse)
     with opened(path) as (ahead, records), pytest.raises(RuntimeError, match="allocate"):
         ahead.take("data/0", records["data/0"].size)
 
@@ -282,13 +282,13 @@ def test_huge_pages_that_are_slow_are_asked_for_no_more(
     monkeypatch: pytest.MonkeyPatch, slow: float, asked: int
 ) -> None:
     advised: list[int] = []
-    monkeypatch.setattr(hugepages, "_SLOW", slow)
+    monkeypatch.setattr(huge_pages, "_SLOW", slow)
     monkeypatch.setattr(
-        hugepages, "_advise", lambda address, nbytes, *advices: advised.append(nbytes)
+        huge_pages, "_advise", lambda address, nbytes, *advices: advised.append(nbytes)
     )
     memory = torch.UntypedStorage(34 * MIB)
     start = memory.data_ptr() + -memory.data_ptr() % (2 * MIB)
-    pages = hugepages.HugePages()
+    pages = huge_pages.HugePages()
     pages.advise(start, 32 * MIB)
     assert advised == [8 * MIB] * asked
     assert pages.are_slow is (slow < 0)

@@ -14,16 +14,17 @@ import pytest
 import torch
 
 import fastserial
-from fastserial import blockreader, filesystem, pagecache
-from fastserial.blockreader import Block, BlockReader
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines import Capabilities, threads
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
-from fastserial.prefetchplan import new_storage
-from fastserial.reader import FastFileReader
-from fastserial.sinks import CheckedSink, ExpectedSink, HostSink, PartsSink, ReadExtent
+from fastserial.files import linux, page_cache
+from fastserial.loading import block_reader
+from fastserial.loading.block_reader import Block, BlockReader
+from fastserial.loading.reader import FastFileReader
+from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, PartsSink, ReadExtent
+from fastserial.memory.storages import new_storage
 
 SIZE = 9_456_789
 DIRECT = Config(direct=True, small_file=0)
@@ -224,7 +225,7 @@ def _flags(fd: int) -> int:
 
 def test_without_direct_io(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     sink, storage = host(SIZE)
-    monkeypatch.setattr(filesystem, "direct_alignment", lambda fd: None)
+    monkeypatch.setattr(linux, "direct_alignment", lambda fd: None)
     with FastFileReader(path, DIRECT) as reader:
         reader.read_into([ReadExtent(0, SIZE, sink)])
         assert reader.blocks.fallback == "the file system has no direct I/O for this file"
@@ -249,7 +250,7 @@ class OwnBuffers(ThreadsEngine):
 
 
 def test_engines_with_own_buffers(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockreader, "create", lambda name, count: OwnBuffers(count))
+    monkeypatch.setattr(block_reader, "create", lambda name, count: OwnBuffers(count))
     sink, storage = host(SIZE)
     for direct in (True, False):
         config = Config(direct=direct, small_file=0, block_size=65536, queue_depth=2)
@@ -292,7 +293,7 @@ def test_landing_fails(path: Path) -> None:
 @pytest.fixture(params=["cachestat", "nowait"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "nowait":
-        monkeypatch.setattr(pagecache, "cached_bytes", lambda *args: None)
+        monkeypatch.setattr(page_cache, "cached_bytes", lambda *args: None)
     return request.param
 
 
@@ -300,14 +301,14 @@ def test_cached_fraction(path: Path, how: str) -> None:
     with path.open("rb") as file:
         fd = file.fileno()
         path.read_bytes()
-        full = pagecache.cached_fraction(fd, 0, SIZE)
+        full = page_cache.cached_fraction(fd, 0, SIZE)
         if full is None:
             pytest.skip("the kernel or the file system does not tell")
         assert full == 1.0
-        assert pagecache.cached_fraction(fd, 12_345, 100_000) == 1.0
-        assert pagecache.cached_fraction(fd, 5, 0) is None
+        assert page_cache.cached_fraction(fd, 12_345, 100_000) == 1.0
+        assert page_cache.cached_fraction(fd, 5, 0) is None
         chill(path)
-        cold = pagecache.cached_fraction(fd, 0, SIZE)
+        cold = page_cache.cached_fraction(fd, 0, SIZE)
         if cold is not None and cold < 0.5:  # tmpfs and some others keep it
             assert cold < 0.05
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fastserial.config import Config
-from fastserial.scan import scan
+from fastserial.loading.scan import scan
 
 BLOCK = 8192
 

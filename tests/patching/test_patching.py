@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from fastserial import boot, patchset, runner
+from fastserial import startup
+from fastserial.cli import run as run_module
 from fastserial.errors import FastserialError
+from fastserial.patching import build, patch_file
 
-ROOT = Path(patchset.__file__).resolve().parents[1]
+ROOT = Path(build.__file__).resolve().parents[2]
 
 PRELUDE = """
 import io, sys, warnings
@@ -27,7 +29,7 @@ import io, sys, warnings
 def ours(save=None, **kwargs):
     '''Does this save reach our hooks? (They are told to decline: torch writes.)'''
     import torch
-    import fastserial.hooks as hooks
+    import fastserial.patching.save_hooks as hooks
     seen = []
     names = ("open_zip_writer", "open_file")
     real = [getattr(hooks, name) for name in names]
@@ -77,7 +79,7 @@ def run(
 ) -> str:
     """Run a script in a fresh process; it must end well. Return what it printed."""
     path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT)]))
-    inherited = {key: value for key, value in os.environ.items() if key != boot.VARIABLE}
+    inherited = {key: value for key, value in os.environ.items() if key != startup.VARIABLE}
     done = subprocess.run(
         [sys.executable, *flags, "-c", (PRELUDE if prelude else "") + textwrap.dedent(script)],
         env={**inherited, "PYTHONPATH": path, **environment},
@@ -101,7 +103,7 @@ def run(
         "import fastserial, torch",
         "from torch import save; import fastserial",
         "import fastserial; fastserial.install(); fastserial.uninstall()",
-        "from fastserial.patching import install; install(); import fastserial",
+        "from fastserial.patching.install import install; install(); import fastserial",
         "import torch.distributed.checkpoint; import fastserial",
     ],
 )
@@ -122,7 +124,7 @@ def test_import_orders(imports: str) -> None:
 def test_on_and_off_give_back_the_same_objects() -> None:
     run("""
         import torch, fastserial
-        from fastserial import patching
+        from fastserial.patching import install as patching
         from torch import save
         stock = functions()
         aliases = dict(stock)
@@ -210,7 +212,7 @@ def test_status_tells() -> None:
     status = json.loads(out)
     assert status["installed"] is True
     assert status["exact"] is True
-    assert status["patch"] in {patch.name for patch in patchset.load_patches()}
+    assert status["patch"] in {patch.name for patch in patch_file.load_patches()}
     assert "torch.serialization._save" in status["functions"]
     assert status["replaced"] == []
     assert status["reason"] is None
@@ -232,7 +234,7 @@ def test_the_copies_look_like_the_originals() -> None:
             assert mine.__globals__ is old.__globals__
             assert pickle.loads(pickle.dumps(mine)) is mine
             source = inspect.getsource(mine)
-            assert source.startswith(f"def {name}(") and "from fastserial import hooks" in source
+            assert source.startswith(f"def {name}(") and "import save_hooks" in source
             before, after = inspect.getsource(old).splitlines(), source.splitlines()
             assert [line for line in after if line in before] and before[-1] == after[-1]
 
@@ -334,13 +336,13 @@ def test_an_unknown_version_with_known_functions() -> None:
 @pytest.mark.parametrize("version", ["99.1.0", None])
 def test_unknown_functions_stay_stock(version: str | None, tmp_path: Path) -> None:
     """An unknown release (a version no patch covers), or a modified one (a version that is)."""
-    for path in patchset.patches_dir().glob("*.toml"):
+    for path in patch_file.patches_dir().glob("*.toml"):
         head, _, tail = path.read_text().rpartition('\nsha256 = "')
         (tmp_path / path.name).write_text(f'{head}\nsha256 = "0{tail}')
     out = run(f"""
         from pathlib import Path
         import torch, fastserial
-        from fastserial import patchset
+        from fastserial.patching import patch_file as patchset
         patchset.patches_dir = lambda: Path({str(tmp_path)!r})
         torch.__version__ = {version!r} or torch.__version__
         before = functions()
@@ -392,7 +394,7 @@ def test_modified_source_stays_stock(change: str, message: str) -> None:
 def test_a_failed_self_check_stays_stock() -> None:
     run("""
         import torch, fastserial
-        import fastserial.hooks as hooks
+        import fastserial.patching.save_hooks as hooks
         hooks.self_check = lambda: "a strange machine"
         before = functions()
         result, warned = caught(fastserial.install)
@@ -423,8 +425,8 @@ def test_torch_compile_does_not_trace_it(first: str, tmp_path: Path) -> None:
             assert torch.load(path)["y"].tolist() == [2.0] * 4
         assert len(graphs) == 2, graphs
         from torch._dynamo import trace_rules
-        import fastserial.hooks
-        assert trace_rules.check(fastserial.hooks.open_zip_writer)
+        import fastserial.patching.save_hooks
+        assert trace_rules.check(fastserial.patching.save_hooks.open_zip_writer)
         assert trace_rules.check(torch.serialization._save)
     """,
         cwd=tmp_path,
@@ -483,7 +485,7 @@ def test_fork(tmp_path: Path) -> None:
     run(
         """
         import gc, os, signal, threading, torch, fastserial
-        from fastserial import patching
+        from fastserial.patching import install as patching
         stock = functions()
 
         def in_child(work):
@@ -517,7 +519,9 @@ def test_fork(tmp_path: Path) -> None:
         # another thread is inside install() or uninstall() while we fork
         inside, leave = threading.Event(), threading.Event()
         def hold():
-            with patching._lock, patching._no_collections():
+            from fastserial.memory.gc_pause import paused_collection
+
+            with patching._lock, paused_collection():
                 inside.set()
                 leave.wait()
         thread = threading.Thread(target=hold)
@@ -568,7 +572,7 @@ def test_the_variable_installs_at_the_import_of_torch(site: str) -> None:
 def test_trouble_at_the_start_stays_a_warning(site: str) -> None:
     out = run(
         """
-        from fastserial import patching
+        from fastserial.patching import install as patching
         def broken():
             raise RuntimeError("broken")
         patching.install = broken
@@ -583,7 +587,7 @@ def test_trouble_at_the_start_stays_a_warning(site: str) -> None:
     assert "could not be installed: RuntimeError('broken') 1.0" in out
     run(
         """
-        from fastserial import patching
+        from fastserial.patching import install as patching
         patching.install = None
         import torch
     """,
@@ -626,7 +630,7 @@ if __name__ == "__main__":
 def test_run_covers_spawned_children(arguments: list[str], site: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     out = run(
-        f"from fastserial.runner import run; run({arguments!r})",
+        f"from fastserial.cli.run import run; run({arguments!r})",
         flags=("-O",),
         prelude=False,
         cwd=tmp_path,
@@ -640,7 +644,7 @@ def test_run_passes_the_exit_status_on(site: str) -> None:
     run(
         """
         import subprocess
-        code = "from fastserial.runner import run; run(['-c', 'raise SystemExit(7)'])"
+        code = "from fastserial.cli.run import run; run(['-c', 'raise SystemExit(7)'])"
         assert subprocess.run([sys.executable, "-c", code]).returncode == 7
     """,
         PYTHONPATH=site,
@@ -652,7 +656,7 @@ def test_run_without_the_pth_file_says_so(tmp_path: Path) -> None:
     out = run(
         """
         from fastserial.errors import FastserialError
-        from fastserial.runner import run
+        from fastserial.cli.run import run
         try:
             run(["program.py"])
         except FastserialError as error:
@@ -668,7 +672,7 @@ def test_run_without_the_pth_file_says_so(tmp_path: Path) -> None:
 
 def test_run_needs_a_program() -> None:
     with pytest.raises(FastserialError, match="nothing to run"):
-        runner.run([])
+        run_module.run([])
 
 
 # --- the start of a process, and two copies of fastserial ------------------------------------
@@ -681,7 +685,7 @@ def test_the_start_imports_nothing(site: str) -> None:
         set(run(script, prelude=False, PYTHONPATH=site, FASTSERIAL=value).split())
         for value in ("0", "1")
     )
-    ours = {"fastserial", "fastserial.boot", "fastserial.importhook"}
+    ours = {"fastserial", "fastserial.startup", "fastserial.import_hook"}
     assert ours <= with_it
     assert with_it - without <= {"__future__", *ours}
 
@@ -709,7 +713,7 @@ def test_an_import_that_fails_may_be_tried_again(tmp_path: Path) -> None:
     )
     run(
         """
-        from fastserial.importhook import when_imported
+        from fastserial.import_hook import when_imported
         seen = []
         when_imported("late", lambda module: seen.append((module, "other" in sys.modules)))
         try:
@@ -731,7 +735,7 @@ def test_threads_see_only_the_finished_module(tmp_path: Path) -> None:
     run(
         """
         import threading
-        from fastserial.importhook import when_imported
+        from fastserial.import_hook import when_imported
         def finish(module):
             import time
             time.sleep(0.1)
@@ -759,7 +763,7 @@ def test_a_module_in_a_zip_file(tmp_path: Path) -> None:
         archive.writestr("other.py", "")
     run(
         """
-        from fastserial.importhook import when_imported
+        from fastserial.import_hook import when_imported
         seen = []
         when_imported("late", lambda module: seen.append(module.__name__))
         import late

@@ -15,10 +15,10 @@ import pytest
 from packaging.version import Version
 from typer.testing import CliRunner
 
-from fastserial import patchset, patchtool
-from fastserial.cli_patches import patches_app
+from fastserial.cli.patches import patches_app
 from fastserial.errors import PatchError
-from fastserial.patchset import Anchor, Edit, FunctionPatch, Match, Patch
+from fastserial.patching import build, maintain, patch_file
+from fastserial.patching.patch_file import Anchor, Edit, FunctionPatch, Match, Patch
 
 RELEASES = [
     "2.6.0",
@@ -36,7 +36,7 @@ RELEASES = [
     "2.14.1",
     "2.15.0",
 ]
-SHIPPED = patchset.load_patches()
+SHIPPED = patch_file.load_patches()
 
 
 def patch_of(*edits: Edit, function: str = "f") -> Patch:
@@ -45,11 +45,11 @@ def patch_of(*edits: Edit, function: str = "f") -> Patch:
 
 def built_text(source: str, *edits: Edit, function: str = "f") -> str:
     source = textwrap.dedent(source)
-    built = patchset.build_module(source, patch_of(*edits, function=function), "m")
-    assert patchset.strip(built.text) == source
+    built = build.build_module(source, patch_of(*edits, function=function), "m")
+    assert build.strip(built.text) == source
     one = built.functions[0]
-    assert patchset.strip(one.text) == one.original
-    lines = patchset.split_lines
+    assert build.strip(one.text) == one.original
+    lines = build.split_lines
     assert lines(source)[one.original_line - 1] == lines(one.original)[0]
     assert lines(built.text)[one.line - 1] == lines(one.text)[0]
     compile(built.text, "built", "exec")
@@ -90,8 +90,8 @@ def test_patches_come_newest_first() -> None:
 
 @pytest.mark.parametrize("patch", SHIPPED, ids=lambda patch: patch.name)
 def test_a_shipped_file_is_as_the_tool_writes_it(patch: Patch) -> None:
-    path = patchset.patches_dir() / f"{patch.name}.toml"
-    assert path.read_text() == patchtool.render(patch)
+    path = patch_file.patches_dir() / f"{patch.name}.toml"
+    assert path.read_text() == maintain.render(patch)
 
 
 @pytest.mark.parametrize("patch", SHIPPED, ids=lambda patch: patch.name)
@@ -107,7 +107,7 @@ def test_a_shipped_patch_is_sound(patch: Patch) -> None:
 
 
 def test_candidates_begin_with_the_exact_one() -> None:
-    order = list(patchset.candidates("2.8.0+cpu", SHIPPED))
+    order = list(patch_file.candidates("2.8.0+cpu", SHIPPED))
     assert order[0][0].name == "v2.8"
     assert [exact for _, exact in order] == [True] + [False] * (len(SHIPPED) - 1)
     assert [patch.name for patch, _ in order[1:3]] == ["v2.15", "v2.14"]
@@ -115,7 +115,7 @@ def test_candidates_begin_with_the_exact_one() -> None:
 
 @pytest.mark.parametrize("version", ["3.0", "not a version", ""])
 def test_candidates_of_an_unknown_version(version: str) -> None:
-    order = list(patchset.candidates(version, SHIPPED))
+    order = list(patch_file.candidates(version, SHIPPED))
     assert [patch.name for patch, _ in order] == [patch.name for patch in SHIPPED]
     assert not any(exact for _, exact in order)
 
@@ -178,8 +178,8 @@ LOOP = """
 def test_insertion_before(anchor: Anchor, before: str) -> None:
     lines = [line.strip() for line in built_text(LOOP, Edit(anchor, "here()")).splitlines()]
     at = lines.index("here()")
-    assert lines[at - 1] == patchset.BEGIN
-    assert lines[at + 1] == patchset.END
+    assert lines[at - 1] == build.BEGIN
+    assert lines[at + 1] == build.END
     following = lines[at + 2 : at + 4]
     assert following[0].startswith("for") or anchor.match == Match("Expr", calls="write")
     assert any(before in line for line in following)
@@ -216,7 +216,7 @@ def test_several_edits_of_one_function() -> None:
         Edit(Anchor("before", Match("For", calls="write", last=True)), "three = 3"),
     )
     assert text.index("one = 1") < text.index("two = 2") < text.index("three = 3")
-    assert text.count(patchset.BEGIN) == 3
+    assert text.count(build.BEGIN) == 3
 
 
 @pytest.mark.parametrize(
@@ -236,36 +236,36 @@ def test_several_edits_of_one_function() -> None:
         ("if True:\n    def f():\n        pass\n", Anchor("start"), "0 times"),
         ("@g(\n)\ndef f():\n    pass\n", Anchor("start"), "decorator"),
         ("def f():\n    return (\n", Anchor("start"), "cannot be parsed"),
-        (f"def f():\n    pass\n{patchset.BEGIN}\n", Anchor("start"), "already"),
+        (f"def f():\n    pass\n{build.BEGIN}\n", Anchor("start"), "already"),
     ],
 )
 def test_refused_anchors(source: str, anchor: Anchor, message: str) -> None:
     with pytest.raises(PatchError, match=message):
-        patchset.build_module(textwrap.dedent(source), patch_of(Edit(anchor, "here()")), "m")
+        build.build_module(textwrap.dedent(source), patch_of(Edit(anchor, "here()")), "m")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        f"{patchset.BEGIN}\n",
-        f"{patchset.END}\n",
-        f"{patchset.BEGIN}\n{patchset.BEGIN}\n{patchset.END}\n{patchset.END}\n",
+        f"{build.BEGIN}\n",
+        f"{build.END}\n",
+        f"{build.BEGIN}\n{build.BEGIN}\n{build.END}\n{build.END}\n",
     ],
 )
 def test_strip_refuses_markers_that_do_not_pair(text: str) -> None:
     with pytest.raises(PatchError, match="pair"):
-        patchset.strip(text)
+        build.strip(text)
 
 
 def test_verify_tells_what_differs() -> None:
     source = "def f():\n    return 1\n"
-    built = patchset.build_module(source, patch_of(AT_START), "m").functions[0]
+    built = build.build_module(source, patch_of(AT_START), "m").functions[0]
 
     def verdict(before: str, after: str) -> str | None:
         function = FunctionPatch("m", "f", {before: after}, (AT_START,))
-        return patchset.verify(patchset.build_module(source, Patch("v", "", (function,)), "m"))
+        return build.verify(build.build_module(source, Patch("v", "", (function,)), "m"))
 
-    before, after = patchset.digest(built.original), patchset.digest(built.text)
+    before, after = build.digest(built.original), build.digest(built.text)
     assert verdict(before, after) is None
     assert "the source of m.f" in (verdict(after, after) or "")
     assert "the built copy of m.f" in (verdict(before, before) or "")
@@ -273,7 +273,7 @@ def test_verify_tells_what_differs() -> None:
 
 # --- files -----------------------------------------------------------------------------------
 
-GOOD = patchtool.render(Patch("v0.0", ">=0", (FunctionPatch("m", "f", {"a": "b"}, (AT_START,)),)))
+GOOD = maintain.render(Patch("v0.0", ">=0", (FunctionPatch("m", "f", {"a": "b"}, (AT_START,)),)))
 
 
 @pytest.mark.parametrize(
@@ -294,9 +294,9 @@ GOOD = patchtool.render(Patch("v0.0", ">=0", (FunctionPatch("m", "f", {"a": "b"}
 )
 def test_a_file_that_is_no_patch(text: str, tmp_path: Path) -> None:
     (tmp_path / "v1.toml").write_text(text)
-    assert patchset.read_patch(_written(tmp_path / "v0.toml", GOOD)).torch == ">=0"
+    assert patch_file.read_patch(_written(tmp_path / "v0.toml", GOOD)).torch == ">=0"
     with pytest.raises(PatchError, match="not a patch"):
-        patchset.load_patches(tmp_path)
+        patch_file.load_patches(tmp_path)
 
 
 def _written(path: Path, text: str) -> Path:
@@ -313,9 +313,9 @@ def test_render_and_read_agree_on_everything(tmp_path: Path) -> None:
         ),
     )
     patch = Patch("v1.2", ">=1.2,<1.3", functions)
-    text = patchtool.render(patch)
-    again = patchset.read_patch(_written(tmp_path / "v1.2.toml", text))
-    assert patchtool.render(again) == text
+    text = maintain.render(patch)
+    again = patch_file.read_patch(_written(tmp_path / "v1.2.toml", text))
+    assert maintain.render(again) == text
     assert again.functions[1] == dataclasses.replace(
         functions[1], edits=(Edit(functions[1].edits[0].anchor, "x\n"),)
     )
@@ -325,12 +325,12 @@ def test_render_and_read_agree_on_everything(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def torch_source() -> patchtool.TorchSource:
-    return patchtool.open_torch()
+def torch_source() -> maintain.TorchSource:
+    return maintain.open_torch()
 
 
 @pytest.fixture
-def torch_copy(torch_source: patchtool.TorchSource, tmp_path: Path) -> Path:
+def torch_copy(torch_source: maintain.TorchSource, tmp_path: Path) -> Path:
     folder = tmp_path / "unpacked"
     for name in ("torch/version.py", "torch/serialization.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -347,8 +347,8 @@ def edit_save(folder: Path) -> None:
     path.write_text(changed)
 
 
-def test_the_installed_torch_checks(torch_source: patchtool.TorchSource) -> None:
-    report = patchtool.check(torch_source)
+def test_the_installed_torch_checks(torch_source: maintain.TorchSource) -> None:
+    report = maintain.check(torch_source)
     assert report.ok, report
     assert report.exact
     assert {one.function for one in report.functions} >= {
@@ -361,7 +361,7 @@ def test_the_installed_torch_checks(torch_source: patchtool.TorchSource) -> None
 
 def test_a_changed_torch_does_not_check(torch_copy: Path) -> None:
     edit_save(torch_copy)
-    report = patchtool.check(patchtool.open_torch(torch_copy))
+    report = maintain.check(maintain.open_torch(torch_copy))
     assert not report.ok
     assert report.exact
     bad = [one for one in report.functions if not one.ok]
@@ -370,21 +370,21 @@ def test_a_changed_torch_does_not_check(torch_copy: Path) -> None:
     assert bad[0].strips_back
     assert not bad[0].source_hash
     with pytest.raises(PatchError, match="_save"):
-        patchtool.build(torch_copy, patchtool.open_torch(torch_copy))
+        maintain.build(torch_copy, maintain.open_torch(torch_copy))
 
 
 def test_a_torch_without_the_anchor_does_not_check(torch_copy: Path) -> None:
     path = torch_copy / "torch/serialization.py"
     path.write_text(path.read_text().replace(".write_record(name, storage", ".put(name, storage"))
-    source = patchtool.open_torch(torch_copy)
-    bad = [one for one in patchtool.check(source).functions if not one.ok]
+    source = maintain.open_torch(torch_copy)
+    bad = [one for one in maintain.check(source).functions if not one.ok]
     assert [(one.function, one.anchored) for one in bad] == [("torch.serialization._save", False)]
     with pytest.raises(PatchError, match="0 statements"):
-        patchtool.new(source)
+        maintain.new(source)
 
 
 def test_the_same_from_wheel_folder_and_file(
-    torch_copy: Path, torch_source: patchtool.TorchSource, tmp_path: Path
+    torch_copy: Path, torch_source: maintain.TorchSource, tmp_path: Path
 ) -> None:
     wheel = tmp_path / "torch.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -392,34 +392,34 @@ def test_the_same_from_wheel_folder_and_file(
             archive.write(path, f"torch/{path.name}")
     places = [wheel, torch_copy, torch_copy / "torch", torch_copy / "torch/serialization.py"]
     for place in places:
-        source = patchtool.open_torch(place)
+        source = maintain.open_torch(place)
         assert source.version == torch_source.version
-        assert patchtool.check(source).ok
+        assert maintain.check(source).ok
 
 
 def test_a_lone_file_is_recognised_by_its_hashes(torch_copy: Path, tmp_path: Path) -> None:
     alone = shutil.copy(torch_copy / "torch/serialization.py", tmp_path / "serialization.py")
-    source = patchtool.open_torch(alone)
+    source = maintain.open_torch(alone)
     assert source.version == ""
-    report = patchtool.check(source)
+    report = maintain.check(source)
     assert report.ok
     assert not report.exact
 
 
 def test_what_is_no_torch(tmp_path: Path) -> None:
     with pytest.raises(PatchError, match="not a wheel"):
-        patchtool.open_torch(tmp_path / "missing")
+        maintain.open_torch(tmp_path / "missing")
     with pytest.raises(PatchError, match="holds no torch"):
-        patchtool.open_torch(tmp_path)
+        maintain.open_torch(tmp_path)
     (tmp_path / "torch").mkdir()
-    report = patchtool.check(patchtool.open_torch(tmp_path))
+    report = maintain.check(maintain.open_torch(tmp_path))
     assert "no source" in (report.functions[0].problem or "")
 
 
 def test_build_writes_copies_and_diffs_that_apply(torch_copy: Path, tmp_path: Path) -> None:
-    copy, diff = patchtool.build(tmp_path / "out", patchtool.open_torch(torch_copy))
+    copy, diff = maintain.build(tmp_path / "out", maintain.open_torch(torch_copy))
     stock = torch_copy / "torch/serialization.py"
-    assert patchset.strip(copy.read_bytes().decode()).encode() == stock.read_bytes()
+    assert build.strip(copy.read_bytes().decode()).encode() == stock.read_bytes()
     compile(copy.read_text(), copy, "exec")
     if shutil.which("patch") is None:
         pytest.skip("needs the patch program")
@@ -429,44 +429,44 @@ def test_build_writes_copies_and_diffs_that_apply(torch_copy: Path, tmp_path: Pa
 
 def test_new_makes_the_file_for_a_new_release(torch_copy: Path, tmp_path: Path) -> None:
     folder = tmp_path / "patches"
-    shutil.copytree(patchset.patches_dir(), folder)
+    shutil.copytree(patch_file.patches_dir(), folder)
     path = torch_copy / "torch/serialization.py"
     path.write_text(
         path.read_text().replace('write_record("byteorder"', 'write_record( "byteorder"')
     )
-    source = patchtool.open_torch(torch_copy, "2.77.1+cpu")
-    assert not patchtool.check(source, patches=patchset.load_patches(folder)).ok
-    made = patchtool.new(source, folder)
+    source = maintain.open_torch(torch_copy, "2.77.1+cpu")
+    assert not maintain.check(source, patches=patch_file.load_patches(folder)).ok
+    made = maintain.new(source, folder)
     assert made == folder / "v2.77.toml"
-    report = patchtool.check(source, patches=patchset.load_patches(folder))
+    report = maintain.check(source, patches=patch_file.load_patches(folder))
     assert report.ok
     assert report.exact
-    assert patchset.load_patches(folder)[0].torch == ">=2.77,<2.78"
+    assert patch_file.load_patches(folder)[0].torch == ">=2.77,<2.78"
 
 
 def test_new_adds_the_hashes_of_a_patch_release(torch_copy: Path, tmp_path: Path) -> None:
     folder = tmp_path / "patches"
-    shutil.copytree(patchset.patches_dir(), folder)
-    source = patchtool.open_torch(torch_copy)
-    name = patchtool.check(source).patch
-    assert patchtool.new(source, folder).read_text() == patchtool.render(
-        patchset.read_patch(patchset.patches_dir() / f"{name}.toml")
+    shutil.copytree(patch_file.patches_dir(), folder)
+    source = maintain.open_torch(torch_copy)
+    name = maintain.check(source).patch
+    assert maintain.new(source, folder).read_text() == maintain.render(
+        patch_file.read_patch(patch_file.patches_dir() / f"{name}.toml")
     )
     path = torch_copy / "torch/serialization.py"
     path.write_text(
         path.read_text().replace('write_record("byteorder"', 'write_record( "byteorder"')
     )
-    patchtool.new(patchtool.open_torch(torch_copy), folder)
-    patches = patchset.load_patches(folder)
-    assert patchtool.check(source, patches=patches).ok
-    assert patchtool.check(patchtool.open_torch(torch_copy), patches=patches).ok
+    maintain.new(maintain.open_torch(torch_copy), folder)
+    patches = patch_file.load_patches(folder)
+    assert maintain.check(source, patches=patches).ok
+    assert maintain.check(maintain.open_torch(torch_copy), patches=patches).ok
     assert max(len(function.hashes) for patch in patches for function in patch.functions) == 2
 
 
 def test_new_wants_to_know_the_version(torch_copy: Path) -> None:
     (torch_copy / "torch/version.py").unlink()
     with pytest.raises(PatchError, match="version"):
-        patchtool.new(patchtool.open_torch(torch_copy))
+        maintain.new(maintain.open_torch(torch_copy))
 
 
 # --- the command line ------------------------------------------------------------------------
@@ -478,14 +478,17 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
 
 
 def test_cli(torch_copy: Path, tmp_path: Path) -> None:
-    name = patchtool.check(patchtool.open_torch()).patch
+    name = maintain.check(maintain.open_torch()).patch
     code, output = invoke("list", "--json")
     assert code == 0
     assert [row["name"] for row in json.loads(output)["patches"] if row["used"]] == [name]
     assert "*" in invoke("list")[1]
 
-    assert invoke("show")[1] == (patchset.patches_dir() / f"{name}.toml").read_text()
-    assert "+    from fastserial import hooks" in invoke("show", "--diff", "--torch", torch_copy)[1]
+    assert invoke("show")[1] == (patch_file.patches_dir() / f"{name}.toml").read_text()
+    assert (
+        "+    from fastserial.patching import save_hooks"
+        in invoke("show", "--diff", "--torch", torch_copy)[1]
+    )
     code, output = invoke("show", "v0.1")
     assert code == 2
     assert "there is no patch v0.1" in output
@@ -503,7 +506,7 @@ def test_cli(torch_copy: Path, tmp_path: Path) -> None:
     assert all(Path(path).is_file() for path in json.loads(output))
 
     folder = tmp_path / "patches"
-    shutil.copytree(patchset.patches_dir(), folder)
+    shutil.copytree(patch_file.patches_dir(), folder)
     code, output = invoke(
         "new", "--torch", torch_copy, "--torch-version", "3.1.0", "--folder", folder
     )

@@ -22,7 +22,7 @@ def load(*_: object) -> None:
 
 
 def ring(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "import" and arguments[0] == "fastserial.prefetch" and not rung:
+    if event == "import" and arguments[0] == "fastserial.loading.prefetch" and not rung:
         rung.append(True)
         os.kill(os.getpid(), signal.SIGALRM)
 
@@ -31,7 +31,7 @@ faulthandler.dump_traceback_later(60, exit=True)
 rung: list[bool] = []
 signal.signal(signal.SIGALRM, load)
 fastserial.install()
-assert "fastserial.prefetch" not in sys.modules
+assert "fastserial.loading.prefetch" not in sys.modules
 sys.addaudithook(ring)
 load()
 assert rung

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import fastserial
-from fastserial import freeing
+from fastserial.files import replacement
 
 PACKAGE = os.path.dirname(fastserial.__file__)
 BLOCKS = {"block_size": 65536, "threads": 3, "small_file": 32768, "durable": False}
@@ -182,7 +182,7 @@ class Trials:
 
 def main(folder: str, what: str, handler: str, count: str, seed: str) -> None:
     torch.set_num_threads(1)
-    freeing.LARGE = 1 << 20
+    replacement.LARGE = 1 << 20
     fastserial.install(**BLOCKS)
     trials = Trials(Path(folder), what, random.Random(seed))
     signal.signal(signal.SIGALRM, trials.raises if handler == "raise" else trials.works)
@@ -191,7 +191,7 @@ def main(folder: str, what: str, handler: str, count: str, seed: str) -> None:
     before = settled({"threads": 1})
     trials.found.clear()
     trials.run(int(count), most)
-    freeing.wait_until_free()
+    replacement.wait_until_free()
     after = settled(before)
     for call in trials.calls:
         call()

@@ -12,8 +12,8 @@ import time
 import torch
 
 import fastserial
-from fastserial.archive import ZipArchive
-from fastserial.writer import FastFileWriter
+from fastserial.saving.archive import ZipArchive
+from fastserial.saving.writer import FastFileWriter
 
 folder, form, count, nbytes, seconds = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 path = f"{folder}/f.pt"

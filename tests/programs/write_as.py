@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from fastserial.errors import WriteError
-from fastserial.writer import FastFileWriter
+from fastserial.saving.writer import FastFileWriter
 
 _CLONE_NEWUSER = 0x10000000
 _FIRST, _COUNT = 100_000, 65_536

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial import buffered
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
-from fastserial.containers.extents import Data, Extent, Literal, Sealed, Source
-from fastserial.extent_writer import ExtentWriter
-from fastserial.fill import Part
-from fastserial.staging import storage_memory
+from fastserial.formats.extents import Data, Extent, Literal, Sealed, Source
+from fastserial.memory.storages import storage_memory
+from fastserial.saving import buffered
+from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.fill import Part
 
 NOISE = random.Random(7).randbytes(3_000_000)
 

@@ -12,14 +12,14 @@ from random import Random
 import pytest
 import torch
 
-from fastserial import oracle
 from fastserial.checksums import CrcLedger, Piece, crc32
 from fastserial.config import Config
-from fastserial.containers.batch import storage_batch
-from fastserial.containers.extents import Extent, clip, is_late
-from fastserial.containers.legacy import element_counts, storage_extents
-from fastserial.containers.zip import ZipLayout, ZipPlan
-from fastserial.extent_writer import ExtentWriter
+from fastserial.formats.extents import Extent, clip, is_late
+from fastserial.formats.legacy.layout import element_counts, storage_extents
+from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.memory.batch import storage_batch
+from fastserial.saving import torch_writer
+from fastserial.saving.extent_writer import ExtentWriter
 
 SEEDS = range(25)
 
@@ -44,7 +44,7 @@ def zip_plan(random: Random) -> ZipPlan:
     layout.add_bytes("data.pkl", b"pickle", crc32(b"pickle"))
     saved, _ = storages(random)
     layout.add_storages([f"data/{index}" for index in range(len(saved))], storage_batch(saved))
-    return oracle.finish(layout)
+    return torch_writer.finish(layout)
 
 
 def options(random: Random) -> Config:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import CASES, MIB, Case, noise
-from identity import difference, fast, stock
+from support.corpus import CASES, MIB, Case, noise
+from support.identity import difference, fast, stock
 
-from fastserial.foreign import SequentialWriter
+from fastserial.saving.sequential_writer import SequentialWriter
 
 
 class Theirs:

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpus import CASES, FORMATS, MIB, Case, Counting, noise
-from identity import (
+from support.corpus import CASES, FORMATS, MIB, Case, Counting, noise
+from support.identity import (
     STOCK_ONLY,
     TARGETS,
     attempt,

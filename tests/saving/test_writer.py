@@ -23,11 +23,14 @@ import pytest
 import torch
 
 import fastserial
-from fastserial import FastFileWriter, WriteError, config, filesystem, fill
-from fastserial.archive import ZipArchive
-from fastserial.commit import temporary_name
+from fastserial import FastFileWriter, WriteError, config
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.staging import BufferPool, StorageMemory
+from fastserial.files import linux
+from fastserial.files.replacement import temporary_name
+from fastserial.memory.buffers import BufferPool
+from fastserial.memory.storages import StorageMemory
+from fastserial.saving import fill
+from fastserial.saving.archive import ZipArchive
 
 BLOCKS = {"block_size": 64 * 1024, "queue_depth": 3, "small_file": 0, "cache": "drop"}
 SIZES = [0, 1, 4095, 4096, 4097, 64 * 1024, 64 * 1024 + 1, 1_000_003]
@@ -170,7 +173,7 @@ def test_few_bytes_that_are_not_small(
     """They go the way of large files: space reserved, and an engine no larger than they need."""
     reserved: list[int] = []
     depths: list[int] = []
-    real, opened = filesystem.preallocate, ThreadsEngine.open
+    real, opened = linux.preallocate, ThreadsEngine.open
 
     def preallocate(fd: int, offset: int, length: int) -> bool:
         reserved.append(length)
@@ -180,7 +183,7 @@ def test_few_bytes_that_are_not_small(
         depths.append(queue_depth)
         opened(engine, buffers, queue_depth)
 
-    monkeypatch.setattr(filesystem, "preallocate", preallocate)
+    monkeypatch.setattr(linux, "preallocate", preallocate)
     monkeypatch.setattr(ThreadsEngine, "open", open_engine)
     path = tmp_path / "f"
     with installed(), fastserial.options(**way):
@@ -318,7 +321,7 @@ def test_an_error_in_a_thread_reaches_the_caller(
 ) -> None:
     monkeypatch.setattr(FailingEngine, "number", number)
     monkeypatch.setattr(
-        "fastserial.block_writer.create", lambda name, threads: FailingEngine(threads)
+        "fastserial.saving.block_writer.create", lambda name, threads: FailingEngine(threads)
     )
     path = tmp_path / "f"
     path.write_bytes(b"old")
@@ -348,9 +351,9 @@ def test_a_lock_of_the_callers_stays(tmp_path: Path, verify: bool) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX)
         with FastFileWriter(file, config.current(verify=verify, **BLOCKS)) as writer:
             writer.write(data)
-        assert filesystem.is_locked(file.fileno())
+        assert linux.is_locked(file.fileno())
         fcntl.lockf(file, fcntl.LOCK_UN)
-        assert not filesystem.is_locked(file.fileno())
+        assert not linux.is_locked(file.fileno())
     report = writer.report
     assert report is not None
     assert "lockf" in str(report.fallback)
@@ -361,7 +364,7 @@ def test_our_own_file_is_not_looked_at_for_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On NFS the `flock` on a temporary file may look like a lock of somebody else's."""
-    monkeypatch.setattr(filesystem, "is_locked", lambda fd: True)
+    monkeypatch.setattr(linux, "is_locked", lambda fd: True)
     with FastFileWriter(tmp_path / "f", config.current(verify=True, **BLOCKS)) as writer:
         writer.write(noise(300_000))
     assert writer.report is not None
@@ -373,7 +376,7 @@ def test_direct_io_refused_at_a_write_goes_on_buffered(
 ) -> None:
     monkeypatch.setattr(FailingEngine, "number", errno.EINVAL)
     monkeypatch.setattr(
-        "fastserial.block_writer.create", lambda name, threads: FailingEngine(threads)
+        "fastserial.saving.block_writer.create", lambda name, threads: FailingEngine(threads)
     )
     data = noise(1_000_000)
     with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
@@ -385,7 +388,7 @@ def test_direct_io_refused_at_a_write_goes_on_buffered(
 
 
 def test_no_direct_io_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystem, "direct_alignment", lambda fd: None)
+    monkeypatch.setattr(linux, "direct_alignment", lambda fd: None)
     data = noise(1_000_000)
     with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
         writer.write(data)
@@ -397,8 +400,8 @@ def test_no_direct_io_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_larger_sector_than_the_block_goes_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sector = filesystem.DirectAlignment(16384, 16384, True)
-    monkeypatch.setattr(filesystem, "direct_alignment", lambda fd: sector)
+    sector = linux.DirectAlignment(16384, 16384, True)
+    monkeypatch.setattr(linux, "direct_alignment", lambda fd: sector)
     data = noise(100_000)
     options = {**BLOCKS, "block_size": 4096}
     with FastFileWriter(tmp_path / "f", config.current(**options)) as writer:

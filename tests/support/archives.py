@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from corpus import noise
-from identity import stock
+
+from support.corpus import noise
+from support.identity import stock
 
 __all__ = ["APPENDED", "REWRITTEN", "appended", "checkpoint", "rewritten", "state"]
 

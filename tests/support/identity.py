@@ -35,7 +35,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from corpus import Case
+
+from support.corpus import Case
 
 __all__ = ["STOCK_ONLY", "TARGETS", "both", "compare", "difference", "digest", "fast", "stock"]
 

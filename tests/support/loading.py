@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from identity import digest, fast, stock
 
 import fastserial
+from support.identity import digest, fast, stock
 
 __all__ = ["DEFAULT", "FORCED", "Outcome", "attempt", "both", "forced", "resizable", "tensors"]
 
@@ -87,11 +87,12 @@ def resizable(value: Any) -> list[bool | None]:
 @contextlib.contextmanager
 def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
     """No way out for many small records, and memory of their own from `large` bytes on."""
-    from fastserial import hooks_load, prefetchplan
+    from fastserial.loading import prefetch_plan
+    from fastserial.patching import load_hooks
 
     with monkeypatch.context() as patch:
-        patch.setattr(hooks_load, "_FEW_BYTES", 0)
-        patch.setattr(prefetchplan, "_LARGE", large)
+        patch.setattr(load_hooks, "_FEW_BYTES", 0)
+        patch.setattr(prefetch_plan, "_LARGE", large)
         yield
 
 

@@ -13,15 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial import tuned, tunedfile
-from fastserial.bench import tuning
-from fastserial.bench.errors import BenchError
-from fastserial.bench.tune import MAX_MEMORY, Space, compare, judge, search
-from fastserial.bench.tuning import tune_folder
-from fastserial.cli import app
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.studies import tuning
+from fastserial.bench.studies.tune import MAX_MEMORY, Space, compare, judge, search
+from fastserial.bench.studies.tuning import tune_folder
+from fastserial.cli.main import app
 from fastserial.config import Config
 from fastserial.errors import EngineUnavailableError
-from fastserial.tunedfile import Settings
+from fastserial.tuning import lookup, store
+from fastserial.tuning.store import Settings
 
 DEFAULT = Settings.of(Config())
 OTHER = replace(DEFAULT, block_size=8 << 20)
@@ -33,9 +33,9 @@ def _fresh(
 ) -> Iterator[None]:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
     monkeypatch.setattr(tuning, "settle", lambda pause: None)
-    tuned.forget_cache()
+    lookup.forget_cache()
     yield
-    tuned.forget_cache()
+    lookup.forget_cache()
 
 
 class Disk:
@@ -172,7 +172,7 @@ def test_real_run(tmp_path: Path) -> None:
     assert found.saves >= 5
     assert found.tried == 2
     assert found.candidate in (DEFAULT, replace(DEFAULT, block_size=1 << 20))
-    (entry,) = tunedfile.read().values()
+    (entry,) = store.read().values()
     accepted = found.verdict is not None and found.verdict.accepted
     assert entry.settings == (found.candidate if accepted else None)
     assert entry.nbytes == pytest.approx(16 << 20, rel=0.01)
@@ -192,13 +192,13 @@ def test_the_better_settings_are_kept_and_used(
     found = tune_folder(tmp_path, 16 << 20, 1e6, 7, space=FEW)
     assert found.verdict is not None
     assert found.verdict.accepted
-    assert tuned.config_for(tmp_path).block_size == 1 << 20
+    assert lookup.config_for(tmp_path).block_size == 1 << 20
     # tuned anew where they are slower: the defaults are back
     with_saves(monkeypatch, lambda s: 0.004 if s.block_size == 1 << 20 else 0.002)
     found = tune_folder(tmp_path, 16 << 20, 1e6, 7, space=FEW)
     assert found.verdict is None
-    assert tuned.config_for(tmp_path).block_size == DEFAULT.block_size
-    assert [entry.settings for entry in tunedfile.read().values()] == [None]
+    assert lookup.config_for(tmp_path).block_size == DEFAULT.block_size
+    assert [entry.settings for entry in store.read().values()] == [None]
 
 
 def test_a_candidate_that_fails_the_pairs_is_not_kept(
@@ -209,7 +209,7 @@ def test_a_candidate_that_fails_the_pairs_is_not_kept(
     found = tune_folder(tmp_path, 16 << 20, 1e6, 7, space=FEW)
     assert found.verdict is not None
     assert not found.verdict.accepted
-    assert tuned.config_for(tmp_path) == Config()
+    assert lookup.config_for(tmp_path) == Config()
 
 
 def test_wrong_bytes_are_never_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_wrong_bytes_are_never_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tuning, "digest", lambda path: path.name)
     with pytest.raises(BenchError, match="stock torch"):
         tune_folder(tmp_path, 16 << 20, 1e6, 7, space=FEW)
-    assert tunedfile.read() == {}
+    assert store.read() == {}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,7 +264,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert options["block_size"] == "tune"
     assert "forgotten" in command("--forget", str(tmp_path))
     assert "nothing is known" in command("--forget", str(tmp_path))
-    assert tuned.config_for(tmp_path) == Config()
+    assert lookup.config_for(tmp_path) == Config()
 
 
 def test_command_says_what_options_keep_out(

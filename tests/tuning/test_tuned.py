@@ -13,13 +13,15 @@ import pytest
 import torch
 
 import fastserial
-from fastserial import deviceid, engines, tuned, tunedfile
+from fastserial import engines
 from fastserial.config import Config
-from fastserial.deviceid import device_key
-from fastserial.doctor import examine
+from fastserial.diagnosis.examine import examine
 from fastserial.errors import ConfigError, EngineUnavailableError
-from fastserial.tunedfile import Entry, Settings
-from fastserial.writer import FastFileWriter
+from fastserial.files import device_id
+from fastserial.files.device_id import device_key
+from fastserial.saving.writer import FastFileWriter
+from fastserial.tuning import lookup, store
+from fastserial.tuning.store import Entry, Settings
 
 TUNED = Settings("threads", 256 * 1024, 3, 2)
 STATE = {"a": torch.arange(1_500_000), "b": torch.zeros(3)}
@@ -33,12 +35,12 @@ def _fresh(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
     for name in [name for name in os.environ if name.startswith("FASTSERIAL")]:
         monkeypatch.delenv(name)
-    tuned.forget_cache()
+    lookup.forget_cache()
     fastserial.install(strict=True)
     yield
     fastserial.install()
     fastserial.uninstall()
-    tuned.forget_cache()
+    lookup.forget_cache()
 
 
 def entry(settings: Settings | None = TUNED, **more: Any) -> Entry:
@@ -50,12 +52,12 @@ def entry(settings: Settings | None = TUNED, **more: Any) -> Entry:
 
 
 def key_of(folder: Path) -> str:
-    return tuned.entry_for(folder)[0]
+    return lookup.entry_for(folder)[0]
 
 
 def keep(folder: Path, settings: Settings | None = TUNED) -> None:
-    tunedfile.remember(key_of(folder), entry(settings))
-    tuned.forget_cache()
+    store.remember(key_of(folder), entry(settings))
+    lookup.forget_cache()
 
 
 def saved(path: Path, state: object = STATE, legacy: bool = False) -> tuple[str, int, int, int]:
@@ -70,25 +72,25 @@ def saved(path: Path, state: object = STATE, legacy: bool = False) -> tuple[str,
 
 
 def test_file_of_entries() -> None:
-    assert tunedfile.read() == {}
-    assert not tunedfile.forget("one")
-    tunedfile.remember("one", entry())
-    tunedfile.remember("two", entry(None, gain=None))
-    tunedfile.remember("one", entry(gain=1.5))
-    assert tunedfile.read() == {"one": entry(gain=1.5), "two": entry(None, gain=None)}
-    assert tunedfile.forget("one")
-    assert not tunedfile.forget("one")
-    assert list(tunedfile.read()) == ["two"]
-    assert [file.name for file in tunedfile.location().parent.iterdir()] == ["tuned.json"]
+    assert store.read() == {}
+    assert not store.forget("one")
+    store.remember("one", entry())
+    store.remember("two", entry(None, gain=None))
+    store.remember("one", entry(gain=1.5))
+    assert store.read() == {"one": entry(gain=1.5), "two": entry(None, gain=None)}
+    assert store.forget("one")
+    assert not store.forget("one")
+    assert list(store.read()) == ["two"]
+    assert [file.name for file in store.location().parent.iterdir()] == ["tuned.json"]
 
 
 def test_location(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert tunedfile.location() == tmp_path / "fastserial" / "tuned.json"
+    assert store.location() == tmp_path / "fastserial" / "tuned.json"
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for unusable in ("", "relative/path"):
         monkeypatch.setenv("XDG_CONFIG_HOME", unusable)
-        assert tunedfile.location() == tmp_path / "home/.config/fastserial/tuned.json"
+        assert store.location() == tmp_path / "home/.config/fastserial/tuned.json"
 
 
 DAMAGED = [
@@ -102,10 +104,10 @@ DAMAGED = [
 
 
 def damage(text: str, folder: Path) -> None:
-    path = tunedfile.location()
+    path = store.location()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace("KEY", key_of(folder)))
-    tuned.forget_cache()
+    lookup.forget_cache()
 
 
 @pytest.mark.parametrize("text", DAMAGED)
@@ -120,11 +122,11 @@ def test_damaged_file_is_told_of_once_and_fails_nothing(
         "tuned settings are not used"
     ]
     with pytest.raises(ConfigError, match=r"tuned\.json"):
-        tunedfile.read()
+        store.read()
     found = examine(tmp_path)
     assert any("tuned settings are not used" in finding.text for finding in found.findings)
-    tunedfile.remember("key", entry())  # tuning again mends it
-    assert tunedfile.read() == {"key": entry()}
+    store.remember("key", entry())  # tuning again mends it
+    assert store.read() == {"key": entry()}
 
 
 @pytest.mark.parametrize(
@@ -132,11 +134,11 @@ def test_damaged_file_is_told_of_once_and_fails_nothing(
 )
 def test_impossible_settings_are_not_used(change: dict[str, Any], tmp_path: Path) -> None:
     keep(tmp_path)
-    path = tunedfile.location()
+    path = store.location()
     content = json.loads(path.read_text())
     content["devices"][key_of(tmp_path)]["settings"].update(change)
     path.write_text(json.dumps(content))
-    tuned.forget_cache()
+    lookup.forget_cache()
     assert saved(tmp_path / "a.pt")[1] == DEFAULT.block_size
 
 
@@ -190,7 +192,7 @@ def test_small_files_do_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object) -> None:
         raise AssertionError("looked up")
 
-    monkeypatch.setattr(tuned, "applied", refuse)
+    monkeypatch.setattr(lookup, "applied", refuse)
     for count in (1000, 16384):  # the second is as much as storages are copied together
         for use_zip in (True, False):
             state = {"a": torch.zeros(count)}
@@ -237,17 +239,17 @@ def test_switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_devices_and_kept_defaults(tmp_path: Path) -> None:
-    tunedfile.remember("another device", entry())
+    store.remember("another device", entry())
     assert saved(tmp_path / "a.pt")[1] == DEFAULT.block_size
     keep(tmp_path, None)
     assert saved(tmp_path / "a.pt")[1] == DEFAULT.block_size
-    assert tuned.sources_for(tmp_path) == frozenset()
+    assert lookup.sources_for(tmp_path) == frozenset()
 
 
 def test_one_look_per_process_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path)
     calls: list[str] = []
-    for module, name in ((tunedfile, "read"), (deviceid, "device_key")):
+    for module, name in ((store, "read"), (device_id, "device_key")):
         function = getattr(module, name)
 
         def counted(*args: Any, name: str = name, function: Any = function) -> Any:
@@ -315,10 +317,10 @@ def test_doctor_shows_them(tmp_path: Path) -> None:
 
 def test_config_for_a_folder(tmp_path: Path) -> None:
     keep(tmp_path)
-    assert Settings.of(tuned.config_for(tmp_path)) == TUNED
+    assert Settings.of(lookup.config_for(tmp_path)) == TUNED
     with fastserial.options(tuned=False):
-        assert Settings.of(tuned.config_for(tmp_path)) == Settings.of(DEFAULT)
-        assert tuned.sources_for(tmp_path) == frozenset()
+        assert Settings.of(lookup.config_for(tmp_path)) == Settings.of(DEFAULT)
+        assert lookup.sources_for(tmp_path) == frozenset()
 
 
 # --- the device -------------------------------------------------------------------------------
@@ -336,8 +338,8 @@ def test_one_key_per_file_system(tmp_path: Path) -> None:
 def block_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "sys"
     root.mkdir()
-    monkeypatch.setattr(deviceid, "_BLOCK_DEVICES", root)
-    monkeypatch.setattr(deviceid, "_uuid", lambda fd: None)
+    monkeypatch.setattr(device_id, "_BLOCK_DEVICES", root)
+    monkeypatch.setattr(device_id, "_uuid", lambda fd: None)
     return root
 
 
@@ -367,16 +369,16 @@ def test_key_of_a_disk(block_devices: Path) -> None:
 
 
 def test_key_without_a_disk(block_devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deviceid, "_mounted", lambda number: None)
+    monkeypatch.setattr(device_id, "_mounted", lambda number: None)
     number = os.stat("/").st_dev
     assert key_of_root() == f"device {os.major(number)}:{os.minor(number)}"
-    monkeypatch.setattr(deviceid, "_mounted", lambda number: "mount server:/export")
+    monkeypatch.setattr(device_id, "_mounted", lambda number: "mount server:/export")
     assert key_of_root() == "mount server:/export"
 
 
 def test_uuid_of_zeros_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     told = bytes([16]) + bytes(16)
-    monkeypatch.setattr(deviceid.fcntl, "ioctl", lambda *_: told)
-    assert deviceid._uuid(0) is None
+    monkeypatch.setattr(device_id.fcntl, "ioctl", lambda *_: told)
+    assert device_id._uuid(0) is None
     told = bytes([16]) + bytes(range(16))
-    assert deviceid._uuid(0) == f"uuid {bytes(range(16)).hex()}"
+    assert device_id._uuid(0) == f"uuid {bytes(range(16)).hex()}"

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
-from fastserial.bench.units import parse_bytes
+from fastserial.bench.cli.output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
+from fastserial.bench.measuring.units import parse_bytes
 
 __all__ = ["load"]
 
@@ -37,8 +37,13 @@ def load(
     outputs = Outputs(json_file, csv_file, plot_file)
     outputs.check()
 
-    from fastserial.bench.load import LoadBench, run_load
-    from fastserial.bench.loadview import load_as_json, load_caption, load_lines, show_load
+    from fastserial.bench.presenting.load_view import (
+        load_as_json,
+        load_caption,
+        load_lines,
+        show_load,
+    )
+    from fastserial.bench.studies.load import LoadBench, run_load
     from fastserial.console import new_console
 
     bench = LoadBench(folder, nbytes, tensors, runs, small, peers, with_fio)

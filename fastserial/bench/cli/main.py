@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from fastserial.bench.cli_load import load
-from fastserial.bench.cli_model import model, tensor
-from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
-from fastserial.bench.cli_profile import profile
-from fastserial.bench.cli_scaling import scaling
-from fastserial.bench.cli_sweep import sweep
-from fastserial.bench.deepspeed import deepspeed_command
-from fastserial.bench.units import parse_bytes
+from fastserial.bench.cli.deepspeed import deepspeed_command
+from fastserial.bench.cli.load import load
+from fastserial.bench.cli.model import model, tensor
+from fastserial.bench.cli.output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
+from fastserial.bench.cli.profile import profile
+from fastserial.bench.cli.scaling import scaling
+from fastserial.bench.cli.sweep import sweep
+from fastserial.bench.measuring.units import parse_bytes
 from fastserial.console import say
 
 __all__ = ["bench_app"]
@@ -74,9 +74,9 @@ def save(
     outputs = Outputs(json_file, csv_file, plot_file)
     outputs.check()
 
-    from fastserial.bench.export import save_as_json
-    from fastserial.bench.save import SaveBench, run_save
-    from fastserial.bench.view import caption, show_save
+    from fastserial.bench.presenting.export import save_as_json
+    from fastserial.bench.presenting.save_view import caption, show_save
+    from fastserial.bench.studies.save import SaveBench, run_save
     from fastserial.console import new_console
 
     bench = SaveBench(
@@ -104,7 +104,7 @@ def create(
     size: Annotated[str, typer.Option(help="Its size, of memory.")] = "12GiB",
 ) -> None:
     """Mount an XFS on a loop device over memory, with direct I/O."""
-    from fastserial.bench import ramdisk
+    from fastserial.bench.measuring import ramdisk
 
     ramdisk.create(folder, parse_bytes(size))
     say(f"{folder} is ready; `fastserial bench ramdisk remove {folder}` gives it back")
@@ -113,7 +113,7 @@ def create(
 @ramdisk_app.command()
 def remove(folder: Annotated[Path, typer.Argument(help="Where it is mounted.")]) -> None:
     """Unmount it and give its memory and loop device back. The folder stays."""
-    from fastserial.bench import ramdisk
+    from fastserial.bench.measuring import ramdisk
 
     ramdisk.remove(folder)
     say(f"{folder} is unmounted")

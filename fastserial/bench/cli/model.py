@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
-from fastserial.bench.models import MODELS
-from fastserial.bench.units import parse_bytes
+from fastserial.bench.cli.output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
+from fastserial.bench.measuring.units import parse_bytes
+from fastserial.bench.subjects.models import MODELS
 
 if TYPE_CHECKING:
-    from fastserial.bench.comparison import Comparison
-    from fastserial.bench.model import Method
-    from fastserial.bench.saving import Format
+    from fastserial.bench.studies.comparison import Comparison
+    from fastserial.bench.studies.model import Method
+    from fastserial.bench.subjects.saving import Format
 
 __all__ = ["ModelName", "model", "tensor"]
 
@@ -61,7 +61,7 @@ def tensor(
     outputs = Outputs(json_file, csv_file, plot_file)
     outputs.check()
 
-    from fastserial.bench.model import run_tensor
+    from fastserial.bench.studies.model import run_tensor
 
     method = _method(folder, runs, legacy, loose, peers, with_fio)
     settings = {"nbytes": nbytes, "gpu": gpu}
@@ -98,8 +98,8 @@ def model(
 
     import dataclasses
 
-    from fastserial.bench.model import run_model
-    from fastserial.bench.modelstate import ModelRecipe
+    from fastserial.bench.studies.model import run_model
+    from fastserial.bench.subjects.model_state import ModelRecipe
 
     recipe = ModelRecipe(model, optimizer, half, gpu)
     method = _method(folder, runs, legacy, loose, peers, with_fio)
@@ -110,7 +110,7 @@ def model(
 def _method(
     folder: Path, runs: int, legacy: bool | None, loose: bool, peers: bool, with_fio: bool
 ) -> Method:
-    from fastserial.bench.model import Method
+    from fastserial.bench.studies.model import Method
 
     chosen: dict[bool | None, tuple[Format, ...]] = {
         None: ("zip", "legacy"),
@@ -130,8 +130,8 @@ def _run(
 ) -> None:
     import dataclasses
 
-    from fastserial.bench.export import comparison_as_json
-    from fastserial.bench.view import caption, show_comparison
+    from fastserial.bench.presenting.export import comparison_as_json
+    from fastserial.bench.presenting.save_view import caption, show_comparison
     from fastserial.console import new_console
 
     console = new_console()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastserial.bench.errors import BenchError
+from fastserial.bench.measuring.errors import BenchError
 
 if TYPE_CHECKING:
-    from fastserial.bench.summary import Line
+    from fastserial.bench.measuring.summary import Line
 
 __all__ = ["CsvFile", "JsonFile", "Outputs", "PlotFile", "WithLines", "check_files"]
 
@@ -60,7 +60,7 @@ class Outputs:
         """
         check_files(self.json_file, self.csv_file, self.plot_file)
         if self.plot_file is not None:
-            from fastserial.bench.plot import check_plot
+            from fastserial.bench.presenting.plot import check_plot
 
             check_plot(self.plot_file)
 
@@ -76,13 +76,13 @@ class Outputs:
         Raises:
             OSError: a file cannot be written.
         """
-        from fastserial.bench.export import line_as_cells, write_csv, write_json
+        from fastserial.bench.presenting.export import line_as_cells, write_csv, write_json
 
         if self.json_file is not None:
             write_json(self.json_file, content)
         if self.csv_file is not None:
             write_csv(self.csv_file, [line_as_cells(benchmark, line) for line in lines])
         if self.plot_file is not None:
-            from fastserial.bench.plot import plot_lines
+            from fastserial.bench.presenting.plot import plot_lines
 
             plot_lines(self.plot_file, lines, f"fastserial bench {benchmark}: one run", caption)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fastserial.bench.cli_output import check_files
-from fastserial.bench.units import parse_bytes
+from fastserial.bench.cli.output import check_files
+from fastserial.bench.measuring.units import parse_bytes
 
 __all__ = ["profile"]
 
@@ -35,9 +35,9 @@ def profile(
     nbytes = parse_bytes(size)
     check_files(trace, json_file)
 
-    from fastserial.bench.export import write_json
-    from fastserial.bench.profile import ProfileBench, run_profile
-    from fastserial.bench.profileview import profile_as_json, show_profile
+    from fastserial.bench.presenting.export import write_json
+    from fastserial.bench.presenting.profile_view import profile_as_json, show_profile
+    from fastserial.bench.studies.profile import ProfileBench, run_profile
     from fastserial.console import new_console
 
     bench = ProfileBench(folder, nbytes, tensors, runs, "legacy" if legacy else "zip", device)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fastserial.bench.cli_output import CsvFile, JsonFile, Outputs
-from fastserial.bench.units import parse_bytes
+from fastserial.bench.cli.output import CsvFile, JsonFile, Outputs
+from fastserial.bench.measuring.units import parse_bytes
 
 __all__ = ["scaling"]
 
@@ -34,15 +34,15 @@ def scaling(
     if plot is not None and csv_file is None:
         csv_file = plot.with_name(f"{plot.name}.csv")
 
-    from fastserial.bench.export import write_csv, write_json
-    from fastserial.bench.scaling import ScalingBench, run_scaling
-    from fastserial.bench.scalingview import (
+    from fastserial.bench.presenting.export import write_csv, write_json
+    from fastserial.bench.presenting.scaling_view import (
         plot_scaling,
         scaling_as_json,
         scaling_cells,
         scaling_plots,
         show_scaling,
     )
+    from fastserial.bench.studies.scaling import ScalingBench, run_scaling
     from fastserial.console import new_console
 
     Outputs(json_file, csv_file, plot and scaling_plots(plot)["size"]).check()

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fastserial.bench.cli_output import check_files
-from fastserial.bench.units import parse_bytes
+from fastserial.bench.cli.output import check_files
+from fastserial.bench.measuring.units import parse_bytes
 from fastserial.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fastserial.bench.sweep import Grid
+    from fastserial.bench.studies.sweep import Grid
 
 __all__ = ["sweep"]
 
@@ -64,9 +64,9 @@ def sweep(
         TimeRemainingColumn,
     )
 
-    from fastserial.bench import sweepview
-    from fastserial.bench.plot import check_plot
-    from fastserial.bench.sweep import Sweep, run_sweep
+    from fastserial.bench.presenting import sweep_view
+    from fastserial.bench.presenting.plot import check_plot
+    from fastserial.bench.studies.sweep import Sweep, run_sweep
     from fastserial.console import new_console
 
     if plot_file is not None:
@@ -92,11 +92,11 @@ def sweep(
                 task, completed=done, total=total, description=text
             ),
         )
-    found = sweepview.cells(results)
-    sweepview.show_sweep(found, console)
+    found = sweep_view.cells(results)
+    sweep_view.show_sweep(found, console)
     console.print(f"{len(results)} results in {csv_file}", soft_wrap=True, markup=False)
     if plot_file is not None:
-        sweepview.plot(found, plot_file, f"{folder.absolute()}, {size} per transfer")
+        sweep_view.plot(found, plot_file, f"{folder.absolute()}, {size} per transfer")
         console.print(f"heat maps in {plot_file}", soft_wrap=True, markup=False)
 
 
@@ -112,7 +112,7 @@ def _grid(
     import torch
 
     from fastserial import engines
-    from fastserial.bench.sweep import OPS, TRANSFERS, Grid
+    from fastserial.bench.studies.sweep import OPS, TRANSFERS, Grid
     from fastserial.config import Config, parse_count
 
     names = _values(engine_names, str, "--engine")

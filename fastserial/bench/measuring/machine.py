@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fastserial import __version__
-from fastserial.meminfo import meminfo
+from fastserial.config import Config
+from fastserial.diagnosis.folder import Folder
+from fastserial.files.meminfo import meminfo
 from fastserial.printable import printable
-from fastserial.probes import Folder
-from fastserial.report import format_bytes
+from fastserial.reports import format_bytes
 
-__all__ = ["Machine", "describe_folder", "this_machine"]
+__all__ = ["Machine", "describe_folder", "describe_options", "plain_options", "this_machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +85,15 @@ def _cpu() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def plain_options(options: Config) -> dict[str, Any]:
+    """Return the options whose values are text or numbers, for JSON."""
+    values = dataclasses.asdict(options)
+    # the rest are functions that are called with reports
+    return {name: value for name, value in values.items() if isinstance(value, str | int | float)}
+
+
+def describe_options(options: Mapping[str, Any]) -> str:
+    """Return them in one line."""
+    return f"fastserial: {', '.join(f'{name}={value}' for name, value in options.items())}"

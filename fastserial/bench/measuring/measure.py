@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.report import Latency
+from fastserial.reports import Latency
 
 __all__ = ["Sample", "Usage", "measure"]
 

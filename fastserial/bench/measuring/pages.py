@@ -12,8 +12,8 @@ import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastserial.hugepages import PR_GET_THP_DISABLE
-from fastserial.meminfo import meminfo
+from fastserial.files.meminfo import meminfo
+from fastserial.memory.huge_pages import PR_GET_THP_DISABLE
 
 __all__ = ["reserved_huge_bytes", "small_pages"]
 

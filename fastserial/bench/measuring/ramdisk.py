@@ -13,10 +13,10 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from fastserial.bench.errors import BenchError
-from fastserial.meminfo import meminfo
-from fastserial.probes import device_of
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.diagnosis.folder import device_of
+from fastserial.files.meminfo import meminfo
+from fastserial.reports import format_bytes
 
 __all__ = ["create", "remove"]
 

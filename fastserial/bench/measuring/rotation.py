@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastserial.bench.identical import digest
-from fastserial.bench.measure import Sample
-from fastserial.bench.rows import Row
-from fastserial.bench.settle import settle
+from fastserial.bench.measuring.identical import digest
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.rows import Row
+from fastserial.bench.measuring.settle import settle
 
 __all__ = ["Measured", "Plan", "rotate"]
 

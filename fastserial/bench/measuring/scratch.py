@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from fastserial.bench.errors import BenchError
-from fastserial.probes import folder_problem
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.diagnosis.folder import folder_problem
+from fastserial.reports import format_bytes
 
 __all__ = ["scratch"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from fastserial.freeing import wait_until_free
-from fastserial.meminfo import meminfo
+from fastserial.files.meminfo import meminfo
+from fastserial.files.replacement import wait_until_free
 
 __all__ = ["settle"]
 

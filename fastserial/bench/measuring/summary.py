@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fastserial.bench.measure import Sample
-from fastserial.bench.rotation import Measured
-from fastserial.bench.rows import DURABLE, OVERWRITE
-from fastserial.bench.units import GB
-from fastserial.report import Latency
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.rotation import Measured
+from fastserial.bench.measuring.rows import DURABLE, OVERWRITE
+from fastserial.bench.measuring.units import GB
+from fastserial.reports import Latency
 
 __all__ = ["Line", "Spread", "paired", "summarize", "unsteadiness"]
 

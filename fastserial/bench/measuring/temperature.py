@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from fastserial.bench.errors import BenchError
-from fastserial.pagecache import cached_fraction
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.files.page_cache import cached_fraction
 
 __all__ = ["chill", "warm"]
 

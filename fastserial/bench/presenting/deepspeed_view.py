@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastserial.bench.deepspeed_plan import DeepSpeedBench, RowResult
-from fastserial.bench.export import stamp
-from fastserial.bench.machine import describe_folder, this_machine
-from fastserial.bench.summary import Spread
-from fastserial.bench.units import MB
-from fastserial.bench.view import UNKNOWN, format_ratio
-from fastserial.probes import probe_folder
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.machine import describe_folder, this_machine
+from fastserial.bench.measuring.summary import Spread
+from fastserial.bench.measuring.units import MB
+from fastserial.bench.presenting.export import stamp
+from fastserial.bench.presenting.save_view import UNKNOWN, format_ratio
+from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench, RowResult
+from fastserial.diagnosis.folder import probe_folder
+from fastserial.reports import format_bytes
 
 __all__ = ["results_as_json", "show_results"]
 

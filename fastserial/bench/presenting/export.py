@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastserial.bench.comparison import Comparison
-from fastserial.bench.save import SaveResult
-from fastserial.bench.summary import Line, Spread
-from fastserial.report import Latency
+from fastserial.bench.measuring.summary import Line, Spread
+from fastserial.bench.studies.comparison import Comparison
+from fastserial.bench.studies.save import SaveResult
+from fastserial.reports import Latency
 
 __all__ = [
     "comparison_as_json",

@@ -10,14 +10,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastserial.bench.export import job, stamp
-from fastserial.bench.inforce import describe_options
-from fastserial.bench.load import TEMPERATURES, LoadLine, LoadResult
-from fastserial.bench.machine import describe_folder
-from fastserial.bench.summary import Line
-from fastserial.bench.units import MB
-from fastserial.bench.view import UNKNOWN, format_ratio, print_lines, show_lines, show_missing
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.machine import describe_folder, describe_options
+from fastserial.bench.measuring.summary import Line
+from fastserial.bench.measuring.units import MB
+from fastserial.bench.presenting.export import job, stamp
+from fastserial.bench.presenting.save_view import (
+    UNKNOWN,
+    format_ratio,
+    print_lines,
+    show_lines,
+    show_missing,
+)
+from fastserial.bench.studies.load import TEMPERATURES, LoadLine, LoadResult
+from fastserial.reports import format_bytes
 
 __all__ = ["load_as_json", "load_caption", "load_lines", "show_load"]
 

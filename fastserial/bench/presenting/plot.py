@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastserial.bench.errors import BenchError
-from fastserial.bench.rows import OVERHEAD
-from fastserial.bench.summary import Line
-from fastserial.bench.units import GB
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.rows import OVERHEAD
+from fastserial.bench.measuring.summary import Line
+from fastserial.bench.measuring.units import GB
 
 __all__ = ["check_plot", "new_figure", "plot_lines", "save_figure", "wrapped"]
 

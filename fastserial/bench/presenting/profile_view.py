@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastserial.bench.machine import describe_folder
-from fastserial.bench.profile import IDLE, OTHER, Phase, ProfileResult
-from fastserial.report import format_bandwidth, format_bytes
+from fastserial.bench.measuring.machine import describe_folder
+from fastserial.bench.studies.profile import IDLE, OTHER, Phase, ProfileResult
+from fastserial.reports import format_bandwidth, format_bytes
 
 __all__ = ["profile_as_json", "show_profile"]
 

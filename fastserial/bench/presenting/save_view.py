@@ -8,15 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastserial.bench.comparison import FIO, Comparison
-from fastserial.bench.inforce import describe_options
-from fastserial.bench.machine import describe_folder
-from fastserial.bench.save import SaveResult
-from fastserial.bench.small import SmallCase
-from fastserial.bench.startup import Startup
-from fastserial.bench.summary import Line, Spread, unsteadiness
-from fastserial.bench.units import MB
-from fastserial.report import format_bandwidth, format_bytes
+from fastserial.bench.measuring.machine import describe_folder, describe_options
+from fastserial.bench.measuring.summary import Line, Spread, unsteadiness
+from fastserial.bench.measuring.units import MB
+from fastserial.bench.studies.comparison import FIO, Comparison
+from fastserial.bench.studies.save import SaveResult
+from fastserial.bench.studies.small import SmallCase
+from fastserial.bench.studies.startup import Startup
+from fastserial.reports import format_bandwidth, format_bytes
 
 __all__ = [
     "UNKNOWN",

@@ -11,14 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastserial.bench.export import job, line_as_cells, stamp
-from fastserial.bench.inforce import describe_options
-from fastserial.bench.machine import describe_folder
-from fastserial.bench.plot import new_figure, save_figure, wrapped
-from fastserial.bench.scaling import Axis, Point, ScalingResult
-from fastserial.bench.units import GB
-from fastserial.bench.view import format_ratio, print_lines, show_missing
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.machine import describe_folder, describe_options
+from fastserial.bench.measuring.units import GB
+from fastserial.bench.presenting.export import job, line_as_cells, stamp
+from fastserial.bench.presenting.plot import new_figure, save_figure, wrapped
+from fastserial.bench.presenting.save_view import format_ratio, print_lines, show_missing
+from fastserial.bench.studies.scaling import Axis, Point, ScalingResult
+from fastserial.reports import format_bytes
 
 __all__ = ["plot_scaling", "scaling_as_json", "scaling_cells", "scaling_plots", "show_scaling"]
 

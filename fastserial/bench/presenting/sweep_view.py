@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastserial.bench.errors import BenchError
-from fastserial.bench.plot import new_figure, save_figure
-from fastserial.bench.summary import Spread
-from fastserial.bench.sweepfile import Point, Result
-from fastserial.bench.units import MB
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.summary import Spread
+from fastserial.bench.measuring.units import MB
+from fastserial.bench.presenting.plot import new_figure, save_figure
+from fastserial.bench.studies.sweep_file import Point, Result
 from fastserial.config import Config
-from fastserial.tunedfile import Settings
+from fastserial.tuning.store import Settings
 
 __all__ = ["Cell", "cells", "plot", "show_sweep"]
 

@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastserial import tuned
-from fastserial.bench import fio
-from fastserial.bench.errors import BenchError
-from fastserial.bench.inforce import plain_options
-from fastserial.bench.machine import Machine, this_machine
-from fastserial.bench.measure import Sample
-from fastserial.bench.pages import reserved_huge_bytes
-from fastserial.bench.payload import check_memory
-from fastserial.bench.rotation import Plan, rotate
-from fastserial.bench.rows import Row
-from fastserial.bench.settle import settle
-from fastserial.bench.summary import Line, summarize
-from fastserial.probes import Folder, probe_folder
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.machine import Machine, plain_options, this_machine
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.pages import reserved_huge_bytes
+from fastserial.bench.measuring.rotation import Plan, rotate
+from fastserial.bench.measuring.rows import Row
+from fastserial.bench.measuring.settle import settle
+from fastserial.bench.measuring.summary import Line, summarize
+from fastserial.bench.subjects import fio
+from fastserial.bench.subjects.payload import check_memory
+from fastserial.diagnosis.folder import Folder, probe_folder
+from fastserial.tuning import lookup
 
 __all__ = ["FIO", "Comparison", "compare"]
 
@@ -96,7 +95,7 @@ def compare(
         plan.runs,
         this_machine(),
         probe_folder(folder.parent),
-        plain_options(tuned.config_for(folder.parent)),
+        plain_options(lookup.config_for(folder.parent)),
         tuple(summarize(measured, [str(variant) for variant in yardsticks])),
         {**absent, **(missing or {})},
         small_pages,

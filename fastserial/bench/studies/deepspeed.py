@@ -15,53 +15,16 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.studies.deepspeed_plan import MARK, DeepSpeedBench, RowResult
 
-from fastserial.bench.cli_model import ModelName
-from fastserial.bench.cli_output import check_files
-from fastserial.bench.deepspeed_plan import MARK, DeepSpeedBench, RowResult
-from fastserial.bench.errors import BenchError
-from fastserial.bench.scratch import scratch
+__all__ = ["run_deepspeed"]
 
-__all__ = ["deepspeed_command", "run_deepspeed"]
-
-_WORKER = "fastserial.bench.deepspeed_worker"
+_WORKER = "fastserial.bench.studies.deepspeed_worker"
 _STDERR_SHOWN = 3000  # characters
 _POLL = 0.1  # seconds
-
-
-def deepspeed_command(
-    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
-    model: ModelName = "gpt2",
-    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 1,
-    world_size: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
-    runs: Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")] = 3,
-    legacy: Annotated[bool, typer.Option(help="The legacy format instead of zip.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write everything to this file.")
-    ] = None,
-) -> None:
-    """Save a checkpoint of a DeepSpeed run: stock, DeepSpeed's fast writer, fastserial.
-
-    All rows are durable; times are those of the slowest rank. Exit status 1 if a file differs from
-    stock DeepSpeed's.
-    """
-    check_files(json_file)
-
-    from fastserial.bench.deepspeed_view import results_as_json, show_results
-    from fastserial.bench.export import write_json
-    from fastserial.console import new_console
-
-    bench = DeepSpeedBench(model, str(folder), zero_stage, world_size, runs, legacy)
-    console = new_console()
-    with console.status("training one step, then saving"):
-        results = run_deepspeed(bench)
-    show_results(bench, results, console)
-    if json_file is not None:
-        write_json(json_file, results_as_json(bench, results))
-    raise typer.Exit(int(any(result.identical is False for result in results)))
 
 
 def run_deepspeed(bench: DeepSpeedBench) -> list[RowResult]:

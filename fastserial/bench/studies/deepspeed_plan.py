@@ -15,7 +15,7 @@ class DeepSpeedBench:
     """What to measure.
 
     Attributes:
-        model: a name of `fastserial.bench.models`, or a folder with a transformers config.
+        model: a name of `fastserial.bench.subjects.models`, or a folder with a transformers config.
         folder: where to write.
         zero_stage: ZeRO 0 to 3.
         world_size: processes on this machine.

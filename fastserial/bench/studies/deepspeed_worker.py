@@ -28,14 +28,14 @@ from deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import (
 )
 
 import fastserial
-from fastserial.bench.deepspeed_plan import MARK, DeepSpeedBench, RowResult
-from fastserial.bench.identical import digest
-from fastserial.bench.models import build_module
-from fastserial.bench.saving import sync
-from fastserial.bench.settle import settle
+from fastserial.bench.measuring.identical import digest
+from fastserial.bench.measuring.settle import settle
+from fastserial.bench.studies.deepspeed_plan import MARK, DeepSpeedBench, RowResult
+from fastserial.bench.subjects.models import build_module
+from fastserial.bench.subjects.saving import sync
+from fastserial.files.durable import sync_folders
 from fastserial.integrations.deepspeed import disable, enable
 from fastserial.integrations.deepspeed_compat import repaired
-from fastserial.publish import sync_folders
 
 __all__: list[str] = []
 

@@ -12,20 +12,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastserial.bench.errors import BenchError
-from fastserial.bench.identical import different_tensors, first_difference
-from fastserial.bench.machine import describe_folder, this_machine
-from fastserial.bench.measure import Sample
-from fastserial.bench.payload import check_memory
-from fastserial.bench.rows import fast_row, stock_row
-from fastserial.bench.saving import Format, check_torch, stock
-from fastserial.bench.scratch import scratch
-from fastserial.bench.settle import settle
-from fastserial.bench.summary import Spread, paired
-from fastserial.bench.units import MB
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.identical import different_tensors, first_difference
+from fastserial.bench.measuring.machine import describe_folder, this_machine
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.measuring.settle import settle
+from fastserial.bench.measuring.summary import Spread, paired
+from fastserial.bench.measuring.units import MB
+from fastserial.bench.subjects.payload import check_memory
+from fastserial.bench.subjects.saving import Format, check_torch, stock
+from fastserial.bench.subjects.torch_rows import fast_row, stock_row
 from fastserial.console import new_console
-from fastserial.probes import probe_folder
-from fastserial.report import format_bytes
+from fastserial.diagnosis.folder import probe_folder
+from fastserial.reports import format_bytes
 
 __all__ = ["build_model", "run_demo"]
 

@@ -20,13 +20,12 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fastserial import hooks_load  # noqa: F401  (what the first load would import)
-from fastserial.bench.errors import BenchError
-from fastserial.bench.identical import fingerprints
-from fastserial.bench.measure import Usage, measure
-from fastserial.bench.readers import Files, Reader, Shapes, readers
-from fastserial.loadreport import last_load_report
-from fastserial.report import Latency
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.identical import fingerprints
+from fastserial.bench.measuring.measure import Usage, measure
+from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers
+from fastserial.patching import load_hooks  # noqa: F401  (what the first load would import)
+from fastserial.reports import Latency, last_load_report
 
 __all__ = ["Loaded", "Task", "load_afresh"]
 

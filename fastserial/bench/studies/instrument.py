@@ -13,20 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-from fastserial import (
-    archive,
-    block_writer,
-    checksums,
-    commit,
-    filesystem,
-    fill,
-    hooks,
-    oracle,
-    staging,
-    writer,
-)
-from fastserial.bench.spans import Recorder
+from fastserial import checksums
+from fastserial.bench.studies.spans import Recorder
 from fastserial.engines import Completion, Engine, Request, create
+from fastserial.files import linux, replacement
+from fastserial.memory import storages
+from fastserial.patching import save_hooks
+from fastserial.saving import archive, block_writer, fill, torch_writer, writer
 
 __all__ = ["IN_FLIGHT", "WORK", "WRITE", "instrumented", "recording_pickle"]
 
@@ -36,28 +29,28 @@ IN_FLIGHT = "blocks in flight"
 
 # What is hooked, and what its own time (without hooked functions it calls) is called.
 _STEPS: tuple[tuple[Any, str, str], ...] = (
-    (hooks, "target_of", "open target"),
-    (commit.Replacement, "__init__", "open target"),
+    (save_hooks, "target_of", "open target"),
+    (replacement.Replacement, "__init__", "open target"),
     (archive.ZipArchive, "write_record", "layout"),
     (archive.ZipArchive, "add_storages", "layout"),
-    (oracle, "finish", "layout"),
+    (torch_writer, "finish", "layout"),
     (writer, "storage_extents", "layout"),
     (writer, "synchronize", "wait for the GPU"),
     (archive, "synchronize", "wait for the GPU"),
-    (filesystem, "preallocate", "preallocate"),
+    (linux, "preallocate", "preallocate"),
     (block_writer.BlockWriter, "put", "cut into blocks"),
     (block_writer.BlockWriter, "_open", "start engine"),
     (block_writer.BlockWriter, "_write_cached", "write tail (page cache)"),
     (block_writer.BlockWriter, "close", "stop engine"),
-    (staging.HostMemory, "copy_to", "copy"),
-    (staging.StorageMemory, "copy_to", "copy from the device (D2H)"),
+    (storages.HostMemory, "copy_to", "copy"),
+    (storages.StorageMemory, "copy_to", "copy from the device (D2H)"),
     (fill, "_fill_packed", "pack small storages"),
     (fill, "crc32", "CRC-32"),
     (checksums.CrcLedger, "wait", "wait for checksums"),
     (checksums.CrcLedger, "wait_all", "wait for checksums"),
-    (commit.Replacement, "sync", "fsync"),
-    (commit.Replacement, "commit", "rename"),
-    (commit.Replacement, "_sync_directory", "directory sync"),
+    (replacement.Replacement, "sync", "fsync"),
+    (replacement.Replacement, "commit", "rename"),
+    (replacement.Replacement, "_sync_directory", "directory sync"),
 )
 
 

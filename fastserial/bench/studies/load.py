@@ -18,23 +18,22 @@ from typing import Any
 import torch
 
 from fastserial import config
-from fastserial.bench import dcp
-from fastserial.bench.errors import BenchError
-from fastserial.bench.fioread import FIO, FioRead, best_reads
-from fastserial.bench.freshload import Task, load_afresh
-from fastserial.bench.identical import fingerprints
-from fastserial.bench.inforce import plain_options
-from fastserial.bench.machine import Machine, this_machine
-from fastserial.bench.measure import Sample
-from fastserial.bench.payload import check_memory, many_small, mixed_state
-from fastserial.bench.readers import Files, Reader, Shapes, readers, shapes_of
-from fastserial.bench.saving import check_torch, stock, write
-from fastserial.bench.scratch import scratch
-from fastserial.bench.settle import settle
-from fastserial.bench.summary import Spread, paired
-from fastserial.bench.temperature import chill, warm
-from fastserial.bench.units import GB
-from fastserial.probes import Folder, probe_folder
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.identical import fingerprints
+from fastserial.bench.measuring.machine import Machine, plain_options, this_machine
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.measuring.settle import settle
+from fastserial.bench.measuring.summary import Spread, paired
+from fastserial.bench.measuring.temperature import chill, warm
+from fastserial.bench.measuring.units import GB
+from fastserial.bench.studies.fresh_load import Task, load_afresh
+from fastserial.bench.subjects import dcp
+from fastserial.bench.subjects.fio_read import FIO, FioRead, best_reads
+from fastserial.bench.subjects.payload import check_memory, many_small, mixed_state
+from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers, shapes_of
+from fastserial.bench.subjects.saving import check_torch, stock, write
+from fastserial.diagnosis.folder import Folder, probe_folder
 
 __all__ = ["LoadBench", "LoadLine", "LoadResult", "run_load"]
 
@@ -74,7 +73,7 @@ class LoadBench:
 
 @dataclass(frozen=True, slots=True)
 class LoadLine:
-    """One row's result; see `fastserial.bench.summary.Line`.
+    """One row's result; see `fastserial.bench.measuring.summary.Line`.
 
     Attributes:
         temperature: one of `TEMPERATURES`.

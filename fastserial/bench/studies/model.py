@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.bench.comparison import Comparison, compare
-from fastserial.bench.contents import tensors_of, unshared
-from fastserial.bench.modelstate import ModelRecipe, check_gpu, model_state
-from fastserial.bench.payload import mixed_state
-from fastserial.bench.peers import engine_rows, peer_rows
-from fastserial.bench.rotation import Plan
-from fastserial.bench.rows import Row, torch_rows
-from fastserial.bench.saving import Format, check_torch
-from fastserial.bench.scratch import scratch
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.rotation import Plan
+from fastserial.bench.measuring.rows import Row
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.studies.comparison import Comparison, compare
+from fastserial.bench.subjects.contents import tensors_of, unshared
+from fastserial.bench.subjects.model_state import ModelRecipe, check_gpu, model_state
+from fastserial.bench.subjects.payload import mixed_state
+from fastserial.bench.subjects.peers import engine_rows, peer_rows
+from fastserial.bench.subjects.saving import Format, check_torch
+from fastserial.bench.subjects.torch_rows import torch_rows
+from fastserial.reports import format_bytes
 
 __all__ = ["Method", "run_model", "run_tensor"]
 

@@ -13,22 +13,22 @@ from typing import Any
 import torch
 
 import fastserial
-from fastserial import tuned
-from fastserial.bench.errors import BenchError
-from fastserial.bench.identical import digest
-from fastserial.bench.instrument import IN_FLIGHT, instrumented, recording_pickle
-from fastserial.bench.machine import Machine, this_machine
-from fastserial.bench.payload import check_memory, mixed_state
-from fastserial.bench.rows import fast_row, stock_row
-from fastserial.bench.saving import Format, fast
-from fastserial.bench.scratch import scratch
-from fastserial.bench.settle import settle
-from fastserial.bench.spans import Recorder, Span, as_trace, self_seconds
-from fastserial.bench.summary import Spread
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.identical import digest
+from fastserial.bench.measuring.machine import Machine, this_machine
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.measuring.settle import settle
+from fastserial.bench.measuring.summary import Spread
+from fastserial.bench.studies.instrument import IN_FLIGHT, instrumented, recording_pickle
+from fastserial.bench.studies.spans import Recorder, Span, as_trace, self_seconds
+from fastserial.bench.subjects.payload import check_memory, mixed_state
+from fastserial.bench.subjects.saving import Format, fast
+from fastserial.bench.subjects.torch_rows import fast_row, stock_row
+from fastserial.diagnosis.folder import Folder, probe_folder
 from fastserial.engines import load
-from fastserial.probes import Folder, probe_folder
-from fastserial.report import SaveReport
-from fastserial.tunedfile import Settings
+from fastserial.reports import SaveReport
+from fastserial.tuning import lookup
+from fastserial.tuning.store import Settings
 
 __all__ = ["IDLE", "OTHER", "Phase", "ProfileBench", "ProfileResult", "run_profile"]
 
@@ -119,7 +119,7 @@ def run_profile(
     """
     check_memory(bench.nbytes)
     with scratch(bench.folder, _COPIES * bench.nbytes + _HEADROOM) as folder:
-        settings = Settings.of(tuned.config_for(bench.folder))
+        settings = Settings.of(lookup.config_for(bench.folder))
         if not load(settings.engine).capabilities.moves_data:
             raise BenchError(f"engine {settings.engine!r} writes no data: there is no profile")
         say("making the data")

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.bench.comparison import Comparison, compare
-from fastserial.bench.deepspeed_rows import their_rows
-from fastserial.bench.payload import check_memory, mixed_state
-from fastserial.bench.peers import engine_rows
-from fastserial.bench.rotation import Plan
-from fastserial.bench.rows import torch_rows
-from fastserial.bench.saving import Format, check_torch
-from fastserial.bench.scratch import scratch
-from fastserial.bench.small import SmallCase, small_cases
-from fastserial.bench.startup import Startup, measure_startup
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.rotation import Plan
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.studies.comparison import Comparison, compare
+from fastserial.bench.studies.small import SmallCase, small_cases
+from fastserial.bench.studies.startup import Startup, measure_startup
+from fastserial.bench.subjects.deepspeed_rows import their_rows
+from fastserial.bench.subjects.payload import check_memory, mixed_state
+from fastserial.bench.subjects.peers import engine_rows
+from fastserial.bench.subjects.saving import Format, check_torch
+from fastserial.bench.subjects.torch_rows import torch_rows
+from fastserial.reports import format_bytes
 
 __all__ = ["SaveBench", "SaveResult", "run_save"]
 

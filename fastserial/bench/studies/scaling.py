@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 import torch
 
-from fastserial import tuned
-from fastserial.bench.inforce import plain_options
-from fastserial.bench.machine import Machine, this_machine
-from fastserial.bench.measure import Sample
-from fastserial.bench.payload import check_memory, equal_state, mixed_state
-from fastserial.bench.peers import safetensors_row
-from fastserial.bench.rotation import Plan, rotate
-from fastserial.bench.rows import Row, fast_row, stock_row
-from fastserial.bench.saving import check_torch
-from fastserial.bench.scratch import scratch
-from fastserial.bench.summary import Line, summarize
-from fastserial.probes import Folder, probe_folder
+from fastserial.bench.measuring.machine import Machine, plain_options, this_machine
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.rotation import Plan, rotate
+from fastserial.bench.measuring.rows import Row
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.measuring.summary import Line, summarize
+from fastserial.bench.subjects.payload import check_memory, equal_state, mixed_state
+from fastserial.bench.subjects.peers import safetensors_row
+from fastserial.bench.subjects.saving import check_torch
+from fastserial.bench.subjects.torch_rows import fast_row, stock_row
+from fastserial.diagnosis.folder import Folder, probe_folder
+from fastserial.tuning import lookup
 
 __all__ = ["Axis", "Point", "ScalingBench", "ScalingResult", "run_scaling", "sizes", "steps"]
 
@@ -128,7 +128,7 @@ def run_scaling(
         bench,
         this_machine(),
         probe_folder(bench.folder),
-        plain_options(tuned.config_for(bench.folder)),
+        plain_options(lookup.config_for(bench.folder)),
         tuple(points),
         missing,
     )

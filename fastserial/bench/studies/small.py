@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.bench.payload import many_small, one_small
-from fastserial.bench.rotation import Plan, rotate
-from fastserial.bench.rows import Row, fast_row, stock_row
-from fastserial.bench.saving import Format
-from fastserial.bench.summary import Line, summarize
+from fastserial.bench.measuring.rotation import Plan, rotate
+from fastserial.bench.measuring.rows import Row
+from fastserial.bench.measuring.summary import Line, summarize
+from fastserial.bench.subjects.payload import many_small, one_small
+from fastserial.bench.subjects.saving import Format
+from fastserial.bench.subjects.torch_rows import fast_row, stock_row
 
 __all__ = ["SmallCase", "small_cases"]
 

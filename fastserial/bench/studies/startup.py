@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fastserial
-from fastserial.bench.errors import BenchError
-from fastserial.bench.summary import Spread
-from fastserial.boot import VARIABLE
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.summary import Spread
+from fastserial.startup import VARIABLE
 
 __all__ = ["Startup", "measure_startup"]
 

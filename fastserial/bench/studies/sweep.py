@@ -17,21 +17,22 @@ from pathlib import Path
 
 import torch
 
-from fastserial import __version__, tuned
-from fastserial.bench.errors import BenchError
-from fastserial.bench.measure import Sample, measure
-from fastserial.bench.payload import check_memory
-from fastserial.bench.scratch import scratch
-from fastserial.bench.settle import settle
-from fastserial.bench.sweepfile import Point, Result, SweepFile
-from fastserial.bench.temperature import chill
+from fastserial import __version__
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.measure import Sample, measure
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.measuring.settle import settle
+from fastserial.bench.measuring.temperature import chill
+from fastserial.bench.studies.sweep_file import Point, Result, SweepFile
+from fastserial.bench.subjects.payload import check_memory
 from fastserial.config import Config
 from fastserial.errors import EngineUnavailableError
-from fastserial.reader import FastFileReader
-from fastserial.report import Latency
-from fastserial.sinks import ReadExtent, storage_sink
-from fastserial.tunedfile import Settings
-from fastserial.writer import FastFileWriter
+from fastserial.loading.reader import FastFileReader
+from fastserial.loading.sinks import ReadExtent, storage_sink
+from fastserial.reports import Latency
+from fastserial.saving.writer import FastFileWriter
+from fastserial.tuning import lookup
+from fastserial.tuning.store import Settings
 
 __all__ = ["OPS", "TRANSFERS", "Grid", "Sweep", "points", "run_sweep"]
 
@@ -45,7 +46,7 @@ _HEADROOM = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values to combine; see `fastserial.bench.sweepfile.Point`."""
+    """The values to combine; see `fastserial.bench.studies.sweep_file.Point`."""
 
     block_sizes: tuple[int, ...]
     queue_depths: tuple[int, ...]
@@ -110,7 +111,7 @@ def run_sweep(
     check_memory(_COPIES * sweep.nbytes)
     total = len(wanted) * sweep.runs
     with scratch(sweep.folder, _COPIES * sweep.nbytes + _HEADROOM) as place:
-        key, _ = tuned.entry_for(sweep.folder)
+        key, _ = lookup.entry_for(sweep.folder)
         with SweepFile(file, key, sweep.nbytes) as kept:
             done = {(result.point, result.run) for result in kept.results}
             runner: _Runner | None = None

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fastserial.bench.errors import BenchError
-from fastserial.tunedfile import Settings
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.tuning.store import Settings
 
 __all__ = ["Point", "Result", "SweepFile"]
 
@@ -83,7 +83,7 @@ class SweepFile:
 
         Args:
             path: of the file.
-            device: key of the device that is measured (`fastserial.deviceid`).
+            device: key of the device that is measured (`fastserial.files.device_id`).
             nbytes: of each transfer.
 
         Raises:

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fastserial.tunedfile import Settings
+from fastserial.tuning.store import Settings
 
 __all__ = ["LEAST_PAIRS", "MAX_MEMORY", "Space", "Verdict", "compare", "judge", "search"]
 

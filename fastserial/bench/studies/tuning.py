@@ -12,23 +12,24 @@ from time import monotonic
 
 import torch
 
-from fastserial import __version__, engines, tuned
-from fastserial.bench.errors import BenchError
-from fastserial.bench.identical import digest
-from fastserial.bench.machine import describe_folder
-from fastserial.bench.payload import mixed_state
-from fastserial.bench.rows import fast_row, stock_row
-from fastserial.bench.saving import check_torch
-from fastserial.bench.scratch import scratch
-from fastserial.bench.settle import settle
-from fastserial.bench.tune import Space, Verdict, compare, search
+from fastserial import __version__, engines
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.identical import digest
+from fastserial.bench.measuring.machine import describe_folder
+from fastserial.bench.measuring.scratch import scratch
+from fastserial.bench.measuring.settle import settle
+from fastserial.bench.studies.tune import Space, Verdict, compare, search
+from fastserial.bench.subjects.payload import mixed_state
+from fastserial.bench.subjects.saving import check_torch
+from fastserial.bench.subjects.torch_rows import fast_row, stock_row
 from fastserial.config import Config
-from fastserial.deviceid import device_key
+from fastserial.diagnosis.folder import folder_problem, probe_folder
 from fastserial.errors import EngineUnavailableError
-from fastserial.meminfo import meminfo
-from fastserial.probes import folder_problem, probe_folder
-from fastserial.report import format_bytes
-from fastserial.tunedfile import Entry, Settings, remember
+from fastserial.files.device_id import device_key
+from fastserial.files.meminfo import meminfo
+from fastserial.reports import format_bytes
+from fastserial.tuning import lookup
+from fastserial.tuning.store import Entry, Settings, remember
 
 __all__ = ["LEAST_BYTES", "Tuned", "tune_folder"]
 
@@ -198,7 +199,7 @@ def _keep(
         fastserial=__version__,
     )
     file = remember(key, entry)
-    tuned.forget_cache()
+    lookup.forget_cache()
     return device, key, file
 
 

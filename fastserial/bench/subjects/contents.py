@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from fastserial.bench.identical import different_tensors
-from fastserial.bench.saving import stock
+from fastserial.bench.measuring.identical import different_tensors
+from fastserial.bench.subjects.saving import stock
 
 __all__ = ["tensors_of", "unshared", "zip_holds"]
 

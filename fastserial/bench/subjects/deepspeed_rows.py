@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fastserial import engines
-from fastserial.bench.contents import zip_holds
-from fastserial.bench.measure import Sample, measure
-from fastserial.bench.rows import DURABLE, LOOSE, Row
-from fastserial.bench.saving import Format, fast, sync
+from fastserial.bench.measuring.measure import Sample, measure
+from fastserial.bench.measuring.rows import DURABLE, LOOSE, Row
+from fastserial.bench.subjects.contents import zip_holds
+from fastserial.bench.subjects.saving import Format, fast, sync
 
 __all__ = ["their_rows"]
 
@@ -65,7 +65,7 @@ def _row(state: object, container: Format, durable: bool) -> Row:
 def _writer_factory() -> Callable[[Path], Any]:
     from deepspeed.io import FastFileWriter, FastFileWriterConfig
 
-    from fastserial.fastpersist import get_aio_handle, get_pinned_buffer
+    from fastserial.integrations.fastpersist import get_aio_handle, get_pinned_buffer
 
     handle, buffer = get_aio_handle(), get_pinned_buffer(_BUFFER_MB)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fastserial.bench.errors import BenchError
-from fastserial.bench.measure import Sample
-from fastserial.bench.rows import DURABLE, Row
-from fastserial.report import Latency
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.rows import DURABLE, Row
+from fastserial.reports import Latency
 
 __all__ = [
     "BLOCKS",

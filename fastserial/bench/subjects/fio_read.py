@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.bench import fio
-from fastserial.bench.errors import BenchError
-from fastserial.bench.measure import Sample
-from fastserial.bench.pages import reserved_huge_bytes
-from fastserial.bench.temperature import chill
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.pages import reserved_huge_bytes
+from fastserial.bench.measuring.temperature import chill
+from fastserial.bench.subjects import fio
 
 __all__ = ["FIO", "FIO_HUGE", "FioRead", "best_reads"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastserial.bench.errors import BenchError
-from fastserial.bench.models import meta_module
-from fastserial.bench.payload import check_memory, fill
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.subjects.models import meta_module
+from fastserial.bench.subjects.payload import check_memory, fill
+from fastserial.reports import format_bytes
 
 __all__ = ["ModelRecipe", "check_gpu", "model_state"]
 
@@ -25,7 +25,7 @@ class ModelRecipe:
     """Which checkpoint to make.
 
     Attributes:
-        model: a name of `fastserial.bench.models`, or a folder with a transformers config.
+        model: a name of `fastserial.bench.subjects.models`, or a folder with a transformers config.
         optimizer: with Adam's two states per parameter, in float32.
         half: weights in float16.
         gpu: all tensors on the CUDA device.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastserial.bench.errors import BenchError
+from fastserial.bench.measuring.errors import BenchError
 
 if TYPE_CHECKING:
     from torch import nn

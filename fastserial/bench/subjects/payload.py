@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from fastserial.bench.errors import BenchError
-from fastserial.meminfo import meminfo
-from fastserial.report import format_bytes
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.files.meminfo import meminfo
+from fastserial.reports import format_bytes
 
 __all__ = [
     "check_memory",

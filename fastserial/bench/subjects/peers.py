@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from fastserial import config, engines
-from fastserial.bench import dcp
-from fastserial.bench.contents import unshared
-from fastserial.bench.deepspeed_rows import their_rows
-from fastserial.bench.identical import different_tensors
-from fastserial.bench.measure import Sample, measure
-from fastserial.bench.rows import DURABLE, LOOSE, Row, fast_row
-from fastserial.bench.saving import Format, sync
+from fastserial.bench.measuring.identical import different_tensors
+from fastserial.bench.measuring.measure import Sample, measure
+from fastserial.bench.measuring.rows import DURABLE, LOOSE, Row
+from fastserial.bench.subjects import dcp
+from fastserial.bench.subjects.contents import unshared
+from fastserial.bench.subjects.deepspeed_rows import their_rows
+from fastserial.bench.subjects.saving import Format, sync
+from fastserial.bench.subjects.torch_rows import fast_row
 
 __all__ = ["engine_rows", "peer_rows", "safetensors_row"]
 

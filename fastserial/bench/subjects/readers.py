@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from fastserial.bench import dcp
-from fastserial.bench.pages import small_pages
-from fastserial.bench.saving import fast, stock
-from fastserial.filling import load_into
+from fastserial.bench.measuring.pages import small_pages
+from fastserial.bench.subjects import dcp
+from fastserial.bench.subjects.saving import fast, stock
+from fastserial.checkpoints.load_into import load_into
 
 __all__ = ["Files", "Reader", "Shapes", "readers", "shapes_of", "touch"]
 

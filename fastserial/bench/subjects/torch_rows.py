@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fastserial
-from fastserial.bench.contents import zip_holds
-from fastserial.bench.errors import BenchError
-from fastserial.bench.measure import Sample, measure
-from fastserial.bench.pages import small_pages
-from fastserial.bench.saving import Format, fast, stock, sync, write
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.measure import Sample, measure
+from fastserial.bench.measuring.pages import small_pages
+from fastserial.bench.measuring.rows import DURABLE, LOOSE, OVERHEAD, OVERWRITE, Row
+from fastserial.bench.subjects.contents import zip_holds
+from fastserial.bench.subjects.saving import Format, fast, stock, sync, write
 
-__all__ = [
-    "DURABLE",
-    "LOOSE",
-    "OVERHEAD",
-    "OVERWRITE",
-    "Row",
-    "fast_row",
-    "stock_row",
-    "torch_rows",
-]
-
-DURABLE = "durable"
-OVERWRITE = "durable, overwriting"
-LOOSE = "not durable"
-OVERHEAD = "no I/O (own cost)"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of a table.
-
-    Attributes:
-        name: what is measured.
-        group: what it may be compared with: rows of one group give the same promise.
-        run: writes a file or a directory at a path and tells what that took.
-        stock: name of the row of stock torch that this one is compared with.
-        same_bytes_as: name of a row above whose file this one's must equal.
-        overwrites: writes over the file that the last overwriting row left.
-        check: reads back what was written and tells whether it equals what was to be written;
-            for formats that are compared by their content, not by their bytes.
-    """
-
-    name: str
-    group: str
-    run: Callable[[Path], Sample]
-    stock: str | None = None
-    same_bytes_as: str | None = None
-    overwrites: bool = False
-    check: Callable[[Path], bool] | None = None
+__all__ = ["fast_row", "stock_row", "torch_rows"]
 
 
 def stock_row(

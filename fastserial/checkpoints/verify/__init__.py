@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from time import perf_counter
 
 from fastserial import config as config_module
-from fastserial import filesystem
+from fastserial.checkpoints.verify.legacy import verify_legacy
+from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
+from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
 from fastserial.config import Config
-from fastserial.containers.directory import is_zip, read_directory
-from fastserial.containers.legacy_read import is_legacy
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.filestamp import stamp
-from fastserial.verification.legacy import verify_legacy
-from fastserial.verification.report import Findings, Problem, Status, VerifyReport
-from fastserial.verification.zip import ZipResult, verify_zip
+from fastserial.files import linux
+from fastserial.files.file_stamp import stamp
+from fastserial.formats.legacy.structure import is_legacy
+from fastserial.formats.zip.directory import is_zip, read_directory
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "verify"]
 
@@ -48,7 +48,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     reason: str | None = None
     changed = False
     try:
-        fd = filesystem.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
+        fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
         try:
             before = os.fstat(fd)
             size = before.st_size
@@ -136,7 +136,7 @@ def _is_checkpoint(path: str) -> bool:
     if suffix in _SUFFIXES or suffix in _OTHERS:
         return suffix in _SUFFIXES
     try:
-        fd = filesystem.open_own(path, os.O_RDONLY | os.O_NONBLOCK)
+        fd = linux.open_own(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:

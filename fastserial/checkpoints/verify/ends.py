@@ -5,16 +5,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
-from fastserial.containers.directory import (
+from fastserial.checkpoints.verify.report import Problem
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.zip.directory import (
     DEFLATED,
     Directory,
     RecordEntry,
     parse_local_header,
     read_exactly,
 )
-from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, ID_RECORD, fold
-from fastserial.errors import CorruptCheckpointError
-from fastserial.verification.report import Problem
+from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE, ID_RECORD, fold
 
 __all__ = ["check_end", "check_entries", "expected_id", "is_plain", "is_torch_made"]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 
-from fastserial.containers.directory import (
+from fastserial.checkpoints.verify.report import Problem
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.zip.directory import (
     ENCRYPTED,
     HAS_DESCRIPTOR,
     LocalHeader,
@@ -16,8 +18,6 @@ from fastserial.containers.directory import (
     parse_local_header,
     zip64_values,
 )
-from fastserial.errors import CorruptCheckpointError
-from fastserial.verification.report import Problem
 
 __all__ = ["LONGEST_GAP", "check_gap"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fastserial.containers.legacy_read import LegacyFile, read_legacy
+from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.errors import CorruptCheckpointError
-from fastserial.outline import outline
-from fastserial.verification.report import Findings, Problem
+from fastserial.formats.legacy.structure import LegacyFile, read_legacy
+from fastserial.formats.tensors import outline
 
 __all__ = ["verify_legacy"]
 

@@ -7,10 +7,10 @@ import pickletools
 import re
 from collections.abc import Iterator
 
-from fastserial.containers.directory import Directory, RecordEntry
+from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.errors import CorruptCheckpointError
-from fastserial.reading import PICKLE, read_record
-from fastserial.verification.report import Findings, Problem
+from fastserial.formats.zip.directory import Directory, RecordEntry
+from fastserial.formats.zip.records import PICKLE, read_record
 
 __all__ = ["check_purpose", "is_part", "is_whole_pickle"]
 

@@ -9,31 +9,31 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 
-from fastserial.checksums import crc32, crc32_combine
-from fastserial.config import Config
-from fastserial.containers.directory import (
-    DEFLATED,
-    Directory,
-    RecordEntry,
-    read_directory,
-    read_exactly,
-)
-from fastserial.containers.zip import DESCRIPTOR_SIGNATURE, ID_RECORD
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.outline import Outline
-from fastserial.reading import PICKLE, zip_outline
-from fastserial.scan import scan
-from fastserial.storagetable import ITEM_BYTES
-from fastserial.verification.ends import (
+from fastserial.checkpoints.verify.ends import (
     check_end,
     check_entries,
     expected_id,
     is_plain,
     is_torch_made,
 )
-from fastserial.verification.gaps import LONGEST_GAP, check_gap
-from fastserial.verification.purpose import check_purpose, is_part, is_whole_pickle
-from fastserial.verification.report import Findings, Problem
+from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap
+from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
+from fastserial.checkpoints.verify.report import Findings, Problem
+from fastserial.checksums import crc32, crc32_combine
+from fastserial.config import Config
+from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.tensors import Outline, zip_outline
+from fastserial.formats.zip.directory import (
+    DEFLATED,
+    Directory,
+    RecordEntry,
+    read_directory,
+    read_exactly,
+)
+from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE, ID_RECORD
+from fastserial.formats.zip.records import PICKLE
+from fastserial.loading.scan import scan
 
 __all__ = ["ZipResult", "verify_zip"]
 

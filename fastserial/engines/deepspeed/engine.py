@@ -22,14 +22,20 @@ from itertools import starmap
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from fastserial import filesystem
-from fastserial.engines.aio_op import AioSettings, borrow_handle, give_back, lockable, missing
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
-from fastserial.engines.locked import LockedPool, given_pool, own_pool
-from fastserial.engines.proof import ReadMarks, is_blank, is_written
+from fastserial.engines.deepspeed.aio_op import (
+    AioSettings,
+    borrow_handle,
+    give_back,
+    lockable,
+    missing,
+)
+from fastserial.engines.deepspeed.locked_memory import LockedPool, given_pool, own_pool
+from fastserial.engines.deepspeed.transfer_proof import ReadMarks, is_blank, is_written
 from fastserial.engines.threads import transfer
 from fastserial.errors import EngineError
-from fastserial.staging import Buffer, BufferPool
+from fastserial.files import linux
+from fastserial.memory.buffers import Buffer, BufferPool
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +209,7 @@ class DeepSpeedEngine(Engine):
         if unit is None:
             unit = 0
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-                alignment = filesystem.direct_alignment(fd)
+                alignment = linux.direct_alignment(fd)
                 # not finer than the file system's blocks: holes are seen by the block
                 told = (alignment.memory, alignment.offset) if alignment else ()
                 unit = math.lcm(_PAGE, os.fstat(fd).st_blksize, *filter(None, told))

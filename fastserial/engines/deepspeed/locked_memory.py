@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastserial.engines.aio_op import lockable
+from fastserial.engines.deepspeed.aio_op import lockable
 from fastserial.errors import EngineUnavailableError
-from fastserial.hugepages import gather_pages
-from fastserial.staging import Buffer, BufferPool
+from fastserial.memory.buffers import Buffer, BufferPool
+from fastserial.memory.huge_pages import gather_pages
 
 if TYPE_CHECKING:
     import torch

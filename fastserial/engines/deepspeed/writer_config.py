@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserial.config import MAX_BLOCK, Config, current
-from fastserial.engines.aio_op import AioSettings
-from fastserial.engines.deepspeed import DeepSpeedEngine
+from fastserial.engines.deepspeed.aio_op import AioSettings
+from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import ConfigError
 
 if TYPE_CHECKING:

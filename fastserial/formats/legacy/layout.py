@@ -10,8 +10,8 @@ import struct
 from collections.abc import Sequence
 from operator import floordiv
 
-from fastserial.containers.batch import Batch
-from fastserial.containers.extents import Data, Extent, Literal, Packed
+from fastserial.formats.extents import Data, Extent, Literal, Packed
+from fastserial.memory.batch import Batch
 
 __all__ = ["element_counts", "storage_extents"]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from fastserial.containers.directory import read_exactly
 from fastserial.errors import CorruptCheckpointError
-from fastserial.pickles import ByteStream, Decoded, Limits, Mapping, decode
-from fastserial.storagetable import StorageEntry, storage_table
+from fastserial.formats.pickles import ByteStream, Decoded, Limits, Mapping, decode
+from fastserial.formats.storages import StorageEntry, storage_table
+from fastserial.formats.zip.directory import read_exactly
 
 __all__ = ["MAGIC", "LegacyFile", "LegacyStorage", "is_legacy", "read_legacy"]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.pickles.machine import Limits, Machine
-from fastserial.pickles.opcodes import TABLE
-from fastserial.pickles.stream import ByteStream
-from fastserial.pickles.symbols import Call, Elided, Global, Mapping, Persistent
+from fastserial.formats.pickles.machine import Limits, Machine
+from fastserial.formats.pickles.opcodes import TABLE
+from fastserial.formats.pickles.stream import ByteStream
+from fastserial.formats.pickles.symbols import Call, Elided, Global, Mapping, Persistent
 
 __all__ = [
     "ByteStream",

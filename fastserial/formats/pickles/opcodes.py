@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError
-from fastserial.pickles.machine import CONTAINER_BYTES, PUSH_BYTES, Machine, Stop
-from fastserial.pickles.symbols import Call, Elided, Global, Mapping, Persistent
+from fastserial.formats.pickles.machine import CONTAINER_BYTES, PUSH_BYTES, Machine, Stop
+from fastserial.formats.pickles.symbols import Call, Elided, Global, Mapping, Persistent
 
 __all__ = ["TABLE"]
 

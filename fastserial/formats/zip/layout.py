@@ -19,18 +19,10 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import cast
 
-from fastserial.containers.batch import Batch
-from fastserial.containers.extents import (
-    Computed,
-    Data,
-    Extent,
-    Hole,
-    Literal,
-    Memory,
-    Packed,
-    Sealed,
-)
 from fastserial.errors import LayoutError
+from fastserial.formats.extents import Computed, Data, Extent, Hole, Literal, Packed, Sealed
+from fastserial.memory.batch import Batch
+from fastserial.memory.storages import Memory
 
 __all__ = [
     "CENTRAL_BYTES",

@@ -1,0 +1,1 @@
+"""How a benchmark measures: samples, rotation, summaries, the machine."""

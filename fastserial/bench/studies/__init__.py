@@ -1,0 +1,1 @@
+"""Whole benchmarks: which subjects, how often, in which order."""

@@ -1,0 +1,1 @@
+"""What a benchmark runs: ways to save and to load, and what they save."""

@@ -1,0 +1,1 @@
+"""What a user does with a file: open, load_into, verify, inspect, convert."""

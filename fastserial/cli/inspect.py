@@ -1,0 +1,111 @@
+"""`fastserial inspect`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from fastserial.cli.verify import CANNOT_TELL, DAMAGED, some
+from fastserial.console import counted, json_text, new_console, print_table, say
+from fastserial.reports import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fastserial.checkpoints.inspect import Inspection
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A zip, legacy or safetensors checkpoint.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    records: Annotated[bool, typer.Option("--records", help="List the zip records, too.")] = False,
+) -> None:
+    """Show what a checkpoint holds. Reads no tensor's bytes and executes nothing.
+
+    Exit status: 0, 1 if the file is damaged, 2 if it cannot be read.
+    """
+    from fastserial.checkpoints.inspect import inspect as look
+    from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+
+    try:
+        found = look(path)
+    except UnreadableCheckpointError as error:
+        say(f"unreadable: {error}", err=True)
+        raise typer.Exit(CANNOT_TELL) from None
+    except CorruptCheckpointError as error:
+        say(f"damaged: {error}", err=True)
+        raise typer.Exit(DAMAGED) from None
+    if as_json:
+        typer.echo(json_text(found.to_dict()))
+        return
+    _print_inspection(new_console(), found, records)
+
+
+def _print_inspection(console: Console, found: Inspection, records: bool) -> None:
+    name = os.path.basename(found.path)
+    console.print(
+        f"{escape(name)}: {found.format}, {format_bytes(found.bytes)}, "
+        f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.storages), 'storage')}, "
+        f"{counted(found.values, 'other value')}",
+        soft_wrap=True,
+    )
+    if found.hints:
+        console.print(escape("; ".join(found.hints)), soft_wrap=True)
+    _print_tensors(console, found)
+    _print_sharing(console, found)
+    if records:
+        rows = [(n, str(o), format_bytes(b)) for n, o, b in found.records]
+        print_table(console, counted(len(rows), "record"), ("record", "byte", "size"), rows)
+    if found.imports:
+        console.print(
+            f"unpickling would import: {escape(', '.join(found.imports))}", soft_wrap=True
+        )
+    for note in found.notes:
+        console.print(f"[yellow]note[/]: {escape(note)}", soft_wrap=True)
+
+
+def _print_tensors(console: Console, found: Inspection) -> None:
+    places = {storage.key: storage.offset for storage in found.storages}
+    rows: list[tuple[Any, ...]] = []
+    for tensor in found.tensors:
+        start = places.get(tensor.storage or "")
+        rows.append(
+            (
+                tensor.key or "(root)",
+                tensor.dtype,
+                list(tensor.shape),
+                tensor.nbytes,
+                "-" if start is None else start + tensor.span[0],
+                "-" if tensor.storage is None else tensor.storage,
+                tensor.kind
+                if tensor.is_contiguous
+                else f"{tensor.kind}, strides {list(tensor.stride)}",
+            )
+        )
+    columns = ("tensor", "dtype", "shape", "bytes", "at byte", "storage", "kind")
+    if rows:
+        print_table(console, counted(len(rows), "tensor"), columns, rows)
+
+
+def _print_sharing(console: Console, found: Inspection) -> None:
+    rows = [
+        (s.key, s.nbytes, s.wasted_bytes or "-", some(s.tensors))
+        for s in found.storages
+        if s.is_shared or s.wasted_bytes
+    ]
+    if rows:
+        columns = ("storage", "bytes", "could be saved", "tensors")
+        print_table(console, "Storages shared or larger than need be", columns, rows)
+    if found.wasted_bytes:
+        console.print(
+            f"{format_bytes(found.wasted_bytes)} could be saved: views drag their whole storage "
+            "along; clone() them before saving"
+        )

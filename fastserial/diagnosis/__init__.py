@@ -1,0 +1,1 @@
+"""What `fastserial doctor` finds."""

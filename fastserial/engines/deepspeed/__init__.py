@@ -1,0 +1,1 @@
+"""DeepSpeed's asynchronous I/O operator as an engine."""

@@ -1,0 +1,1 @@
+"""Paths and descriptors: targets, atomic replacement, page cache, device identity."""

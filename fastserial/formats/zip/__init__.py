@@ -1,0 +1,1 @@
+"""torch's zip container: layout, directory, records."""

@@ -1,0 +1,1 @@
+"""From the disk to storages: session, readers, prefetch."""

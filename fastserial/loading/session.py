@@ -1,0 +1,135 @@
+"""One `torch.load`: what the hooks know of it between its first and last step."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from io import BytesIO
+from time import perf_counter
+from typing import Any, BinaryIO
+
+from fastserial import config as config_module
+from fastserial.errors import CorruptCheckpointError
+from fastserial.files.sources import FileSource, file_source
+from fastserial.interrupts import finish
+from fastserial.loading.prefetch import Prefetch
+from fastserial.loading.reader import FastFileReader
+from fastserial.loading.zip_reader import FastZipReader
+from fastserial.memory import headroom
+from fastserial.memory.gc_pause import paused_collection
+from fastserial.reports import Latency, LoadReport, publish_load
+
+__all__ = ["LoadSession", "current_session"]
+
+
+class _Open(threading.local):
+    """The files that `torch.load` has open in this thread, the innermost last.
+
+    It does not keep them: an interrupt may skip their `__exit__`.
+    """
+
+    def __init__(self) -> None:
+        self.loads: list[weakref.ref[LoadSession]] = []
+
+
+_open = _Open()
+
+
+class LoadSession:
+    """One `torch.load`: a context manager that opens and closes as torch's own would."""
+
+    def __init__(self, opener: Any) -> None:
+        self.opener = opener
+        self.config = config_module.current()
+        self.began = perf_counter()
+        self.file: BinaryIO | None = None
+        self.source: FileSource | None = None
+        self.used = False  # `_load` or `_legacy_load` came by
+        self.ours = False  # torch does not read the storages itself
+        self.container = "zip"
+        self.fallback: str | None = None
+        self.verified = False
+        self.phases: dict[str, float] = {}
+        self.reader: FastFileReader | None = None
+        self.prefetch: Prefetch | None = None
+        self.archive: FastZipReader | None = None
+        self.pause = paused_collection()
+
+    def __enter__(self) -> BinaryIO:
+        file: BinaryIO = self.opener.__enter__()
+        self.file = file
+        self.source = file_source(file, self.config.small_file)
+        _open.loads.append(weakref.ref(self))
+        return file
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        _open.loads = [load for load in _open.loads if load() not in (None, self)]
+        try:
+            finish(self._release)
+            if kind is None and self.used:
+                self._check_and_publish()
+        finally:
+            self.opener.__exit__(kind, error, traceback)
+
+    def _release(self) -> None:
+        self.pause.end()
+        if self.prefetch is not None:
+            self.prefetch.close()
+            self.phases["wait"] = self.prefetch.wait_seconds
+            if self.prefetch.error is not None:
+                self.fallback = f"reading ahead ended, torch read the rest: {self.prefetch.error}"
+        if self.reader is not None:
+            self.reader.close()
+
+    def _check_and_publish(self) -> None:
+        source, archive = self.source, self.archive
+        if source is not None:
+            if self.reader is not None and not source.is_unchanged():
+                what = "the file changed while it was read"
+                raise CorruptCheckpointError(what, path=source.name)
+            if archive is not None and archive.position is not None:
+                source.file.seek(source.start + archive.position)
+        if isinstance(self.file, BytesIO) and not self.config.verify_on_load:
+            return  # unpickling a tensor comes here, too: it must not hide the load of a file
+        self._publish()
+
+    def _publish(self) -> None:
+        reader, config = self.reader, self.config
+        counts = reader.blocks.counts if reader is not None else None
+        publish_load(
+            LoadReport(
+                path=self.source.name if self.source is not None else repr(self.file),
+                container=self.container,
+                bytes=counts.direct + counts.cached if counts is not None else 0,
+                seconds=perf_counter() - self.began,
+                engine=reader.blocks.engine_name if reader and self.ours else "torch",
+                direct_bytes=counts.direct if counts is not None else 0,
+                cached_bytes=counts.cached if counts is not None else 0,
+                verified=self.verified,
+                fallback=self.fallback or (reader.blocks.fallback if reader else None),
+                block_size=config.block_size,
+                queue_depth=config.queue_depth,
+                threads=config.threads,
+                phases=self.phases,
+                submit=Latency.of(counts.submit_seconds if counts is not None else ()),
+                complete=Latency.of(counts.complete_seconds if counts is not None else ()),
+            ),
+            config.on_load,
+        )
+
+    def open_reader(self, source: FileSource, needed: int = 0) -> FastFileReader:
+        """Open the file; `needed`: bytes that the storages will take besides.
+
+        Raises:
+            MemoryError: a limit leaves no room for what we need beyond torch.
+        """
+        if not headroom.is_enough(self.config, needed, 2):
+            raise MemoryError(headroom.REASON)
+        self.reader = FastFileReader(source.fd, self.config, name=source.name)
+        return self.reader
+
+
+def current_session() -> LoadSession | None:
+    loads = _open.loads
+    load = loads[-1]() if loads else None
+    return load if load is not None and not load.used else None

@@ -1,0 +1,1 @@
+"""Buffers, storages, devices and streams, huge pages."""

@@ -1,0 +1,1 @@
+"""Where torch meets fastserial: choose, verify, build and swap patches; the hooks."""

@@ -1,0 +1,72 @@
+"""Our zip layout compared with torch's own writer, before anything is switched on."""
+
+from __future__ import annotations
+
+import torch
+
+from fastserial.checksums import crc32
+from fastserial.formats.extents import Literal
+from fastserial.formats.zip.layout import ZipLayout
+from fastserial.saving.torch_writer import (
+    DEFAULT_ALIGNMENT,
+    PieceSink,
+    finish,
+    has_alignment,
+    new_writer,
+)
+
+__all__ = ["self_check"]
+
+
+# Names and sizes that meet each rule: empty, small, behind the quirk's signature, too large for
+# 32 bits, and behind 4 GiB. An int is a record without data.
+_PROBE: tuple[tuple[str, bytes | int], ...] = (
+    ("data.pkl", b"\x80\x02."),
+    ("data/0", b"x" * 100),
+    ("data/1", b""),
+    ("data/2", b"PK\x07\x08quirk"),
+    ("data/3", b"PK\x07\x08abc"),
+    ("data/4", 0xFFFFFFFE - 4096),
+    ("data/5", 0xFFFFFFFF),
+    ("data/10", 5 << 30),
+    ("data/11", 0),
+    ("data/6", b"y"),
+)
+
+
+def _probe_theirs(align: int) -> list[tuple[int, bytearray]]:
+    sink = PieceSink()
+    writer = new_writer(sink, align)
+    for name, data in _PROBE:
+        if isinstance(data, int):
+            writer.write_record_metadata(name, data)
+        else:
+            writer.write_record(name, data, len(data))
+    writer.write_end_of_file()
+    return sink.pieces
+
+
+def _probe_ours(align: int) -> list[tuple[int, bytearray]]:
+    layout = ZipLayout("archive", align)
+    for name, data in _PROBE:
+        if isinstance(data, int):
+            layout.add_hole(name, data)
+        else:
+            layout.add_bytes(name, data, crc32(data))
+    plan = finish(layout)
+    sink = PieceSink()
+    for extent in plan.extents:
+        sink.seek(extent.offset)
+        if isinstance(extent.source, Literal):
+            sink.write(extent.source.data)
+    return sink.pieces
+
+
+def self_check() -> str | None:
+    """Return None if our zip layout equals the installed torch's, else what is different."""
+    try:
+        aligns = (DEFAULT_ALIGNMENT, 4096) if has_alignment() else (DEFAULT_ALIGNMENT,)
+        same = all(_probe_theirs(align) == _probe_ours(align) for align in aligns)
+    except (AttributeError, TypeError) as error:
+        return f"PyTorchFileWriter of torch {torch.__version__} has another interface: {error}"
+    return None if same else f"torch {torch.__version__} lays the zip container out differently"

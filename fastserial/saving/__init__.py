@@ -1,0 +1,1 @@
+"""From torch's records to the disk: archive, writer, blocks."""
