@@ -33,14 +33,8 @@ if TYPE_CHECKING:
         UnsupportedTorchWarning,
         WriteError,
     )
-    from fastserial.integrations.fastpersist import (
-        fastpersist_save,
-        fastpersist_save_legacy,
-        get_aio_handle,
-        get_pinned_buffer,
-    )
     from fastserial.patching.install import install, installed, status, uninstall
-    from fastserial.reports import LoadReport, SaveReport, last_load_report, last_report
+    from fastserial.reports import LoadReport, SaveReport, last_load_report, last_save_report
     from fastserial.saving.writer import FastFileWriter
 
 __version__ = "0.1.0"
@@ -65,15 +59,11 @@ __all__ = [
     "WriteError",
     "__version__",
     "convert",
-    "fastpersist_save",
-    "fastpersist_save_legacy",
-    "get_aio_handle",
-    "get_pinned_buffer",
     "inspect",
     "install",
     "installed",
     "last_load_report",
-    "last_report",
+    "last_save_report",
     "load",
     "load_into",
     "open",
@@ -86,23 +76,21 @@ __all__ = [
 # By module, so that `import fastserial` alone costs nothing: with `FASTSERIAL=1` every process of
 # a job imports it at its start.
 _HOMES = {
+    "checkpoints.convert": "convert",
+    "checkpoints.inspect": "inspect",
+    "checkpoints.lazy": "open",
+    "checkpoints.load": "load",
+    "checkpoints.load_into": "load_into",
+    "checkpoints.verify": "verify",
     "config": "Config options",
-    "conversion": "convert",
     "errors": (
         "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError EngineUnavailableError "
         "FastserialError LoadMismatchError PatchError StorageChangedError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
-    "fastpersist": "fastpersist_save fastpersist_save_legacy get_aio_handle get_pinned_buffer",
-    "filling": "load_into",
-    "inspection": "inspect",
-    "lazyfile": "open",
-    "loading": "load",
-    "loadreport": "LoadReport last_load_report",
-    "patching": "install installed status uninstall",
-    "report": "SaveReport last_report",
-    "verification": "verify",
-    "writer": "FastFileWriter",
+    "patching.install": "install installed status uninstall",
+    "reports": "LoadReport SaveReport last_load_report last_save_report",
+    "saving.writer": "FastFileWriter",
 }
 _LATER = {name: home for home, names in _HOMES.items() for name in names.split()}
 _CALLED = {"open": "open_checkpoint"}  # in its module

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastserial.engines import EngineFactory
     from fastserial.reports import LoadReport, SaveReport
 
-__all__ = ["Config", "chosen", "current", "of", "options", "set_installed"]
+__all__ = ["Config", "chosen", "current", "options", "set_installed"]
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -39,7 +39,7 @@ _NUMBERS = {
     "small_file": "a number of bytes",
 }
 _CACHES = ("auto", "keep", "drop")
-_SWITCHES = ("durable", "preallocate", "tuned", "verify", "progress", "verify_on_load")
+_SWITCHES = ("durable", "preallocate", "tuned", "read_back", "progress", "verify_on_load")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Config:
             engine, and loaded by torch itself.
         tuned: saves use what `fastserial tune` found for the device of the file, as far as the
             options it is about are not set.
-        verify: read each block back after writing it and compare it with memory (about half the
+        read_back: read each block back after writing it and compare it with memory (about half the
             speed; files larger than `small_file`, but not those you hold a `lockf` lock on).
         progress: show a progress bar (needs tqdm) for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
@@ -84,7 +84,7 @@ class Config:
     preallocate: bool = True
     small_file: int = 8 * MiB
     tuned: bool = True
-    verify: bool = False
+    read_back: bool = False
     progress: bool = False
     on_report: Callable[[SaveReport], None] | None = None
     verify_on_load: bool = False
@@ -113,6 +113,27 @@ class Config:
             raise ConfigError(f'direct must be "auto", True or False, not {self.direct!r}')
         if self.cache not in _CACHES:
             raise ConfigError(f'cache must be "auto", "keep" or "drop", not {self.cache!r}')
+
+    @staticmethod
+    def resolve(values: Mapping[str, Any] | None = None) -> Config:
+        """Return the `Config` of options that were `chosen`; by default those in force here.
+
+        Raises:
+            ConfigError: an option or environment variable has an impossible value.
+        """
+        global _resolved
+        if values is None:
+            values = chosen()
+        if not values:
+            return _DEFAULT
+        known, config = _resolved  # the same options come again and again
+        if len(known) == len(values) and all(
+            known.get(name, known) is value for name, value in values.items()
+        ):
+            return config
+        config = replace(_DEFAULT, **values)
+        _resolved = (dict(values), config)
+        return config
 
 
 _NAMES = frozenset(f.name for f in fields(Config))
@@ -185,7 +206,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "preallocate": parse_bool,
     "small_file": parse_size,
     "tuned": parse_bool,
-    "verify": parse_bool,
+    "read_back": parse_bool,
     "progress": parse_bool,
     "verify_on_load": parse_bool,
 }
@@ -287,26 +308,7 @@ def current(**overrides: Any) -> Config:
     Raises:
         ConfigError: an option or environment variable has an impossible value.
     """
-    return of(chosen(**overrides))
-
-
-def of(values: Mapping[str, Any]) -> Config:
-    """Return the `Config` of options that were `chosen`.
-
-    Raises:
-        ConfigError: an option has an impossible value.
-    """
-    global _of_cache
-    if not values:
-        return _DEFAULT
-    known, config = _of_cache  # the same options come again and again
-    if len(known) == len(values) and all(
-        known.get(name, known) is value for name, value in values.items()
-    ):
-        return config
-    config = replace(_DEFAULT, **values)
-    _of_cache = (dict(values), config)
-    return config
+    return Config.resolve(chosen(**overrides))
 
 
 @contextlib.contextmanager
@@ -326,4 +328,4 @@ def options(**values: Any) -> Iterator[Config]:
 
 
 _DEFAULT = Config()
-_of_cache: tuple[Mapping[str, Any], Config] = (_NOTHING, _DEFAULT)
+_resolved: tuple[Mapping[str, Any], Config] = (_NOTHING, _DEFAULT)

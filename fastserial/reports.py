@@ -17,7 +17,7 @@ __all__ = [
     "format_bandwidth",
     "format_bytes",
     "last_load_report",
-    "last_report",
+    "last_save_report",
     "publish_load",
 ]
 
@@ -149,13 +149,13 @@ class SaveReport(Report):
 _last_save: SaveReport | None = None
 
 
-def publish(report: SaveReport) -> None:
+def publish_save(report: SaveReport) -> None:
     """Make a report the process's last one."""
     global _last_save
     _last_save = report
 
 
-def last_report() -> SaveReport | None:
+def last_save_report() -> SaveReport | None:
     """Return the report of the save that finished last in this process, or None."""
     return _last_save
 

@@ -78,7 +78,7 @@ def test_bad_sizes(text: str) -> None:
         {"block_size": "2MiB"},
         {"threads": 1.5},
         {"durable": "no"},
-        {"verify": None},
+        {"read_back": None},
         {"engine": None},
         {"direct": "maybe"},
         {"cache": "some"},

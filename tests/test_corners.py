@@ -70,7 +70,7 @@ def test_a_file_object_stays_synchronous(tmp_path: Path, flag: int, use_zip: boo
         torch.save(STATE, file, _use_new_zipfile_serialization=use_zip)
     assert seen
     assert all(flags & os.O_SYNC == flag for flags in seen)
-    report = fastserial.last_report()
+    report = fastserial.last_save_report()
     assert report is not None
     assert report.direct is any(flags & os.O_DIRECT for flags in seen)
 

@@ -308,7 +308,7 @@ def _read(reader: FastFileReader, passes: Sequence[Sequence[_Job]], verify: bool
 class _Nowhere:
     """Takes bytes that are only checked."""
 
-    def land(self, view: memoryview, address: int, start: int) -> None:
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
         pass
 
 

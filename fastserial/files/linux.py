@@ -66,11 +66,11 @@ _statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
 
 @dataclass(frozen=True, slots=True)
 class DirectAlignment:
-    """What direct I/O on a file needs (bytes); `told` says if the kernel told or we assume."""
+    """What direct I/O on a file needs (bytes), `kernel_reported` or assumed."""
 
     memory: int
     offset: int
-    told: bool
+    kernel_reported: bool
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
@@ -151,10 +151,10 @@ def is_out_of_inodes(place: int | str) -> bool:
 def name_max(place: int | str) -> int:
     """Return how many bytes the name of a file may have in a directory, at most 255."""
     try:
-        told = os.statvfs(place).f_namemax
+        kernel_reported = os.statvfs(place).f_namemax
     except OSError:
-        told = 0
-    return min(told, _NAME_MAX) if told > 0 else _NAME_MAX
+        kernel_reported = 0
+    return min(kernel_reported, _NAME_MAX) if kernel_reported > 0 else _NAME_MAX
 
 
 def is_locked(fd: int) -> bool:

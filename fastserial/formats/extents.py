@@ -6,12 +6,12 @@ sources may write any part of it, in any order (`clip`). A source is one of:
 - `Literal`: bytes known beforehand;
 - `Data`: the memory of a storage; its CRC-32 may be wanted;
 - `Packed`: small host storages with the container's bytes between them, as one piece;
-- `Sealed`: known bytes but for the CRC-32 of one record, to be put in at a place;
-- `Computed`: bytes that need the CRC-32 of every record;
+- `DescriptorPatch`: known bytes but for the CRC-32 of one record, to be put in at a place;
+- `Trailer`: bytes that need the CRC-32 of every record;
 - `Hole`: nothing; reads back as zeros (`skip_data` leaves room for storages).
 
-A `Sealed` or `Computed` extent is *late*: it is filled when the checksums it needs are known. In a
-layout it comes after all the data it speaks of.
+A `DescriptorPatch` or `Trailer` extent is *late*: it is filled when the checksums it needs are
+known. In a layout it comes after all that data.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Protocol
 from fastserial.memory.storages import Memory
 
 __all__ = [
-    "Computed",
     "Data",
+    "DescriptorPatch",
     "Extent",
     "Hole",
     "HostBatch",
     "Literal",
     "Packed",
-    "Sealed",
     "Source",
+    "Trailer",
     "clip",
     "is_late",
 ]
@@ -86,7 +86,7 @@ class Data:
 
 
 @dataclass(slots=True)
-class Sealed:
+class DescriptorPatch:
     """Known bytes with the little-endian CRC-32 of `record` put in at byte `at`."""
 
     data: bytes
@@ -121,7 +121,7 @@ class Packed:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Computed:
+class Trailer:
     """Bytes made from all CRC-32s, once."""
 
     __slots__ = ("_made", "length", "make")
@@ -145,7 +145,7 @@ class Hole:
     length: int
 
 
-Source = Literal | Data | Packed | Sealed | Computed | Hole
+Source = Literal | Data | Packed | DescriptorPatch | Trailer | Hole
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class Extent:
 
 def is_late(source: Source) -> bool:
     """Return whether a source needs checksums of others."""
-    return isinstance(source, Sealed | Computed)
+    return isinstance(source, DescriptorPatch | Trailer)
 
 
 def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:

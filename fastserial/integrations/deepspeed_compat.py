@@ -77,7 +77,7 @@ def _init(self: Any, file_path: str, config: Any) -> None:
         alignment = linux.direct_alignment(fd)
     finally:
         os.close(fd)
-    if alignment is not None and alignment.told:
+    if alignment is not None and alignment.kernel_reported:
         config = copy.copy(config)
         config.dnvme_handle = _AlignedHandle(config.dnvme_handle, alignment.offset)
     _originals["__init__"](self, file_path, config)

@@ -1,6 +1,8 @@
 """FastPersist's functions, as DeepSpeedExamples names them: a save without patching torch.
 
-    from fastserial import fastpersist_save, get_aio_handle, get_pinned_buffer
+    from fastserial.integrations.fastpersist import (
+        fastpersist_save, get_aio_handle, get_pinned_buffer,
+    )
     fastpersist_save(state, "ckpt.pt", get_aio_handle(), get_pinned_buffer())
 
 They write what `torch.save` writes, byte for byte, in either format, whether or not

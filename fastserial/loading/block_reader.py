@@ -2,8 +2,8 @@
 
 Blocks are read through the page cache, or those that are not in it directly: `files.caching`
 says which. A block arrives in a staging buffer, or straight in memory of the caller's, and is then
-landed: copied to where it belongs and checksummed, by the thread that read it, while other blocks
-are on their way.
+delivered: copied to where it belongs and checksummed, by the thread that read it, while
+other blocks are on their way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("fastserial")
 PAGE = 4096
 _MOSTLY = 0.9  # a block with this part in the page cache is read through it
 
-Landing = Callable[[memoryview, int], None]
+Delivery = Callable[[memoryview, int], None]
 
 
 @dataclass(slots=True)
@@ -40,13 +40,13 @@ class Block:
     Attributes:
         offset, length: place in the file (bytes). For direct I/O both are multiples of
             `BlockReader.alignment`, or the block ends where the file does.
-        land: called once with the bytes and their address, on any thread.
-        memory: where to put the bytes; None: in a staging buffer, there during `land` only.
+        deliver: called once with the bytes and their address, on any thread.
+        memory: where to put the bytes; None: in a staging buffer, there during `deliver` only.
     """
 
     offset: int
     length: int
-    land: Landing
+    deliver: Delivery
     memory: Buffer | None = None
 
 
@@ -61,7 +61,7 @@ class ReadCounts:
 
 
 class BlockReader:
-    """Reads blocks of a file. Used by one thread; blocks land on the engine's threads.
+    """Reads blocks of a file. Used by one thread; blocks are delivered on the engine's threads.
 
     The first error ends it: then only `close` may follow.
     """
@@ -189,7 +189,7 @@ class BlockReader:
         self._batch.append(self._request(block, direct))
 
     def read(self, blocks: Iterable[Block]) -> None:
-        """Read blocks, and return when all have landed.
+        """Read blocks, and return when all have delivered.
 
         Raises:
             OSError: a read failed.
@@ -200,7 +200,7 @@ class BlockReader:
         self.drain()
 
     def drain(self) -> None:
-        """Wait until all blocks have landed."""
+        """Wait until all blocks have delivered."""
         while self.in_flight:
             self.reap()
 
@@ -255,7 +255,7 @@ class BlockReader:
         return pool.take()
 
     def _finish(self, request: Request, moved: int) -> None:
-        """Read what is not aligned at the file's end, and land the block."""
+        """Read what is not aligned at the file's end, and deliver the block."""
         block: Block = request.tag
         view = request.buffer.view[: block.length]
         while moved < block.length:
@@ -265,14 +265,14 @@ class BlockReader:
                     "the file became shorter while it was read", offset=block.offset + moved
                 )
             moved += got
-        block.land(view, request.buffer.address)
+        block.deliver(view, request.buffer.address)
 
     def _settle(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
         block: Block = request.tag
         direct = request.fd == self._direct_fd
         if error is not None:
-            # `done` is not set: it was the read that failed, not the landing
+            # `done` is not set: it was the read that failed, not the delivery
             refused = isinstance(error, OSError) and error.errno == errno.EINVAL
             if not refused or not direct or request.times[2]:
                 raise error

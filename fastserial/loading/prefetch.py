@@ -288,7 +288,7 @@ class Prefetch:
     # -- the engine's threads ------------------------------------------------------------------
 
     def arrive(self, unit: Unit, view: memoryview, address: int, first: int) -> None:
-        """Land a block of a large record: `view` is its unit's bytes from `first` on."""
+        """Deliver a block of a large record: `view` is its unit's bytes from `first` on."""
         if address != unit.base + first:
             ctypes.memmove(unit.base + first, address, len(view))
         record = unit.records[0]
@@ -308,7 +308,7 @@ class Prefetch:
             self._arrivals.put(None)
 
     def spread(self, unit: Unit, view: memoryview, address: int) -> None:
-        """Land small neighbours: give each its own memory."""
+        """Deliver small neighbours: give each its own memory."""
         found: dict[str, _Arrived] = {}
         memory, unit.memory = unit.memory, []
         for record, storage in zip(unit.records, memory, strict=True):
@@ -327,7 +327,7 @@ class Prefetch:
 
 
 class _Arrive:
-    """Lands a block of a large record."""
+    """Delivers a block of a large record."""
 
     __slots__ = ("_first", "_prefetch", "_unit")
 
@@ -341,7 +341,7 @@ class _Arrive:
 
 
 class _Spread:
-    """Lands a block of small records."""
+    """Delivers a block of small records."""
 
     __slots__ = ("_prefetch", "_unit")
 

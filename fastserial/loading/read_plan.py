@@ -133,7 +133,7 @@ def _straight_block(piece: _Piece, sink: HostSink) -> Block:
 
 
 class _Scatter:
-    """Lands a block: hands each piece to its sink."""
+    """Delivers a block: hands each piece to its sink."""
 
     __slots__ = ("_pieces", "_start")
 
@@ -144,4 +144,4 @@ class _Scatter:
     def __call__(self, view: memoryview, address: int) -> None:
         for offset, length, sink, start in self._pieces:
             at = offset - self._start
-            sink.land(view[at : at + length], address + at, start)
+            sink.deliver(view[at : at + length], address + at, start)

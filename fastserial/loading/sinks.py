@@ -29,7 +29,7 @@ memmove = ctypes.memmove  # drops the GIL while it copies
 class Sink(Protocol):
     """Takes the bytes of one extent, in pieces, in any order, on any thread."""
 
-    def land(self, view: memoryview, address: int, start: int) -> None:
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
         """Take `view`, which lies at host address `address`: the extent's bytes from `start` on."""
 
 
@@ -54,7 +54,7 @@ class HostSink:
         self.nbytes = nbytes
         self.owner = owner
 
-    def land(self, view: memoryview, address: int, start: int) -> None:
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
         if address != self.address + start:  # else it was read straight to its place
             memmove(self.address + start, address, len(view))
 
@@ -67,7 +67,7 @@ class DeviceSink:
     def __init__(self, flat: torch.Tensor) -> None:
         self._bytes = flat
 
-    def land(self, view: memoryview, address: int, start: int) -> None:
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
         import torch
 
         host = torch.frombuffer(view, dtype=torch.uint8)
@@ -86,7 +86,7 @@ class ExpectedSink:
         self._expected = expected
         self._what = what
 
-    def land(self, view: memoryview, address: int, start: int) -> None:
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
         if view != self._expected[start : start + len(view)]:
             raise CorruptCheckpointError(f"{self._what} is not what the pickle says")
 
@@ -101,9 +101,9 @@ class CheckedSink:
         self._ledger = ledger
         self._record = record
 
-    def land(self, view: memoryview, address: int, start: int) -> None:
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
         self._ledger.add(self._record, start, len(view), crc32(view))
-        self._sink.land(view, address, start)
+        self._sink.deliver(view, address, start)
 
 
 class PartsSink:
@@ -114,13 +114,13 @@ class PartsSink:
     def __init__(self, parts: Sequence[tuple[int, int, Sink]]) -> None:
         self._parts = parts
 
-    def land(self, view: memoryview, address: int, start: int) -> None:
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
         stop = start + len(view)
         for at, length, sink in self._parts:
             first, last = max(at, start), min(at + length, stop)
             if first < last:
                 piece = view[first - start : last - start]
-                sink.land(piece, address + first - start, first - at)
+                sink.deliver(piece, address + first - start, first - at)
 
 
 def storage_sink(storage: torch.UntypedStorage) -> Sink:

@@ -107,7 +107,7 @@ def install(*, strict: bool = False, **options: Any) -> bool:
     config = importlib.import_module("fastserial.config")
     # wrong options are told now, not hours later by the first checkpoint
     chosen = config.chosen(**options)
-    config.of(chosen)
+    config.Config.resolve(chosen)
     if isinstance(chosen.get("engine"), str):
         importlib.import_module("fastserial.engines").load(chosen["engine"])
     if options:

@@ -97,7 +97,7 @@ class BlockWriter:
         self._direct_fd = -1
         self._cached: CachedWrites | None = None  # blocks go through the page cache,
         self._tried: int | None = None  # on trial from this offset on
-        self._readback: ReadBack | None = None
+        self._read_back: ReadBack | None = None
         self._align = _PAGE
         self._engine: Engine | None = None
         self._pool: BufferPool | None = None
@@ -171,9 +171,9 @@ class BlockWriter:
             self._pool = None
         self._direct_fd = -1
         self._files.close()
-        if self._readback is not None:
-            self._readback.close()
-            self._readback = None
+        if self._read_back is not None:
+            self._read_back.close()
+            self._read_back = None
         self._parts = []
         self._batch = []
 
@@ -254,9 +254,9 @@ class BlockWriter:
                 synced = config.durable and not self._may_be_locked
                 self._cached = cached_writes(self._fd, config, self._expected or 0, synced)
                 self.direct = self._cached is None
-        if config.verify and engine.capabilities.moves_data and not locked:
+        if config.read_back and engine.capabilities.moves_data and not locked:
             try:
-                self._readback = ReadBack(self._fd, self.direct, config.block_size)
+                self._read_back = ReadBack(self._fd, self.direct, config.block_size)
             except PermissionError:
                 self.fallback = "not read back (verify): the file may be written, but not read"
         engine.open(pool.buffers, len(pool.buffers))
@@ -340,8 +340,8 @@ class BlockWriter:
                 self._write_cached(tail, request.offset + request.length)
             if self._cached is not None:
                 self._cached.wrote(request.offset, request.length)
-            if self._readback is not None:
-                self._readback.check(request, self.direct and request.fd == self._direct_fd)
+            if self._read_back is not None:
+                self._read_back.check(request, self.direct and request.fd == self._direct_fd)
             self._pool.give(request.buffer)
             self.tally.blocks += 1
             self.tally.fill_seconds += block.fill_seconds

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import EngineError
-from fastserial.formats.extents import Computed, Data, Hole, Literal, Packed, Sealed, Source
+from fastserial.formats.extents import Data, DescriptorPatch, Hole, Literal, Packed, Source, Trailer
 from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, memmove
 
@@ -68,10 +68,10 @@ def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
     for at, (_, source, start, length, ledger) in late:
         if ledger is None:
             raise EngineError("a source that needs checksums came without a ledger")
-        if isinstance(source, Sealed):
+        if isinstance(source, DescriptorPatch):
             text: bytes | bytearray = bytearray(source.data)
             _CRC.pack_into(text, source.at, ledger.wait(source.record))
-        elif isinstance(source, Computed):
+        elif isinstance(source, Trailer):
             text = source.data(ledger.wait_all())
         else:
             raise EngineError(f"no such source: {source!r}")

@@ -30,7 +30,7 @@ from fastserial.interrupts import finish
 from fastserial.memory.batch import storage_batch
 from fastserial.memory.storages import synchronize
 from fastserial.progress import progress_bar
-from fastserial.reports import Latency, SaveReport, publish
+from fastserial.reports import Latency, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 from fastserial.saving.save_errors import save_error
 from fastserial.saving.statistics import WriterStatistics
@@ -93,7 +93,7 @@ class FastFileWriter:
         self._chosen: Mapping[str, Any] | None = None  # None: all options are given
         if config is None:
             self._chosen = config_module.chosen()
-            config = config_module.of(self._chosen)
+            config = Config.resolve(self._chosen)
         self._config = config
         self._pid = os.getpid()
         self._began = perf_counter()
@@ -417,7 +417,7 @@ class FastFileWriter:
             complete=Latency.of(out.complete_seconds),
         )
         self._report = report
-        publish(report)
+        publish_save(report)
         _log.debug("%s", report)
         if config.on_report is not None:
             try:

@@ -56,7 +56,7 @@ def config_for(folder: Path) -> Config:
     chosen = config_module.chosen()
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return applied(config_module.of(chosen), chosen, fd)
+        return applied(Config.resolve(chosen), chosen, fd)
     finally:
         os.close(fd)
 
@@ -69,7 +69,7 @@ def sources_for(folder: Path) -> frozenset[str]:
         OSError: the folder cannot be opened.
     """
     chosen = config_module.chosen()
-    if not config_module.of(chosen).tuned:
+    if not Config.resolve(chosen).tuned:
         return frozenset()
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

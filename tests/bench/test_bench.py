@@ -194,7 +194,7 @@ def test_torch_rows(tmp_path: Path, container: str) -> None:
 def test_a_save_that_is_not_ours_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastserial, "last_report", lambda: None)
+    monkeypatch.setattr(fastserial, "last_save_report", lambda: None)
     with pytest.raises(BenchError, match="its own way"):
         fast_row({}, "zip").run(tmp_path / "a.pt")
 

@@ -182,7 +182,7 @@ def save(path: Path, nbytes: int, **options: Any) -> Any:
     finally:
         fastserial.uninstall()
     assert torch.equal(torch.load(path), tensor)
-    return fastserial.last_report()
+    return fastserial.last_save_report()
 
 
 @pytest.mark.parametrize("preallocate", [True, False])
@@ -255,7 +255,7 @@ if child == 0:
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 torch.save(torch.ones(100_000), path / "again.pt")
-assert fastserial.last_report().engine == "deepspeed"
+assert fastserial.last_save_report().engine == "deepspeed"
 for name, value in ("parent", 1), ("child", 0), ("again", 1):
     assert torch.load(path / f"{name}.pt").eq(value).all()
 """

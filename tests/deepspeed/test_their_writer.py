@@ -160,7 +160,7 @@ def test_our_writer_takes_their_config(
     assert path.stat().st_size == 5 * MIB
     writer.close()
     assert path.read_bytes() == stock_bytes(obj, fmt)
-    report = fastserial.last_report()
+    report = fastserial.last_save_report()
     assert report is not None
     assert (report.engine, report.direct) == ("deepspeed", True)
     with repaired():

@@ -198,7 +198,7 @@ def container(options: argparse.Namespace) -> str | None:
         return None
     import fastserial
 
-    report = fastserial.last_report()
+    report = fastserial.last_save_report()
     return report.container if report else None
 
 

@@ -76,7 +76,7 @@ def test_no_inode_is_free(use_zip: bool, lab: Lab) -> None:
     for way in ({}, {"small_file": 0}):
         with fast(**way):
             torch.save(_STATE, path, _use_new_zipfile_serialization=use_zip)
-        report = fastserial.last_report()
+        report = fastserial.last_save_report()
         assert report is not None
         assert report.fallback == "no inode is free for a new file, so the old one is overwritten"
         assert torch.load(path)["x"].equal(_STATE["x"])

@@ -65,7 +65,7 @@ def test_what_lacks_something(
             with fast(durable=durable):
                 torch.save(state, path, _use_new_zipfile_serialization=use_zip)
             assert difference(kept.read_bytes(), path.read_bytes()) is None
-            report = fastserial.last_report()
+            report = fastserial.last_save_report()
             assert report is not None
             if durable or "--no-sync" not in options:
                 assert report.fallback == fallback
@@ -109,6 +109,6 @@ def test_names_are_short_there(lab: Lab) -> None:
         with fast():
             torch.save(_STATES[0], path)
     assert os.listdir(folder) == [path.name]
-    report = fastserial.last_report()
+    report = fastserial.last_save_report()
     assert report is not None
     assert report.fallback is None

@@ -179,7 +179,7 @@ def _suffer(job: dict[str, Any]) -> int:
     import torch
     from states import make
 
-    from fastserial import last_report, options
+    from fastserial import last_save_report, options
     from fastserial.files import replacement
 
     log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
@@ -235,7 +235,7 @@ def _suffer(job: dict[str, Any]) -> int:
             return 3
         tell(f"done {number}")
         if job.get("report"):
-            report = last_report()
+            report = last_save_report()
             tell("report " + json.dumps(report.to_dict() if report else None))
     return 0
 

@@ -96,7 +96,7 @@ def has_direct(folder: Path) -> bool:
 def saved(path: Path, state: object = None, **options: Any) -> fastserial.SaveReport:
     with fast(**SMALL, **options):
         torch.save(state or [noise(3 * MIB), noise(5 * MIB)], path)
-        report = fastserial.last_report()
+        report = fastserial.last_save_report()
     assert report is not None
     return report
 

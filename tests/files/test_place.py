@@ -41,7 +41,7 @@ def save(f: Any, fmt: str = "zip", live: Any = SMALL) -> None:
 
 
 def fallback() -> str | None:
-    report = fastserial.last_report()
+    report = fastserial.last_save_report()
     assert report is not None
     return report.fallback
 

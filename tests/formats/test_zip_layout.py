@@ -12,7 +12,7 @@ import torch
 
 from fastserial.checksums import CrcLedger
 from fastserial.errors import LayoutError
-from fastserial.formats.extents import Computed, Extent, Hole, Literal
+from fastserial.formats.extents import Extent, Hole, Literal, Trailer
 from fastserial.formats.zip.layout import MAX_ALIGNMENT, ZipLayout, archive_name
 from fastserial.memory.batch import Batch
 from fastserial.memory.storages import HostMemory
@@ -87,7 +87,7 @@ def content(extent: Extent, crcs: list[int]) -> bytes | None:
     source = extent.source
     if isinstance(source, Literal):
         text = bytes(source.data)
-    elif isinstance(source, Computed):
+    elif isinstance(source, Trailer):
         text = source.data(crcs)
     else:
         return None  # a hole

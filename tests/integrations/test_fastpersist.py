@@ -230,7 +230,7 @@ def test_with_handle_and_buffer(fmt: str, handle: Any, tmp_path: Path) -> None:
         found = SAVES[fmt](state, fast, handle, memory)
         assert difference(stock.read_bytes(), fast.read_bytes()) is None
         assert found["aio_bytes"] > 20 * MIB  # type: ignore[operator]
-        report = fastserial.last_report()
+        report = fastserial.last_save_report()
         assert report is not None
         assert (report.engine, report.direct, report.fallback) == ("deepspeed", True, None)
 

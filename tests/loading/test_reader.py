@@ -233,7 +233,7 @@ def test_without_direct_io(path: Path, data: bytes, monkeypatch: pytest.MonkeyPa
 
 
 class OwnBuffers(ThreadsEngine):
-    """An engine that reads into its own buffers only, and leaves landing to the submitter."""
+    """An engine that reads into its own buffers only, and leaves delivery to the submitter."""
 
     name = "own"
     capabilities = Capabilities(registered_buffers=True)
@@ -273,15 +273,15 @@ def test_engines_that_do_not_read(path: Path) -> None:
         assert torch.equal(found[0], torch.ones(3))
 
 
-def test_landing_fails(path: Path) -> None:
-    def land(view: memoryview, address: int) -> None:
+def test_delivery_fails(path: Path) -> None:
+    def deliver(view: memoryview, address: int) -> None:
         raise ZeroDivisionError
 
     with path.open("rb") as file:
         blocks = BlockReader(file.fileno(), SIZE, Config(block_size=65536))
         try:
             with pytest.raises(ZeroDivisionError):
-                blocks.read(Block(at, 65536, land) for at in range(0, 65536 * 20, 65536))
+                blocks.read(Block(at, 65536, deliver) for at in range(0, 65536 * 20, 65536))
         finally:
             blocks.close()
             blocks.close()

@@ -41,7 +41,7 @@ def save_while_loading(path: Path) -> str | None:
     made.x = torch.zeros(3_000_000)  # type: ignore[attr-defined]
     torch.save(made, path)
     torch.load(path, weights_only=False)
-    report = fastserial.last_report()
+    report = fastserial.last_save_report()
     if report is None:
         raise RuntimeError("fastserial did not save")
     return report.fallback

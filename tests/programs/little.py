@@ -34,7 +34,7 @@ if descriptors:
 for _ in range(2):
     if way == "SAVE":
         torch.save(state, path)
-        report = fastserial.last_report()
+        report = fastserial.last_save_report()
     else:
         loaded = torch.load(path)
         assert {name: float(value[0]) for name, value in loaded.items()} == state

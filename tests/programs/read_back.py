@@ -12,13 +12,13 @@ try:
     open(path, "rb").close()
 except PermissionError:
     print("refused")
-fastserial.install(verify=True, small_file=0, block_size=65536, queue_depth=2)
+fastserial.install(read_back=True, small_file=0, block_size=65536, queue_depth=2)
 value = torch.arange(300_000)
 
 
 def saved(target) -> str:
     torch.save({"a": value}, target)
-    report = fastserial.last_report()
+    report = fastserial.last_save_report()
     os.chmod(path, 0o600)
     assert torch.equal(torch.load(path)["a"], value)
     os.chmod(path, 0o200)

@@ -13,7 +13,7 @@ import torch
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
-from fastserial.formats.extents import Data, Extent, Literal, Sealed, Source
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Source
 from fastserial.memory.storages import storage_memory
 from fastserial.saving import buffered
 from fastserial.saving.extent_writer import ExtentWriter
@@ -90,7 +90,7 @@ def test_checksums_of_what_is_not_copied(tmp_path: Path, monkeypatch: pytest.Mon
     sources = [
         Literal(b"head"),
         Data(storage_memory(storage), len(NOISE), 0),
-        Sealed(b"....CRC.", 0, 4),
+        DescriptorPatch(b"....CRC.", 0, 4),
     ]
     with (tmp_path / "a").open("wb") as file:
         parts = [

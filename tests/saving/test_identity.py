@@ -241,7 +241,7 @@ def test_fast_side_is_fast(kind: str, fmt: str, folder: Path) -> None:
     for direct in (True, False):
         with fast(small_file=0, direct=direct, block_size=65536):
             TARGETS[kind](folder, saver(CASES["bytes_5MB"], fmt, noise(5_000_000)))
-        report = fastserial.last_report()
+        report = fastserial.last_save_report()
         assert report is not None
         assert (report.engine, report.fallback, report.direct) == ("threads", None, direct)
         assert report.bytes > 5_000_000

@@ -343,13 +343,13 @@ def test_an_error_in_a_thread_reaches_the_caller(
     assert len(os.listdir("/proc/self/task")) <= threads
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_lock_of_the_callers_stays(tmp_path: Path, verify: bool) -> None:
+@pytest.mark.parametrize("read_back", [False, True])
+def test_a_lock_of_the_callers_stays(tmp_path: Path, read_back: bool) -> None:
     """A process loses its POSIX locks on a file when it closes any descriptor of it."""
     data = noise(300_000)
     with (tmp_path / "f").open("wb") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        with FastFileWriter(file, config.current(verify=verify, **BLOCKS)) as writer:
+        with FastFileWriter(file, config.current(read_back=read_back, **BLOCKS)) as writer:
             writer.write(data)
         assert linux.is_locked(file.fileno())
         fcntl.lockf(file, fcntl.LOCK_UN)
@@ -365,7 +365,7 @@ def test_our_own_file_is_not_looked_at_for_locks(
 ) -> None:
     """On NFS the `flock` on a temporary file may look like a lock of somebody else's."""
     monkeypatch.setattr(linux, "is_locked", lambda fd: True)
-    with FastFileWriter(tmp_path / "f", config.current(verify=True, **BLOCKS)) as writer:
+    with FastFileWriter(tmp_path / "f", config.current(read_back=True, **BLOCKS)) as writer:
         writer.write(noise(300_000))
     assert writer.report is not None
     assert "lockf" not in str(writer.report.fallback)
@@ -467,7 +467,7 @@ def test_report_and_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
     with fastserial.options(on_report=broken, **BLOCKS), FastFileWriter(tmp_path / "f") as writer:
         writer.write(noise(200_000))
-    assert seen == [fastserial.last_report()]
+    assert seen == [fastserial.last_save_report()]
     report = seen[0]
     assert (report.engine, report.block_size, report.durable) == ("threads", 64 * 1024, True)
     assert report.complete.count == 4

@@ -67,7 +67,7 @@ def describe_folder(folder: Folder) -> str:
     if folder.direct_problem is not None or folder.alignment is None:
         direct = "no direct I/O"
     else:
-        told = "told" if folder.alignment.told else "assumed"
+        told = "reported" if folder.alignment.kernel_reported else "assumed"
         direct = (
             f"direct I/O alignment {folder.alignment.memory}/{folder.alignment.offset} bytes "
             f"(memory/file, {told})"

@@ -182,7 +182,7 @@ def _profiled(state: object, path: Path, container: Format) -> _Run:
             _use_new_zipfile_serialization=zip_container,
         )
         cpu = process_time() - cpu
-        report = fastserial.last_report()
+        report = fastserial.last_save_report()
     if report is None or report.path != str(path):
         raise BenchError(f"torch wrote {path} its own way, not fastserial")
     return _Run(recorder, recorder.spans[-1], cpu, report)

@@ -69,7 +69,7 @@ def fast_row(
         pages = nullcontext() if huge_pages else small_pages()
         with fast(durable=durable, **options), pages:
             used = measure(lambda: write(state, path, container))
-            report = fastserial.last_report()
+            report = fastserial.last_save_report()
         if report is None or report.path != str(path):
             raise BenchError(f"torch wrote {path} its own way, not fastserial")
         return Sample(

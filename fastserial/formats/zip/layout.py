@@ -20,7 +20,7 @@ from itertools import chain, pairwise
 from typing import cast
 
 from fastserial.errors import LayoutError
-from fastserial.formats.extents import Computed, Data, Extent, Hole, Literal, Packed, Sealed
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Hole, Literal, Packed, Trailer
 from fastserial.memory.batch import Batch
 from fastserial.memory.storages import Memory
 
@@ -39,9 +39,9 @@ __all__ = [
     "ZipPlan",
     "archive_name",
     "check_alignment",
+    "descriptor_lookalike",
     "fold",
     "fold_all",
-    "quirk_of",
 ]
 
 ID_RECORD = ".data/serialization_id"
@@ -54,7 +54,7 @@ _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
 ID_DIGITS = 20
 _COPIED = 64 * 1024  # bytes of a record; a larger one, such as the pickle of arrays, is not copied
-_QUIRK_BYTES = 8  # a storage of fewer is not taken for a descriptor
+_LOOKALIKE_BYTES = 8  # a storage of fewer is not taken for a descriptor
 CRC_AT = 4  # in a data descriptor,
 CENTRAL_CRC_AT = 16  # and in an entry of the directory
 _UTF8 = 0x0800
@@ -101,12 +101,12 @@ def check_alignment(alignment: int) -> None:
         raise LayoutError(f"a storage alignment of {alignment} bytes does not fit a zip header")
 
 
-def quirk_of(head: bytes) -> int | None:
+def descriptor_lookalike(head: bytes) -> int | None:
     """Return what torch takes for a CRC-32 in the first 8 bytes of a record's data, if anything.
 
     It takes any one write that begins like a data descriptor for one.
     """
-    if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= _QUIRK_BYTES:
+    if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= _LOOKALIKE_BYTES:
         return int.from_bytes(head[4:8], "little")
     return None
 
@@ -171,7 +171,7 @@ class ZipLayout:
         self._headers: list[int] = []
         self._crcs: list[int | None] = []
         # Records whose data begins like a descriptor, and the value torch takes for its CRC.
-        self._quirks: dict[int, int] = {}
+        self._lookalikes: dict[int, int] = {}
         self._storages = 0
         self._storage_bytes = 0
         self._directory_bytes = 0
@@ -179,7 +179,7 @@ class ZipLayout:
         self._cursor = 0
         # Container bytes not yet in an extent, and the record whose CRC they begin with.
         self._bytes = bytearray()
-        self._sealed_by: int | None = None
+        self._patched_by: int | None = None
 
     @property
     def position(self) -> int:
@@ -209,8 +209,8 @@ class ZipLayout:
         record = len(self.names)
         self._count(batch.sizes)
         headers, texts = self._open_all(names, batch.sizes)
-        for index, head in batch.beginning_with(DESCRIPTOR_SIGNATURE, _QUIRK_BYTES).items():
-            self._quirks[record + index] = int.from_bytes(head[4:8], "little")
+        for index, head in batch.beginning_with(DESCRIPTOR_SIGNATURE, _LOOKALIKE_BYTES).items():
+            self._lookalikes[record + index] = int.from_bytes(head[4:8], "little")
         # Behind 4 GiB the descriptors are longer.
         far = bisect_left(headers, _U32)
         after = self._cursor
@@ -301,7 +301,7 @@ class ZipLayout:
         """
         checksums = self.checksums
         self._open(ID_RECORD, 2 * ID_DIGITS, 0)
-        sizes, quirks = self._sizes, self._quirks
+        sizes, lookalikes = self._sizes, self._lookalikes
         last = len(sizes) - 1
         directory = self._cursor + sizes[last] + len(self._descriptor(last, 0))
         length = directory - self._cursor + self._directory_bytes
@@ -309,10 +309,10 @@ class ZipLayout:
 
         def make(crcs: Sequence[int]) -> bytes:
             values = [crc for crc, size in zip(crcs, sizes, strict=True) if size][:-1]
-            if quirks:
+            if lookalikes:
                 columns = enumerate(zip(crcs[:last], sizes, strict=False))
                 pairs = (
-                    (quirks[record], crc) if record in quirks else (crc,)
+                    (lookalikes[record], crc) if record in lookalikes else (crc,)
                     for record, (crc, size) in columns
                     if size
                 )
@@ -326,7 +326,7 @@ class ZipLayout:
         nbytes = self._cursor + length
         if None in self._crcs:
             self._flush()
-            self._extents.append(Extent(self._cursor, length, Computed(length, make)))
+            self._extents.append(Extent(self._cursor, length, Trailer(length, make)))
         else:
             self._append(make(cast("list[int]", self._crcs)))
             self._flush()
@@ -348,11 +348,13 @@ class ZipLayout:
         """Turn the pending bytes into an extent."""
         if self._bytes:
             data = bytes(self._bytes)
-            sealed_by = self._sealed_by
-            source = Literal(data) if sealed_by is None else Sealed(data, sealed_by, CRC_AT)
+            patched_by = self._patched_by
+            source = (
+                Literal(data) if patched_by is None else DescriptorPatch(data, patched_by, CRC_AT)
+            )
             self._extents.append(Extent(self._cursor - len(data), len(data), source))
             self._bytes.clear()
-            self._sealed_by = None
+            self._patched_by = None
 
     def _emit(self, source: Data | Hole | Literal) -> None:
         self._flush()
@@ -363,7 +365,7 @@ class ZipLayout:
         """Append a storage; the descriptor to come waits for its CRC-32."""
         self._emit(Data(memory, memory.nbytes, record if self.checksums else None))
         if self.checksums:
-            self._sealed_by = record
+            self._patched_by = record
 
     def _open(self, name: str, size: int, crc: int | None) -> None:
         """Append a record's local header; its data comes next."""
@@ -404,11 +406,11 @@ class ZipLayout:
         return form
 
     def _close(self, head: bytes) -> None:
-        """Append the last record's data descriptor, and note the quirk."""
+        """Append the last record's data descriptor, and note the lookalike."""
         record = len(self.names) - 1
-        quirk = quirk_of(head)
-        if quirk is not None:
-            self._quirks[record] = quirk
+        lookalike = descriptor_lookalike(head)
+        if lookalike is not None:
+            self._lookalikes[record] = lookalike
         self._append(self._descriptor(record, self._crcs[record] or 0))
 
     def _descriptor(self, record: int, crc: int) -> bytes:

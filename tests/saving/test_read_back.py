@@ -1,4 +1,4 @@
-"""`verify=True`: what was written is read back and compared."""
+"""`read_back=True`: what was written is read back and compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastserial.engines import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
 
-SMALL_BLOCKS = {"small_file": 0, "block_size": 65536, "queue_depth": 2, "verify": True}
+SMALL_BLOCKS = {"small_file": 0, "block_size": 65536, "queue_depth": 2, "read_back": True}
 
 
 class Lying(ThreadsEngine):

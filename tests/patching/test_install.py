@@ -789,7 +789,7 @@ def test_a_second_copy_knows_of_the_first(tmp_path: Path) -> None:
         result, warned = caught(fastserial.install)
         assert result is True and not warned, warned
         torch.save({{"a": torch.ones(3)}}, {str(tmp_path / "f.pt")!r})
-        assert fastserial.last_report() is not None
+        assert fastserial.last_save_report() is not None
         assert fastserial.uninstall() is True
         assert same(functions(), stock)
         assert not fastserial.installed() and not first.installed()

@@ -62,7 +62,7 @@ def keep(folder: Path, settings: Settings | None = TUNED) -> None:
 
 def saved(path: Path, state: object = STATE, legacy: bool = False) -> tuple[str, int, int, int]:
     torch.save(state, path, _use_new_zipfile_serialization=not legacy)
-    report = fastserial.last_report()
+    report = fastserial.last_save_report()
     assert report is not None
     assert report.path == str(path)
     return report.engine, report.block_size, report.queue_depth, report.threads
