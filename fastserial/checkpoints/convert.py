@@ -337,7 +337,7 @@ def _write_safetensors(
     ]
     writer.write(header_bytes(rows, metadata))
     extents: list[Extent] = []
-    at = writer.tell()
+    at = 0
     for _, tensor in order:
         memory = _in_order(tensor, writer.places)
         if memory.nbytes:

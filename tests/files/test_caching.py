@@ -27,7 +27,7 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
     monkeypatch.setattr(caching, "_fast", {})
-    monkeypatch.setattr("fastserial.transfer.TRIAL", MIB)
+    monkeypatch.setattr("fastserial.saving.block_writer.TRIAL", MIB)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_reading_ahead_that_fails_is_reported(path: Path, monkeypatch: pytest.Mo
     with stock():
         want = digest(torch.load(path))
     monkeypatch.setattr(
-        "fastserial.loading.block_reader.create", lambda name, threads: FailsLater(1)
+        "fastserial.loading.crew.create", lambda name, threads: FailsLater(1)
     )
     with fast(**SMALL):
         found = torch.load(path)

@@ -20,7 +20,7 @@ from fastserial.engines import Capabilities, threads
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.files import linux, page_cache
-from fastserial.loading import block_reader
+from fastserial.loading import crew
 from fastserial.loading.block_reader import Block, BlockReader
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, PartsSink, ReadExtent
@@ -250,7 +250,7 @@ class OwnBuffers(ThreadsEngine):
 
 
 def test_engines_with_own_buffers(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_reader, "create", lambda name, count: OwnBuffers(count))
+    monkeypatch.setattr(crew, "create", lambda name, count: OwnBuffers(count))
     sink, storage = host(SIZE)
     for direct in (True, False):
         config = Config(direct=direct, small_file=0, block_size=65536, queue_depth=2)

@@ -42,7 +42,7 @@ _STEPS: tuple[tuple[Any, str, str], ...] = (
     (block_writer.BlockWriter, "_open", "start engine"),
     (block_writer.BlockWriter, "_write_cached", "write tail (page cache)"),
     (block_writer.BlockWriter, "close", "stop engine"),
-    (storages.HostMemory, "copy_to", "copy"),
+    (storages.StorageOnHost, "copy_to", "copy"),
     (storages.StorageMemory, "copy_to", "copy from the device (D2H)"),
     (fill, "_fill_packed", "pack small storages"),
     (fill, "crc32", "CRC-32"),
