@@ -39,8 +39,10 @@ def is_held(device: int, inode: int) -> bool:
             continue
         if flags & os.O_ACCMODE != os.O_RDONLY:
             return True
+        if _holds_lock(fd):
+            return True
         is_read = True
-    return is_read and (_is_alone() or _is_locked(inode))
+    return is_read and _is_alone()
 
 
 def _descriptors() -> Iterable[int]:
@@ -58,11 +60,13 @@ def _is_alone() -> bool:
     return all(thread.name.startswith("fastserial") for thread in others)
 
 
-def _is_locked(inode: int) -> bool:
-    """Return whether somebody holds a lock (`flock`, `lockf`) on a file of this number."""
+def _holds_lock(fd: int) -> bool:
+    """Return whether a lock (`flock`, `lockf`) was taken through a descriptor.
+
+    Other locks on the file do not count: a save holds one on its new file.
+    """
     try:
-        with open("/proc/locks", encoding="utf-8", errors="replace") as lines:
-            # 1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
-            return any(f":{inode} " in line for line in lines)
+        with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8", errors="replace") as lines:
+            return any(line.startswith("lock:") for line in lines)
     except OSError:
         return False

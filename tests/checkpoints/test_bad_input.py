@@ -84,8 +84,8 @@ def child(body: str, *args: object, **options: Any) -> Any:
     prelude = (
         "import json, os, sys, threading, time, torch\n"
         "from pathlib import Path\n"
-        "from corpus import noise\n"
-        "from identity import fast, stock\n"
+        "from support.corpus import noise\n"
+        "from support.identity import fast, stock\n"
         "from test_bad_input import SMALL, raised, save\n"
         "args, result = sys.argv[2:], None\n"
     )

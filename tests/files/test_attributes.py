@@ -464,14 +464,14 @@ def test_watchers_hear_of_a_new_file(
     monkeypatch.setenv("FASTSERIAL_DURABLE", str(int(durable)))
     watch = Watch(target.parent)
     save(target)
-    told = [event for event, name in watch.kernel_reported() if name == target.name]
+    told = [event for event, name in watch.told() if name == target.name]
     assert told == (["MOVED_TO", "CLOSE_WRITE"] if named else ["CREATE", "CLOSE_WRITE"])
 
 
 def test_watchers_hear_of_a_replaced_file(target: Path, named: bool) -> None:
     watch = Watch(target.parent)
     save(target)
-    assert [event for event, name in watch.kernel_reported() if name == target.name] == [
+    assert [event for event, name in watch.told() if name == target.name] == [
         "MOVED_TO",
         "CLOSE_WRITE",
     ]

@@ -22,9 +22,10 @@ from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.records import read_places, storage_records
 from fastserial.loading import prefetch as prefetch_module
+from fastserial.loading import prefetch_plan
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.reader import FastFileReader
-from fastserial.memory import huge_pages, storages
+from fastserial.memory import huge_pages
 from fastserial.reports import last_load_report
 
 SIZES = [3, 700, 5000, 64, 2 * MIB, 90_000, 1, 600_000, 4096, 3 * MIB + 5, 12]
@@ -175,7 +176,7 @@ def test_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> torch.UntypedStorage:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(storages, "new_storage", refuse)
+    monkeypatch.setattr(prefetch_plan, "new_storage", refuse)
     with opened(path) as (ahead, records), pytest.raises(RuntimeError, match="allocate"):
         ahead.take("data/0", records["data/0"].size)
 
