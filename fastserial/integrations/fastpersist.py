@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fastserial.checkpoints.save import save
-from fastserial.config import current
 from fastserial.engines.deepspeed.aio_op import AioSettings, load_op, lockable
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import EngineUnavailableError
