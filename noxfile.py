@@ -116,6 +116,21 @@ def patches(session: nox.Session, torch: str) -> None:
         shutil.rmtree(session.virtualenv.location, ignore_errors=True)
 
 
+@nox.session
+@nox.parametrize(("ours", "stock"), [("2.15.0", "2.6.0"), ("2.6.0", "2.15.0")])
+def compat(session: nox.Session, ours: str, stock: str) -> None:
+    """Files exchanged between this tree on one torch release and stock torch of another (10 GB)."""
+    other = Path(session.create_tmp()) / "stock"
+    session.run("python", "-m", "venv", "--clear", str(other))
+    python = str(other / "bin" / "python")
+    packages = (f"torch=={stock}", "numpy", "safetensors", "dill", "fsspec", "tqdm", "packaging")
+    session.run(python, "-m", "pip", "install", "-q", *packages, external=True)
+    install(session, ours, "test")
+    session.run("pytest", "tests/compat", env={"FASTSERIAL_STOCK_PYTHON": python})
+    for folder in (str(other), session.virtualenv.location):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @nox.session(python=["3.10", "3.11", "3.12", "3.13"])
 def python(session: nox.Session) -> None:
     """The suite on each Python that is there."""

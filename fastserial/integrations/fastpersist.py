@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fastserial.checkpoints.save import save
-from fastserial.config import current
 from fastserial.engines.deepspeed.aio_op import AioSettings, load_op, lockable
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import EngineUnavailableError
@@ -58,7 +57,7 @@ def fastpersist_save(
     Args:
         aio_handle: from `get_aio_handle`; None for the engine in force.
         pinned_buffer: from `get_pinned_buffer`; staging memory for `aio_handle`.
-        use_gds: choose the engine `gds`.
+        use_gds: GPUDirect Storage, for which there is no engine here: an error says so.
         show_stats: log the statistics (logger `fastserial`, level INFO).
         double_buffer: fill one half of the buffer while the other half is written.
         num_parallel_writers: accepted, and 1 whatever is given: the file is always whole.
@@ -109,8 +108,8 @@ def _save(
     path = os.fspath(file_path)
     config = None
     if use_gds:
-        config = current(engine="gds")
-    elif options.dnvme_handle is not None:
+        raise EngineUnavailableError("use_gds: there is no engine for GPUDirect Storage")
+    if options.dnvme_handle is not None:
         config = options_of(options)
     began = perf_counter()
     writer = save(obj, path, zip_container=zip_container, pickle_protocol=protocol, config=config)

@@ -71,8 +71,8 @@ def options_of(options: WriterOptions) -> Config:
         return current()
     if not hasattr(handle, "get_intra_op_parallelism") or "gds" in type(handle).__name__:
         raise ConfigError(
-            f"dnvme_handle must be DeepSpeed's aio_handle, not {type(handle).__name__}; for "
-            "GPUDirect Storage choose the engine by name: engine='gds'"
+            f"dnvme_handle must be DeepSpeed's aio_handle, not {type(handle).__name__}; "
+            "GPUDirect Storage is not supported"
         )
     settings = AioSettings.of(handle)
     engine = partial(
