@@ -100,6 +100,15 @@ class Descriptors:
         self._fds.extend(map(os.dup, (fd,)))
         return self._fds[-1]
 
+    def reserve(self) -> int:
+        """Return a descriptor of no file, whose number `os.dup2` can give to one later.
+
+        Raises:
+            OSError: there is none to be had.
+        """
+        self._fds.extend(map(os.eventfd, (0,), (os.EFD_CLOEXEC,)))
+        return self._fds[-1]
+
     @property
     def newest(self) -> int:
         """The one opened last; -1 if none is open."""
@@ -112,6 +121,14 @@ class Descriptors:
                 deque(map(os.close, map(self._fds.pop, repeat(-1, count))), 0)
             except OSError:  # it is closed all the same
                 continue
+
+    def close_newest(self) -> None:
+        """Close the one opened last.
+
+        Raises:
+            OSError: a network file system reports a late error; it is closed all the same.
+        """
+        deque(map(os.close, map(self._fds.pop, (-1,))), 0)
 
 
 class Background:

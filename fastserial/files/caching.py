@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 from time import perf_counter
 
@@ -79,6 +80,19 @@ class CachedWrites:
         self._fd = fd
         self._synced = synced
         self._began = perf_counter()
+        self._nbytes = 0  # on trial,
+        self._place = 0, 0  # from here to there: there may be holes between
+
+    def take(self, offset: int, length: int) -> None:
+        """Note a range that is to be written on trial."""
+        first, end = self._place if self._nbytes else (offset, offset)
+        self._place = min(first, offset), max(end, offset + length)
+        self._nbytes += length
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether so much was written on trial that `judge` can tell."""
+        return self._nbytes >= TRIAL
 
     def wrote(self, offset: int, length: int) -> None:
         """Start to write a range back that is in the page cache now.
@@ -89,20 +103,23 @@ class CachedWrites:
         if self._synced and not self.on_trial:
             self._sync(offset, length, _WRITE)
 
-    def judge(self, offset: int, length: int) -> bool:
-        """Write a range back, which is all so far (bytes); return whether the device is fast.
+    def judge(self) -> bool:
+        """Write back what was written on trial; return whether the device is fast.
 
         Raises:
             OSError: the device failed.
         """
         self.on_trial = False
         began = perf_counter()
-        if not self._sync(offset, length, _WAIT_BEFORE | _WRITE | _WAIT_AFTER):
+        first, end = self._place
+        if not self._sync(first, end - first, _WAIT_BEFORE | _WRITE | _WAIT_AFTER):
             return False
         device = os.fstat(self._fd).st_dev
-        # without a block device (network, FUSE) the writes themselves may have waited for it
-        took = perf_counter() - (began if os.major(device) else self._began)
-        fast = _fast[device] = length > took * _FAST
+        # without a block device (network, FUSE) the writes themselves may have waited for it,
+        # and those to a file opened with O_SYNC or O_DSYNC, which is part of it, did
+        waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
+        took = perf_counter() - (self._began if waited else began)
+        fast = _fast[device] = self._nbytes > took * _FAST
         return fast
 
     def _sync(self, offset: int, length: int, flags: int) -> bool:

@@ -15,9 +15,11 @@ from typing import Protocol
 from fastserial.files import linux
 from fastserial.files.replacement import CannotReplace, Replacement
 from fastserial.files.targets import FileTarget, InPlaceTarget, Target
+from fastserial.interrupts import Descriptors, finish
 
 __all__ = ["CallersFile", "Destination", "InPlaceFile", "open_target"]
 
+_NO_FILE = "no file was made"
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -111,11 +113,12 @@ class InPlaceFile:
         self.durable = False
         self._wanted_durable = durable
         self._is_new = not os.path.exists(target.name)
+        self._files = Descriptors()
         if target.sequential:
             # Such a file system wants it emptied by the very `open`: the number is kept till then.
-            self.fd = os.eventfd(0, os.EFD_CLOEXEC)
+            self.fd = self._files.reserve()
         else:
-            self.fd = linux.open_own(target.name, os.O_WRONLY | os.O_CREAT)
+            self.fd = self._files.open(target.name, os.O_WRONLY | os.O_CREAT)
 
     @property
     def fallback(self) -> str:
@@ -130,6 +133,8 @@ class InPlaceFile:
     @property
     def outcome(self) -> str:
         """What an error has left at the path."""
+        if self._is_new:
+            return "the save is incomplete" if os.path.exists(self.target.name) else _NO_FILE
         return "the save is incomplete" if self.begun else "the previous file is intact"
 
     def begin(self) -> None:
@@ -142,12 +147,10 @@ class InPlaceFile:
             return
         if self.target.sequential:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            fd = linux.open_own(self.target.name, flags)
+            fd = self._files.open(self.target.name, flags)
             self.begun = True
-            try:
-                os.dup2(fd, self.fd, inheritable=False)
-            finally:
-                os.close(fd)
+            os.dup2(fd, self.fd, inheritable=False)
+            self._files.close(but=1)
         else:
             self.begun = True
             os.ftruncate(self.fd, 0)
@@ -172,19 +175,22 @@ class InPlaceFile:
         Raises:
             OSError: a network file system reports a late error.
         """
-        fd, self.fd = self.fd, -1
-        os.close(fd)
+        self._files.close_newest()
+        self.fd = -1
 
     def discard(self) -> None:
         """Close the file as it is; one that was not there before is removed. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
+        finish(self._remove, self._close)
+
+    def _remove(self) -> None:
+        fd = self._files.newest
         with contextlib.suppress(OSError):
             if self._is_new and os.path.samestat(os.fstat(fd), os.stat(self.target.name)):
                 os.unlink(self.target.name)
-        with contextlib.suppress(OSError):
-            os.close(fd)
+
+    def _close(self) -> None:
+        self.fd = -1
+        self._files.close()
 
 
 class CallersFile:

@@ -319,5 +319,8 @@ def free_bytes_for(target: Target, fd: int) -> int | None:
     with contextlib.suppress(OSError):
         if isinstance(target, PathTarget):
             return linux.free_bytes(os.path.dirname(target.path) or os.curdir)
+        if isinstance(target, InPlaceTarget):  # after an error, its descriptor is closed
+            exists = os.path.exists(target.name)
+            return linux.free_bytes(target.name if exists else os.path.dirname(target.name) or ".")
         return linux.free_bytes(fd)
     return None

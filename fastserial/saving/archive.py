@@ -70,7 +70,6 @@ class ZipArchive:
         self._owns_writer = owns_writer
         if alignment is None:
             alignment = torch_writer.alignment()
-        self._archive = archive
         self._layout = ZipLayout(archive, alignment, torch_writer.checksums_wanted())
         self._archive = archive
         self._finished = False

@@ -21,7 +21,7 @@ from fastserial.config import Config
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.files import linux
-from fastserial.files.caching import TRIAL, CachedWrites, cached_writes
+from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.compression import Compression
 from fastserial.formats.extents import Data, Hole, Literal, Packed, Source
 from fastserial.interrupts import Descriptors, finish
@@ -95,8 +95,7 @@ class BlockWriter:
         self._files = Descriptors()
         self._engineless = False
         self._direct_fd = -1
-        self._cached: CachedWrites | None = None  # blocks go through the page cache,
-        self._tried: int | None = None  # on trial from this offset on
+        self._cached: CachedWrites | None = None  # blocks go through the page cache
         self._read_back: ReadBack | None = None
         self._align = _PAGE
         self._engine: Engine | None = None
@@ -203,7 +202,7 @@ class BlockWriter:
             self._reap()
         offset = parts[0].offset
         if self._cached is not None and self._cached.on_trial:
-            self._trial(self._cached, offset)
+            self._trial(self._cached, offset, length)
         aligned = length - length % self._align
         direct = self.direct and aligned > 0 and offset % self._align == 0
         self._batch.append(
@@ -267,15 +266,15 @@ class BlockWriter:
         able = engine.capabilities
         return able.moves_data and able.unaligned and not able.registered_buffers
 
-    def _trial(self, cached: CachedWrites, offset: int) -> None:
+    def _trial(self, cached: CachedWrites, offset: int, length: int) -> None:
         """Go over to direct I/O, once enough is written, if the device is the faster way."""
-        if self._tried is None:
-            self._tried = offset
-        if offset - self._tried >= TRIAL:
-            self._drain()
-            if cached.judge(self._tried, offset - self._tried):
-                self._cached = None
-                self.direct = True
+        if not cached.is_enough:
+            cached.take(offset, length)
+            return
+        self._drain()
+        if cached.judge():
+            self._cached = None
+            self.direct = True
 
     def _start_engine(self, config: Config) -> tuple[Engine, BufferPool]:
         """Make the engine and its buffers.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files.in_place import Destination
-from fastserial.files.targets import PathTarget, Target, free_bytes_for
+from fastserial.files.targets import FileTarget, PathTarget, Target, free_bytes_for
 
 __all__ = ["save_error"]
 
@@ -43,7 +44,7 @@ def save_error(
     if destination is not None:
         outcome = destination.outcome
     else:
-        is_new = isinstance(target, PathTarget) and target.mode is None
+        is_new = not isinstance(target, FileTarget) and not os.path.exists(target.name)
         outcome = "no file was made" if is_new else "the previous file is intact"
     text += f"; {outcome}"
     if number in REMEDIES:

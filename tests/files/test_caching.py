@@ -27,7 +27,7 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
     monkeypatch.setattr(caching, "_fast", {})
-    monkeypatch.setattr("fastserial.saving.block_writer.TRIAL", MIB)
+    monkeypatch.setattr(caching, "TRIAL", MIB)
 
 
 @pytest.fixture
@@ -112,6 +112,38 @@ def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
         assert report.fallback is None
         assert cached(tmp_path / name) > 0.99
     assert list(caching._fast.values()) == [False]
+
+
+def test_what_was_not_written_does_not_count_in_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    """`skip_data` leaves holes: a device is no faster for them."""
+    monkeypatch.setattr(caching, "_FAST", 0.0)
+    with fast(**SMALL), torch.serialization.skip_data():
+        torch.save([noise(8 * MIB), noise(8 * MIB)], tmp_path / "holes.pt")
+    assert not caching._fast
+
+
+def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    """With O_DSYNC nothing is left to wait for at the end of the trial."""
+    if not has_direct(tmp_path) or not os.major(tmp_path.stat().st_dev):
+        pytest.skip("no direct I/O here, or no block device")
+    clock = iter(range(1000))  # a second for each look at the clock
+    monkeypatch.setattr(caching, "perf_counter", lambda: next(clock))
+    took: list[int] = []
+    for flags in (0, os.O_DSYNC):
+        caching._fast.clear()
+        monkeypatch.setattr(caching, "_FAST", 1.5 * MIB)  # for one second fast, for two slow
+        fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | flags)
+        try:
+            cached = caching.CachedWrites(fd, False, True)
+            cached.take(0, 2 * MIB)
+            took.append(cached.judge())
+        finally:
+            os.close(fd)
+    assert took == [True, False]
 
 
 def test_on_a_fast_device_a_save_is_direct(

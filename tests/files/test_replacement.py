@@ -366,6 +366,26 @@ def test_a_directory_that_cannot_be_listed(target: Path, monkeypatch: pytest.Mon
         assert isinstance(path_target(str(path)), InPlaceTarget)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_an_error_in_place_says_what_is_left(
+    target: Path, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not there:
+        target.unlink()
+    full = InPlaceTarget(str(target), "a test")
+    with failing(monkeypatch, "pwritev", errno.ENOSPC), pytest.raises(WriteError) as caught:
+        write(full, b"new")
+    outcome = "the save is incomplete" if there else "no file was made"
+    assert outcome in str(caught.value)
+    assert "previous" not in str(caught.value)
+    assert caught.value.bytes_free
+    assert target.exists() is there
+    with failing(monkeypatch, "open", errno.EMFILE), pytest.raises(WriteError) as caught:
+        write(full, b"new")
+    outcome = "the previous file is intact" if there else "no file was made"
+    assert outcome in str(caught.value)
+
+
 def test_a_signal_handler_saves_while_the_old_file_is_freed(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
