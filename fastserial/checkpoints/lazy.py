@@ -153,7 +153,7 @@ class LazyCheckpoint:
             reader.close()
             raise
         reader.blocks.rest()
-        if self._source is None:  # closed meanwhile
+        if self._source is None or self._idle:  # closed meanwhile, or one is enough to keep open
             reader.close()
         else:
             self._idle.append(reader)
