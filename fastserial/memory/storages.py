@@ -117,7 +117,18 @@ def copied_by_kernel(target: int, source: int, length: int) -> bool:
 
 def other_threads() -> bool:
     """Return whether Python has more threads than the main one. Takes no lock."""
-    return _thread._count() > 0
+    return _thread._count() > _gone
+
+
+_gone = 0  # threads of the parent's that Python still counts in a forked child
+
+
+def _note_gone() -> None:
+    global _gone
+    _gone = _thread._count()
+
+
+os.register_at_fork(after_in_child=_note_gone)
 
 
 class StorageMemory:

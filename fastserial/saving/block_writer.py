@@ -36,6 +36,7 @@ __all__ = ["BlockWriter"]
 
 _log = logging.getLogger("fastserial")
 _PAGE = 4096
+_NOT_READ_BACK = "; not read back"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
@@ -243,10 +244,14 @@ class BlockWriter:
                 raise
             self._engineless = True
             self.fallback = f"through the page cache, block by block: {error}"
+            if config.read_back:
+                self.fallback += _NOT_READ_BACK
             return None
         locked = self._may_be_locked and linux.is_locked(self._fd)
         if locked:
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
+            if config.read_back:
+                self.fallback += _NOT_READ_BACK
         else:
             self._open_direct()
             if self.direct and self._suits_cache(engine):
@@ -257,7 +262,7 @@ class BlockWriter:
             try:
                 self._read_back = ReadBack(self._fd, self.direct, config.block_size)
             except PermissionError:
-                self.fallback = "not read back (verify): the file may be written, but not read"
+                self.fallback = "not read back: the file may be written, but not read"
         engine.open(pool.buffers, len(pool.buffers))
         return pool
 

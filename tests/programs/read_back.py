@@ -22,7 +22,7 @@ def saved(target) -> str:
     os.chmod(path, 0o600)
     assert torch.equal(torch.load(path)["a"], value)
     os.chmod(path, 0o200)
-    return str(report.fallback).partition(" (")[0]
+    return str(report.fallback).partition(":")[0]
 
 
 print(saved(path))

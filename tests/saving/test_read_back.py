@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import fastserial
 from fastserial.engines import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
+from fastserial.memory import headroom
 
 SMALL_BLOCKS = {"small_file": 0, "block_size": 65536, "queue_depth": 2, "read_back": True}
 
@@ -65,3 +67,20 @@ def test_changed_byte(tmp_path: Path, direct: bool) -> None:
     assert caught.value.errno == errno.EIO
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_the_report_says_that_nothing_is_read_back(
+    tmp_path: Path, scarce: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A locked file is not opened once more, and without an engine there are no blocks to keep."""
+    fastserial.install()
+    if scarce:
+        monkeypatch.setattr(headroom, "is_enough", lambda config: False)
+    with open(tmp_path / "a.pt", "w+b") as file, fastserial.options(**SMALL_BLOCKS):
+        if not scarce:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        torch.save(torch.arange(100_000), file)
+    report = fastserial.last_save_report()
+    assert report is not None
+    assert "; not read back" in str(report.fallback)
