@@ -162,10 +162,12 @@ class Background:
         return True
 
     def join(self) -> None:
-        """Wait until all have ended; again, if interrupted."""
+        """Wait until all have ended, but for the calling one; again, if interrupted."""
         if sys.is_finalizing() or os.getpid() != self._pid:
             return  # they are not there any more, and did not come to their ends
         for thread in tuple(self._started):
+            if thread[0] == _thread.get_ident():
+                continue
             with thread[1]:
                 pass
             with contextlib.suppress(ValueError):

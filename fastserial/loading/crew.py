@@ -7,10 +7,8 @@ as any file refers to the crew, which is one per process.
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +60,12 @@ def engage(config: Config) -> Hand:
 
 
 class Crew:
-    """Hands that have nothing to do. No lock: a signal handler may read, too."""
+    """Hands that have nothing to do. No lock: a signal handler may read, too.
+
+    They end with the crew, since an engine's threads end when nobody refers to it. Nothing is
+    closed then: the last to refer to a crew may be one of these threads, which cannot wait for
+    itself, and a finalizer would let others find a crew that is ending.
+    """
 
     def __init__(self) -> None:
         self._idle: defaultdict[Any, list[Hand]] = defaultdict(list)
@@ -88,11 +91,6 @@ class Crew:
     def forget(self) -> None:
         """In a forked child: the threads are not there."""
         self._idle.clear()
-
-    def __del__(self, too_late: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not too_late():  # for threads, and for modules
-            for hands in self._idle.values():
-                finish(*(hand.close for hand in hands))
 
 
 def _kind(config: Config) -> object:

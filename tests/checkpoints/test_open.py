@@ -11,6 +11,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -571,3 +573,15 @@ def test_safetensors(tmp_path: Path) -> None:
         path.write_bytes(broken)
         with pytest.raises(CorruptCheckpointError, match=r"f\.safetensors"):
             open_checkpoint(path)
+
+
+def test_a_thread_may_be_the_last_to_refer_to_a_crew(tmp_path: Path) -> None:
+    """It cannot wait for itself."""
+    path = tmp_path / "a"
+    path.write_bytes(bytes(5000))
+    program = Path(__file__).parents[1] / "programs" / "crews.py"
+    done = subprocess.run(
+        [sys.executable, str(program), str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "4096\n"
