@@ -342,9 +342,12 @@ class Replacement:
 
         They are told of the last `close` of a file without a name under a number, such as `#12`.
         """
-        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        files = Descriptors()
         with contextlib.suppress(OSError):
-            os.close(linux.open_own(self._base, flags, dir_fd=self._directory))
+            files.open(
+                self._base, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._directory
+            )
+        finish(files.close)
 
     def _hold(self, base: str) -> None:
         """Keep a large old file's space allocated until the new one is safe: see `free`."""
