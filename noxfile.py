@@ -63,7 +63,7 @@ def install_packages(session: nox.Session, *packages: str) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kills, power cuts, failing calls, full disks, damaged files: docs/fault-injection.md (root)."""
+    """Kills, power cuts, failing calls, full disks, ...: docs/fault-injection.md (root)."""
     tools = {"strace": "strace", "mkfs.xfs": "xfsprogs", "mkfs.btrfs": "btrfs-progs"}
     tools |= {"bindfs": "bindfs", "gcc": "gcc", "mkfs.ext4": "e2fsprogs", "fusermount": "fuse"}
     missing = [package for tool, package in tools.items() if shutil.which(tool) is None]

@@ -1,4 +1,4 @@
-"""Faults: short, seeded runs by default; `FASTSERIAL_FAULTS=full` for the counts in docs/fault-injection.md.
+"""Faults: short, seeded runs by default; with `FASTSERIAL_FAULTS=full` those of the docs.
 
 Each proof counts its trials; one table of all counts is printed at the end, and written to
 `FASTSERIAL_FAULTS_TABLE` if that names a file.
