@@ -25,23 +25,13 @@ from fastserial.memory.batch import Batch
 from fastserial.memory.storages import Memory
 
 __all__ = [
-    "CENTRAL_BYTES",
-    "CENTRAL_CRC_AT",
-    "CRC_AT",
-    "DESCRIPTOR_BYTES",
     "DESCRIPTOR_SIGNATURE",
-    "END_BYTES",
-    "ID_DIGITS",
     "ID_RECORD",
-    "LOCAL_NAME_AT",
     "MAX_ALIGNMENT",
     "ZipLayout",
     "ZipPlan",
     "archive_name",
-    "check_alignment",
-    "descriptor_lookalike",
     "fold",
-    "fold_all",
 ]
 
 ID_RECORD = ".data/serialization_id"
@@ -52,11 +42,10 @@ MAX_ALIGNMENT = 65536 - 64
 _U16 = 0xFFFF
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
-ID_DIGITS = 20
+_ID_DIGITS = 20
 _COPIED = 64 * 1024  # bytes of a record; a larger one, such as the pickle of arrays, is not copied
 _LOOKALIKE_BYTES = 8  # a storage of fewer is not taken for a descriptor
-CRC_AT = 4  # in a data descriptor,
-CENTRAL_CRC_AT = 16  # and in an entry of the directory
+_CRC_AT = 4  # in a data descriptor
 _UTF8 = 0x0800
 _FLAGS = _UTF8 | 0x0008  # a data descriptor follows
 _MADE_BY = 0x031E
@@ -75,10 +64,9 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
 _FB = struct.Struct("<2sH")
-DESCRIPTOR_BYTES, CENTRAL_BYTES = _DESCRIPTOR.size, _CENTRAL.size
-END_BYTES = _END64.size + _END64_LOCATOR.size + _END.size  # behind the directory
-LOCAL_NAME_AT = len(_LOCAL_START) + _LENGTHS.size  # in a local header
-_LOCAL_BYTES = LOCAL_NAME_AT + _FB.size
+_END_BYTES = _END64.size + _END64_LOCATOR.size + _END.size  # behind the directory
+_LOCAL_NAME_AT = len(_LOCAL_START) + _LENGTHS.size  # in a local header
+_LOCAL_BYTES = _LOCAL_NAME_AT + _FB.size
 
 
 def archive_name(path: str) -> str:
@@ -91,7 +79,7 @@ def archive_name(path: str) -> str:
     return base if dot < 0 else base[:dot]
 
 
-def check_alignment(alignment: int) -> None:
+def _check_alignment(alignment: int) -> None:
     """Refuse a storage alignment (bytes) with which torch's own file would be broken.
 
     Raises:
@@ -101,7 +89,7 @@ def check_alignment(alignment: int) -> None:
         raise LayoutError(f"a storage alignment of {alignment} bytes does not fit a zip header")
 
 
-def descriptor_lookalike(head: bytes) -> int | None:
+def _descriptor_lookalike(head: bytes) -> int | None:
     """Return what torch takes for a CRC-32 in the first 8 bytes of a record's data, if anything.
 
     It takes any one write that begins like a data descriptor for one.
@@ -116,7 +104,7 @@ def fold(seed: int, value: int) -> int:
     return (seed ^ (value + 0x9E3779B9 + ((seed << 6) & _U64) + (seed >> 2))) & _U64
 
 
-def fold_all(values: Iterable[int]) -> int:
+def _fold_all(values: Iterable[int]) -> int:
     """Return what `fold` makes of 0 and the values, one after the other."""
     seed = 0
     for value in values:
@@ -158,7 +146,7 @@ class ZipLayout:
         Raises:
             LayoutError: torch's own file would be broken with this alignment.
         """
-        check_alignment(alignment)
+        _check_alignment(alignment)
         self.checksums = checksums
         self.names: list[str] = []
         self._prefix = archive.encode() + b"/"
@@ -180,11 +168,6 @@ class ZipLayout:
         # Container bytes not yet in an extent, and the record whose CRC they begin with.
         self._bytes = bytearray()
         self._patched_by: int | None = None
-
-    @property
-    def position(self) -> int:
-        """Bytes laid out so far."""
-        return self._cursor
 
     def add_bytes(self, name: str, data: bytes, crc: int) -> None:
         """Add a record whose bytes and CRC-32 are known."""
@@ -300,12 +283,12 @@ class ZipLayout:
             crc_of: CRC-32 of bytes.
         """
         checksums = self.checksums
-        self._open(ID_RECORD, 2 * ID_DIGITS, 0)
+        self._open(ID_RECORD, 2 * _ID_DIGITS, 0)
         sizes, lookalikes = self._sizes, self._lookalikes
         last = len(sizes) - 1
         directory = self._cursor + sizes[last] + len(self._descriptor(last, 0))
         length = directory - self._cursor + self._directory_bytes
-        length += END_BYTES
+        length += _END_BYTES
 
         def make(crcs: Sequence[int]) -> bytes:
             values = [crc for crc, size in zip(crcs, sizes, strict=True) if size][:-1]
@@ -317,8 +300,8 @@ class ZipLayout:
                     if size
                 )
                 values = [value for pair in pairs for value in pair]
-            combined = fold_all(values)
-            text = f"{names_hash}{combined:0{ID_DIGITS}d}".encode()
+            combined = _fold_all(values)
+            text = f"{names_hash}{combined:0{_ID_DIGITS}d}".encode()
             id_crc = crc_of(text) if checksums else 0
             tail = text + self._descriptor(last, id_crc)
             return tail + self._directory(directory, [*crcs[:last], id_crc])
@@ -350,7 +333,7 @@ class ZipLayout:
             data = bytes(self._bytes)
             patched_by = self._patched_by
             source = (
-                Literal(data) if patched_by is None else DescriptorPatch(data, patched_by, CRC_AT)
+                Literal(data) if patched_by is None else DescriptorPatch(data, patched_by, _CRC_AT)
             )
             self._extents.append(Extent(self._cursor - len(data), len(data), source))
             self._bytes.clear()
@@ -408,7 +391,7 @@ class ZipLayout:
     def _close(self, head: bytes) -> None:
         """Append the last record's data descriptor, and note the lookalike."""
         record = len(self.names) - 1
-        lookalike = descriptor_lookalike(head)
+        lookalike = _descriptor_lookalike(head)
         if lookalike is not None:
             self._lookalikes[record] = lookalike
         self._append(self._descriptor(record, self._crcs[record] or 0))
