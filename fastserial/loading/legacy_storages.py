@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.legacy.layout import COUNT
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ExpectedSink, ReadExtent, storage_sink
 from fastserial.memory.huge_pages import HugePages
@@ -14,7 +14,6 @@ from fastserial.memory.storages import synchronize
 
 __all__ = ["read_storages"]
 
-_COUNT = struct.Struct("<q")
 _DEVICES = frozenset({"cpu", "cuda"})
 
 
@@ -45,9 +44,9 @@ def read_storages(
     pages = HugePages()
     for key, storage in zip(keys, untyped, strict=True):
         nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
-        count = _COUNT.pack(nbytes // item)
-        extents.append(ReadExtent(offset, _COUNT.size, ExpectedSink(count, f"the size of {key}")))
-        offset += _COUNT.size
+        count = COUNT.pack(nbytes // item)
+        extents.append(ReadExtent(offset, COUNT.size, ExpectedSink(count, f"the size of {key}")))
+        offset += COUNT.size
         if nbytes:
             if storage.device.type == "cpu":
                 pages.advise(storage.data_ptr(), nbytes)

@@ -22,10 +22,11 @@ from fastserial.files import linux
 from fastserial.files.sources import FileSource
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.records import all_checksums, read_places, storage_records
+from fastserial.formats.zip.structs import MOST_INFLATED
 from fastserial.loading.legacy_storages import read_storages
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.session import LoadSession, current_session
-from fastserial.loading.zip_reader import MOST_INFLATED, FastZipReader
+from fastserial.loading.zip_reader import FastZipReader
 
 __all__ = ["load_legacy_storages", "open_source", "zip_reader"]
 

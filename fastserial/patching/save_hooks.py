@@ -24,7 +24,8 @@ from fastserial.files.targets import (
     Target,
     target_of,
 )
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
+from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.interrupts import Background
 from fastserial.memory.storages import device_types
 from fastserial.patching import self_check as self_check_module

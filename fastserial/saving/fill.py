@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import EngineError
 from fastserial.formats.extents import Data, DescriptorPatch, Hole, Literal, Packed, Source, Trailer
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, memmove
 
 __all__ = ["Part", "fill", "staged"]

@@ -24,15 +24,10 @@ from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.formats.tensors import Outline, zip_outline
-from fastserial.formats.zip.directory import (
-    DEFLATED,
-    Directory,
-    RecordEntry,
-    read_directory,
-    read_exactly,
-)
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE, ID_RECORD
+from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory, read_exactly
+from fastserial.formats.zip.layout import ID_RECORD
 from fastserial.formats.zip.records import PICKLE
+from fastserial.formats.zip.structs import DEFLATED, DESCRIPTOR_SIGNATURE
 from fastserial.loading.scan import scan
 
 __all__ = ["ZipResult", "verify_zip"]

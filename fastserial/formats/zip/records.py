@@ -18,6 +18,7 @@ from fastserial.formats.zip.directory import (
     read_directory,
     read_exactly,
 )
+from fastserial.formats.zip.structs import LOCAL
 
 __all__ = [
     "PICKLE",
@@ -30,7 +31,6 @@ __all__ = [
 
 PICKLE = "data.pkl"
 _MOST_INFLATED = 256 * 1024 * 1024
-_LOCAL_HEADER_BYTES = 30  # bytes of a local header without its name
 
 
 def read_record(fd: int, record: RecordEntry, most: int) -> bytes:
@@ -121,7 +121,7 @@ def _found_by_torch(fd: int, records: Sequence[RecordEntry], stock: Any) -> list
 
 
 def _is_placed(fd: int, record: RecordEntry) -> bool:
-    raw = read_exactly(fd, record.header_offset, _LOCAL_HEADER_BYTES + len(record.full_name))
+    raw = read_exactly(fd, record.header_offset, LOCAL.size + len(record.full_name))
     header = parse_local_header(raw, record.name)
     return record.header_offset + header.length == record.data_offset
 
