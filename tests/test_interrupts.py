@@ -189,7 +189,7 @@ def test_clean_up_goes_on_where_it_was_interrupted() -> None:
 def test_the_old_file_is_closed_though_a_handler_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replacement, "LARGE", 1)
+    monkeypatch.setattr(replacement, "LARGE_FILE", 1)
     fastserial.install()
     torch.save({"x": 1}, tmp_path / "f.pt")
     torch.save({"x": 1}, tmp_path / "f.pt")

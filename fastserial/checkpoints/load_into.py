@@ -21,6 +21,7 @@ from fastserial.checkpoints.module_state import ModuleState
 from fastserial.checkpoints.tensor_read import direct_extent, fill, meta_of
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
+from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import (
     CheckpointKeyError,
     CorruptCheckpointError,
@@ -35,7 +36,6 @@ from fastserial.reports import Latency, LoadReport, publish_load
 
 __all__ = ["LoadedKeys", "load_into"]
 
-_FEW_BYTES = 32 * 1024  # per tensor, on average
 _SHOWN = 20  # mismatches that an error tells
 
 
@@ -116,7 +116,7 @@ def load_into(
             claimed = module.unpickled if module is not None else []
             jobs, left = _match(wanted, index, key, strict, type(target).__name__, claimed, unread)
             passes = _last_of_each(jobs)
-            if reader.size > len(jobs) * _FEW_BYTES:
+            if reader.size > len(jobs) * FEW_BYTES:
                 pause.end()  # reading may take long
             synchronize([job.target.untyped_storage() for job in jobs])
             checked = _read(reader, passes, verify)

@@ -113,7 +113,7 @@ def _options(folder: Path | None) -> tuple[tuple[Option, ...], Config, str | Non
         Option(
             name,
             getattr(current, name),
-            "default" if problem else "tune" if name in by_tune else _source(name),
+            "default" if problem else "tune" if name in by_tune else config.origin_of(name),
         )
         for name in (field.name for field in dataclasses.fields(Config))
     )
@@ -128,15 +128,6 @@ def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
         return lookup.entry_for(folder)[1], None
     except (ConfigError, OSError) as error:
         return None, str(error)
-
-
-def _source(name: str) -> str:
-    if name in (config._scoped.get() or {}):
-        return "options()"
-    if name in config._installed:
-        return "install()"
-    variable = f"FASTSERIAL_{name.upper()}"
-    return variable if variable in os.environ else "default"
 
 
 def _unknown_variables() -> tuple[str, ...]:

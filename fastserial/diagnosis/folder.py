@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastserial.config.performance import PAGE
 from fastserial.files import linux
 from fastserial.files.device_id import block_node, first_line
 from fastserial.files.linux import DirectAlignment
@@ -21,7 +22,6 @@ __all__ = ["Device", "Folder", "device_of", "folder_problem", "leftovers", "prob
 
 _TEMPORARY = re.compile(r"\..+\.fastserial-\d+\.tmp", re.DOTALL)
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
-_PAGE = 4096
 _TRIAL_BYTES = 1 << 20
 
 
@@ -144,7 +144,7 @@ def device_of(path: Path) -> Device:
 
 def _try_direct(fd: int) -> str | None:
     alignment = linux.direct_alignment(fd)
-    size = max(_PAGE, alignment.offset if alignment is not None else 0)
+    size = max(PAGE, alignment.offset if alignment is not None else 0)
     pool = BufferPool(1, size)
     direct = -1
     try:

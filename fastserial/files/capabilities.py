@@ -12,6 +12,7 @@ import errno
 import os
 from dataclasses import dataclass
 
+from fastserial.config.performance import PAGE
 from fastserial.files import linux
 
 __all__ = ["CAPABLE", "Limit", "limit_of"]
@@ -36,7 +37,6 @@ CAPABLE = frozenset(
         0x19830326,
     }
 )
-_PAGE = 4096
 # These tell of the moment, not of the file system.
 _PASSING = (
     errno.ENOSPC,
@@ -90,7 +90,7 @@ def _tried(directory: str) -> Limit | None:
     first, second = f"{stem}-1.tmp", f"{stem}-2.tmp"
     limit = Limit("the file system takes the bytes of a file in their order only", True)
     try:
-        _write(first, (_PAGE, 0))
+        _write(first, (PAGE, 0))
         limit = Limit("the file system cannot rename a file over another")
         _write(second, (0,))
         os.rename(second, first)
@@ -111,7 +111,7 @@ def _write(path: str, offsets: tuple[int, ...]) -> None:
         stack.callback(os.close, fd)
         try:
             for offset in offsets:
-                os.pwrite(fd, bytes(_PAGE), offset)
+                os.pwrite(fd, bytes(PAGE), offset)
         except OSError:
             stack.pop_all()
             with contextlib.suppress(OSError):  # which may fail as well, otherwise

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from fastserial.config.performance import PAGE
 from fastserial.files import linux
 from fastserial.interrupts import Descriptors
 
-__all__ = ["PAGE", "DirectFile", "open_direct"]
-
-PAGE = 4096  # bytes; less is never asked of direct I/O, even where a device takes sectors of 512
+__all__ = ["DirectFile", "open_direct"]
 
 
 class DirectFile(NamedTuple):

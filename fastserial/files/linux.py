@@ -15,6 +15,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
+from fastserial.config.performance import PAGE
 from fastserial.interrupts import OWN, Descriptors
 
 __all__ = [
@@ -56,7 +57,6 @@ _INTERRUPTIONS = 8  # so often the reserving of space is begun anew
 _NAME_MAX = 255  # bytes of a file's name on most file systems
 _FALLOC_FL_KEEP_SIZE = 1
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
-DEFAULT_ALIGNMENT = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
@@ -86,7 +86,7 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
             if field(_MASK_AT) & _STATX_DIOALIGN:
                 memory, offset = field(_MEMORY_AT), field(_OFFSET_AT)
                 return DirectAlignment(memory, offset, True) if offset else None
-    return DirectAlignment(DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT, False)
+    return DirectAlignment(PAGE, PAGE, False)
 
 
 def reopen(fd: int, flags: int, files: Descriptors | None = None) -> int:

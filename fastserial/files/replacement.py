@@ -21,12 +21,13 @@ import stat
 from collections.abc import Iterator
 from itertools import chain
 
+from fastserial.config.performance import LARGE_FILE
 from fastserial.files import linux
 from fastserial.files.attributes import Attributes, CannotKeep, attributes_of, give
 from fastserial.files.targets import PathTarget
 from fastserial.interrupts import Background, Descriptors, finish
 
-__all__ = ["LARGE", "CannotReplace", "Replacement", "free", "temporary_name", "wait_until_free"]
+__all__ = ["CannotReplace", "Replacement", "free", "temporary_name", "wait_until_free"]
 
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
@@ -40,7 +41,6 @@ _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
-LARGE = 64 * 1024 * 1024  # bytes; less is freed faster than a thread is started
 _freeing_threads = Background()
 
 
@@ -351,7 +351,7 @@ class Replacement:
 
     def _hold(self, base: str) -> None:
         """Keep a large old file's space allocated until the new one is safe: see `free`."""
-        if self.target.size >= LARGE:
+        if self.target.size >= LARGE_FILE:
             self._replaced = Descriptors()
             with contextlib.suppress(OSError):
                 self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
@@ -415,7 +415,7 @@ class Replacement:
 def free(files: Descriptors) -> None:
     """Close a descriptor that is the last to hold a file; on a thread if the file is large."""
     try:
-        large = files.newest >= 0 and os.fstat(files.newest).st_size >= LARGE
+        large = files.newest >= 0 and os.fstat(files.newest).st_size >= LARGE_FILE
     except OSError:
         large = False
     if not large or not _freeing_threads.start(files.close):

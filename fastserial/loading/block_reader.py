@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastserial.config import Config
+from fastserial.config.performance import MOSTLY_CACHED
 from fastserial.engines import Completion, Engine, Op, Request
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.caching import reads_through_cache
@@ -27,7 +28,6 @@ from fastserial.memory.buffers import Buffer
 __all__ = ["Block", "BlockReader", "ReadCounts"]
 
 _log = logging.getLogger("fastserial")
-_MOSTLY = 0.9  # a block with this part in the page cache is read through it
 
 Delivery = Callable[[memoryview, int], None]
 
@@ -161,7 +161,7 @@ class BlockReader:
         if self._config.direct is True:
             return True
         fraction = cached_fraction(self._fd, offset, length)
-        return fraction is None or fraction < _MOSTLY
+        return fraction is None or fraction < MOSTLY_CACHED
 
     def put(self, block: Block, direct: bool | None = None) -> None:
         """Queue a block; waits for others if the queue is full.

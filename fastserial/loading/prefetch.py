@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 
 from fastserial.checksums import CrcLedger, crc32
+from fastserial.config.performance import LOOK_AHEAD, STRAIGHT_BLOCKS
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.interrupts import Background, finish
@@ -39,8 +40,6 @@ __all__ = ["Prefetch"]
 
 _log = logging.getLogger("fastserial")
 _ALIGNMENT = 64  # of torch's own memory (bytes)
-_STRAIGHT_BLOCKS = 4  # blocks in one read that needs no buffer: fewer turns for the interpreter
-_LOOK_AHEAD = 256 * 1024 * 1024  # bytes read and not yet asked for
 
 # Not `ctypes.memmove`: giving the interpreter up for a few bytes costs more than copying them.
 _memmove = ctypes.PyDLL(None).memmove
@@ -150,7 +149,7 @@ class Prefetch:
         while self._provided < len(units):
             unit = units[self._provided]
             if not unit.provided:
-                if self._held and self._held + unit.length > _LOOK_AHEAD:
+                if self._held and self._held + unit.length > LOOK_AHEAD:
                     break
                 try:
                     unit.allocate(self._blocks.alignment)
@@ -269,7 +268,7 @@ class Prefetch:
         direct = self._blocks.goes_direct(unit.offset, self._clip(unit))
         self._pages.advise(unit.base, unit.length)
         whole = host_buffer(unit.base, unit.length) if straight else None
-        size = self._block_size * (_STRAIGHT_BLOCKS if straight else 1)
+        size = self._block_size * (STRAIGHT_BLOCKS if straight else 1)
         stop = unit.offset + self._clip(unit)
         at = unit.offset
         while at < stop:

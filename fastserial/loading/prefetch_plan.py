@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from fastserial.config.performance import LARGE_RECORD, NEAR_RECORDS
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
 from fastserial.memory.storages import new_storage
 
 __all__ = ["Unit", "has_header", "plan_units"]
 
-_LARGE = 512 * 1024  # records from here on get memory and reads of their own
-_NEAR = 64 * 1024  # small records further apart are not read together
 _DIGITS = 20  # of a key that is looked at
 
 _Keyed = tuple[int, RecordEntry]
@@ -97,12 +96,12 @@ def plan_units(records: Sequence[RecordEntry], alignment: int, most: int) -> lis
 
     for item in keyed:
         record = item[1]
-        if record.size >= _LARGE or _span(record, record, alignment)[1] > most:
+        if record.size >= LARGE_RECORD or _span(record, record, alignment)[1] > most:
             close()
             units.append(Unit([item], alignment, True))
             continue
         if group and (
-            record.header_offset - group[-1][1].data_end > _NEAR
+            record.header_offset - group[-1][1].data_end > NEAR_RECORDS
             or _span(group[0][1], record, alignment)[1] > most
         ):
             close()

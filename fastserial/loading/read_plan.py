@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from fastserial.config.performance import NEAR_EXTENTS, STRAIGHT_PIECE
 from fastserial.loading.block_reader import Block
 from fastserial.loading.sinks import HostSink, ReadExtent, Sink
 from fastserial.memory.buffers import host_buffer
 
 __all__ = ["plan_blocks"]
-
-_NEAR = 128 * 1024  # bytes not wanted that are read rather than split a read in two
-_STRAIGHT = 64 * 1024  # pieces from here on are worth a read of their own
 
 
 class _Piece(NamedTuple):
@@ -82,7 +80,7 @@ def _runs(window: Sequence[_Piece]) -> Iterator[list[_Piece]]:
     run: list[_Piece] = []
     end = 0
     for piece in window:
-        if run and piece.offset - end > _NEAR:
+        if run and piece.offset - end > NEAR_EXTENTS:
             yield run
             run = []
         run.append(piece)
@@ -111,7 +109,7 @@ def _direct(
 def _cached(run: list[_Piece], straight: bool) -> Iterator[tuple[Block, bool]]:
     together: list[_Piece] = []
     for piece in run:
-        if straight and piece.length >= _STRAIGHT and isinstance(piece.sink, HostSink):
+        if straight and piece.length >= STRAIGHT_PIECE and isinstance(piece.sink, HostSink):
             if together:
                 yield _staged(together), False
                 together = []

@@ -18,12 +18,13 @@ from time import perf_counter
 
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
+from fastserial.config.performance import PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.compression import Compression
-from fastserial.files.direct import PAGE, open_direct
+from fastserial.files.direct import open_direct
 from fastserial.formats.extents import Data, Hole, Literal, Packed, Source
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import headroom

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastserial import config as config_module
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
+from fastserial.config.performance import GATHERED
 from fastserial.errors import WriteError, name_in
 from fastserial.files import linux
 from fastserial.files.in_place import open_target
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["FastFileWriter"]
 
 _log = logging.getLogger("fastserial")
-_GATHER = 64 * 1024  # small writes are gathered up to this many bytes
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -185,9 +185,9 @@ class FastFileWriter:
         self._statistics.write += 1
         with memoryview(data).cast("B") as view:
             length = len(view)
-            if length < _GATHER:
+            if length < GATHERED:
                 self._gathered += view
-                if len(self._gathered) >= _GATHER:
+                if len(self._gathered) >= GATHERED:
                     with _Guarded(self):
                         self._use_tuned()
                         self._gather()

@@ -188,7 +188,7 @@ class Trials:
 
 def main(folder: str, what: str, handler: str, count: str, seed: str) -> None:
     torch.set_num_threads(1)
-    replacement.LARGE = 1 << 20
+    replacement.LARGE_FILE = 1 << 20
     fastserial.install(**BLOCKS)
     trials = Trials(Path(folder), what, random.Random(seed))
     signal.signal(signal.SIGALRM, trials.raises if handler == "raise" else trials.works)

@@ -21,6 +21,7 @@ from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_who
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc32_combine
 from fastserial.config import Config
+from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.formats.tensors import Outline, zip_outline
@@ -34,7 +35,6 @@ __all__ = ["ZipResult", "verify_zip"]
 
 _HEAD = 8
 _LONGEST_TAIL = 128 * 1024
-_INFLATE_CHUNK = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -314,10 +314,10 @@ def _inflated_crc(fd: int, record: RecordEntry) -> int | None:
     pending = b""
     while size <= record.size and not inflater.eof:
         if not pending:
-            pending = os.pread(fd, min(_INFLATE_CHUNK, record.data_end - at), at)
+            pending = os.pread(fd, min(INFLATE_CHUNK, record.data_end - at), at)
             at += len(pending)
         try:
-            data = inflater.decompress(pending, _INFLATE_CHUNK)
+            data = inflater.decompress(pending, INFLATE_CHUNK)
         except zlib.error:
             return None
         if not data and not pending:

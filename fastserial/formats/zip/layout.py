@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import cast
 
+from fastserial.config.performance import COPIED_RECORD
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Hole, Literal, Packed, Trailer
 from fastserial.formats.zip.structs import (
@@ -56,7 +57,6 @@ MAX_ALIGNMENT = 65536 - 64
 
 _U64 = 0xFFFFFFFFFFFFFFFF
 _ID_DIGITS = 20
-_COPIED = 64 * 1024  # bytes of a record; a larger one, such as the pickle of arrays, is not copied
 _LOOKALIKE_BYTES = 8  # a storage of fewer is not taken for a descriptor
 _CRC_AT = 4  # in a data descriptor
 _FLAGS = UTF8 | HAS_DESCRIPTOR
@@ -177,7 +177,7 @@ class ZipLayout:
     def add_bytes(self, name: str, data: bytes, crc: int) -> None:
         """Add a record whose bytes and CRC-32 are known."""
         self._open(name, len(data), crc if self.checksums else 0)
-        if len(data) > _COPIED:
+        if len(data) > COPIED_RECORD:
             self._emit(Literal(data))
         else:
             self._append(data)
