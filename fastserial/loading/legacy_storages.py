@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.legacy.layout import COUNT
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ExpectedSink, ReadExtent, storage_sink
@@ -33,13 +33,14 @@ def read_storages(
 
     Raises:
         CorruptCheckpointError: the file is not as the pickle says; torch's own way says what.
+        UnreadableCheckpointError: storages are on devices that we do not fill.
         OSError: the disk failed.
     """
     if len(set(keys)) != len(keys) or not all(key in storages for key in keys):
         raise CorruptCheckpointError("the list of storages is damaged")
     untyped = [storages[key]._untyped_storage for key in keys]
     if any(storage.device.type not in _DEVICES for storage in untyped):
-        raise CorruptCheckpointError("storages on other devices are torch's to read")
+        raise UnreadableCheckpointError("storages on other devices are torch's to read")
     extents: list[ReadExtent] = []
     pages = HugePages()
     for key, storage in zip(keys, untyped, strict=True):

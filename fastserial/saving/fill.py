@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import FILL_CHUNK, JOINED
-from fastserial.errors import EngineError
+from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Hole, Literal, Packed, Source, Trailer
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, memmove
@@ -64,14 +64,14 @@ def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
         at += length
     for at, (_, source, start, length, ledger) in late:
         if ledger is None:
-            raise EngineError("a source that needs checksums came without a ledger")
+            raise LayoutError("a source that needs checksums came without a ledger")
         if isinstance(source, DescriptorPatch):
             text: bytes | bytearray = bytearray(source.data)
             _CRC.pack_into(text, source.at, ledger.wait(source.record))
         elif isinstance(source, Trailer):
             text = source.data(ledger.wait_all())
         else:
-            raise EngineError(f"no such source: {source!r}")
+            raise LayoutError(f"no such source: {source!r}")
         view[at : at + length] = text[start : start + length]
 
 

@@ -22,7 +22,7 @@ from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc32_combine
 from fastserial.config import Config
 from fastserial.config.performance import INFLATE_CHUNK
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.errors import CorruptCheckpointError, PickleLimitError, TruncatedCheckpointError
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory, read_exactly
@@ -66,7 +66,7 @@ def verify_zip(fd: int, size: int, config: Config, findings: Findings) -> ZipRes
         if not torch_made:
             directory = read_directory(fd, size)
     except CorruptCheckpointError as error:
-        kind = "truncated" if "truncated" in error.message else "directory"
+        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "directory"
         findings.add(Problem(kind, error.message, error.record, error.offset))
         return ZipResult()
     if torch_made:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.formats.legacy.layout import COUNT
 from fastserial.formats.pickles import ByteStream, Decoded, Limits, Mapping, decode
 from fastserial.formats.storages import StorageEntry, storage_table
@@ -131,7 +131,7 @@ def _places(
     for key in keys:
         entry = table[key]
         if at + COUNT.size > size:
-            raise CorruptCheckpointError(
+            raise TruncatedCheckpointError(
                 f"the file ends at byte {size}, before the storage: truncated", record=key
             )
         raw = read_exactly(fd, at, COUNT.size)
@@ -144,7 +144,7 @@ def _places(
             )
         at += COUNT.size
         if at + entry.nbytes > size:
-            raise CorruptCheckpointError(
+            raise TruncatedCheckpointError(
                 f"the file ends at byte {size}, the storage at {at + entry.nbytes}: truncated",
                 record=key,
                 offset=at,

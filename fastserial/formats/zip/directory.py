@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
+)
 from fastserial.formats.zip.structs import (
     CENTRAL,
     CENTRAL_SIGNATURE,
@@ -171,7 +175,7 @@ def read_exactly(fd: int, offset: int, length: int) -> bytes:
     """Return `length` bytes at `offset`.
 
     Raises:
-        CorruptCheckpointError: the file ends before.
+        TruncatedCheckpointError: the file ends before.
         OSError: the file cannot be read.
     """
     data = os.pread(fd, length, offset)
@@ -184,7 +188,7 @@ def read_exactly(fd: int, offset: int, length: int) -> bytes:
         parts.append(data)
         got += len(data)
     if got < length:
-        raise CorruptCheckpointError(f"the file ends at byte {offset + got}: truncated")
+        raise TruncatedCheckpointError(f"the file ends at byte {offset + got}: truncated")
     return b"".join(parts)
 
 
@@ -200,6 +204,7 @@ def read_directory(fd: int, size: int | None = None, *, headers: bool = True) ->
 
     Raises:
         CorruptCheckpointError: there is no whole directory, or it is not to be trusted.
+        UnreadableCheckpointError: the archive is in several parts, or its directory too large.
         OSError: the file cannot be read.
     """
     if size is None:
@@ -225,14 +230,14 @@ def _read_end(fd: int, size: int) -> EndRecords:
     tail = read_exactly(fd, size - reach, reach)
     found = tail.rfind(END_SIGNATURE, 0, max(0, reach - END.size + 4))
     if found < 0:
-        raise CorruptCheckpointError(
+        raise TruncatedCheckpointError(
             "failed finding central directory: the file is truncated, or no zip archive"
         )
     at = size - reach + found
     _, disk, start_disk, few, count, length, offset, _ = END.unpack_from(tail, found)
     trailing = size - at - END.size
     if disk not in (0, U16) or start_disk not in (0, U16) or few != count:
-        raise CorruptCheckpointError("archives in several parts are not supported")
+        raise UnreadableCheckpointError("archives in several parts are not supported")
     told = (count, length, offset)
     zip64 = _read_zip64_end(fd, at)
     if zip64 is None:
@@ -248,7 +253,7 @@ def _read_end(fd: int, size: int) -> EndRecords:
     if end.directory_offset + end.directory_size > limit:
         raise CorruptCheckpointError("the central directory goes past the end of the file")
     if end.directory_size > MAX_DIRECTORY_BYTES:
-        raise CorruptCheckpointError(
+        raise UnreadableCheckpointError(
             f"the central directory of {end.directory_size} bytes is larger than "
             f"{MAX_DIRECTORY_BYTES} bytes"
         )
@@ -273,7 +278,7 @@ def _read_zip64_end(fd: int, end: int) -> tuple[int, tuple[int, int, int]] | Non
     if signature != END64_SIGNATURE:
         raise CorruptCheckpointError("there is no zip64 end record where its locator points")
     if disk != 0 or start_disk != 0 or few != count:
-        raise CorruptCheckpointError("archives in several parts are not supported")
+        raise UnreadableCheckpointError("archives in several parts are not supported")
     return at, (count, length, offset)
 
 
