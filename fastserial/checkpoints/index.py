@@ -19,8 +19,8 @@ from fastserial.errors import (
 )
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
-from fastserial.formats.safetensors import contiguous_stride, read_header
-from fastserial.formats.storages import ITEM_BYTES, PACKED
+from fastserial.formats.safetensors import read_header
+from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import read_places, read_record

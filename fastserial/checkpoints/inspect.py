@@ -12,8 +12,8 @@ from fastserial.files import linux
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.pickles import Limits
-from fastserial.formats.safetensors import contiguous_stride, read_header
-from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.safetensors import read_header
+from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import Directory, read_directory
 from fastserial.formats.zip.records import read_record

@@ -21,7 +21,8 @@ from fastserial.checkpoints.index import is_little_endian
 from fastserial.errors import ConvertError, CorruptCheckpointError, FastserialError
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
-from fastserial.formats.safetensors import contiguous_stride, read_header
+from fastserial.formats.safetensors import read_header
+from fastserial.formats.storages import contiguous_stride
 from fastserial.formats.zip.records import PICKLE, read_places
 from fastserial.memory.storages import new_storage
 from fastserial.patching.install import get_original

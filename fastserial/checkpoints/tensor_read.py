@@ -14,6 +14,7 @@ import torch
 from fastserial.checkpoints.index import TensorPlace
 from fastserial.config.performance import CONTIGUOUS_RUN, SCATTERED_CHUNK
 from fastserial.errors import UnreadableTensorError
+from fastserial.formats.storages import reach
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
 
@@ -51,10 +52,7 @@ def is_dense(view: torch.Tensor) -> bool:
 
 def _span(view: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to behind its last."""
-    if view.numel() == 0:
-        return 0
-    reach = sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
-    return int(reach + 1) * view.itemsize
+    return reach(view.shape, view.stride()) * view.itemsize
 
 
 def _first(base: int, view: torch.Tensor) -> int:

@@ -29,7 +29,6 @@ from fastserial.tuning.store import Entry
 
 __all__ = ["examine"]
 
-_STARTS_WITH_PTH = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 _LIBAIO = ("libaio.so.1", "libaio.so.1t64")
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 _PACKAGES = ("isal", "tqdm", "deepspeed", "cuda-bindings")
@@ -137,7 +136,7 @@ def _unknown_variables() -> tuple[str, ...]:
 def _boot() -> Boot:
     environment = {**os.environ, startup.VARIABLE: "1"}
     probe = subprocess.run(
-        [sys.executable, "-c", _STARTS_WITH_PTH],
+        [sys.executable, "-c", startup.PROBE],
         env=environment,
         capture_output=True,
         check=False,

@@ -16,11 +16,11 @@ from fastserial.config.performance import PAGE
 from fastserial.files import linux
 from fastserial.files.device_id import block_node, first_line
 from fastserial.files.linux import DirectAlignment
+from fastserial.files.replacement import TEMPORARY_NAME
 from fastserial.memory.buffers import BufferPool
 
 __all__ = ["Device", "Folder", "device_of", "folder_problem", "leftovers", "probe_folder"]
 
-_TEMPORARY = re.compile(r"\..+\.fastserial-\d+\.tmp", re.DOTALL)
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
 _TRIAL_BYTES = 1 << 20
 
@@ -103,7 +103,8 @@ def folder_problem(folder: Path) -> str | None:
 def leftovers(folder: Path) -> tuple[str, ...]:
     """Return the names of temporary files in a folder whose save was killed."""
     with os.scandir(folder) as entries:
-        found = [e.name for e in entries if _TEMPORARY.fullmatch(e.name) and _abandoned(e.path)]
+        named = [entry for entry in entries if re.fullmatch(TEMPORARY_NAME, entry.name)]
+    found = [entry.name for entry in named if _abandoned(entry.path)]
     return tuple(sorted(found))
 
 

@@ -44,6 +44,9 @@ _CHANGED = "during the save it got an owner or attributes that a new file cannot
 _freeing_threads = Background()
 
 
+TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temporary_name` returns
+
+
 def temporary_name(name: str, slot: int, name_max: int = _NAME_MAX) -> str:
     """Return the temporary name number `slot` of the file `name` (without its directory).
 

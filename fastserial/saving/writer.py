@@ -13,7 +13,6 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial import config as config_module
@@ -302,12 +301,7 @@ class FastFileWriter:
     def __enter__(self) -> FastFileWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:
@@ -400,7 +394,7 @@ class FastFileWriter:
 
     def _publish(self) -> None:
         out, config = self._out, self._config
-        report = SaveReport(
+        self._report = SaveReport(
             path=self.name,
             container=self._container,
             bytes=self._written,
@@ -416,14 +410,7 @@ class FastFileWriter:
             submit=Latency.of(out.submit_seconds),
             complete=Latency.of(out.complete_seconds),
         )
-        self._report = report
-        publish_save(report)
-        _log.debug("%s", report)
-        if config.on_report is not None:
-            try:
-                config.on_report(report)
-            except Exception:  # the file is safe: this must not look like a failed save
-                _log.exception("on_report failed for %r", self.name)
+        publish_save(self._report, config.on_report)
 
 
 class _Guarded:
@@ -437,11 +424,6 @@ class _Guarded:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._writer._give_up(error)

@@ -19,7 +19,7 @@ from fastserial.files import linux
 from fastserial.files.file_stamp import stamp
 from fastserial.formats.detect import Format, detect, format_of_head
 
-__all__ = ["Problem", "VerifyReport", "checkpoints_in", "verify"]
+__all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 _REASONS = {
@@ -94,6 +94,18 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
         found=findings.found,
         notes=tuple(findings.notes),
     )
+
+
+def refuse_damaged(path: str | os.PathLike[str]) -> None:
+    """Verify a checkpoint file.
+
+    Raises:
+        CorruptCheckpointError: it is damaged; tells the first problem.
+    """
+    report = verify(path)
+    if report.problems:
+        first = report.problems[0]
+        raise CorruptCheckpointError(first.message, path=report.path, record=first.record)
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
