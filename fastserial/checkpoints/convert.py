@@ -24,13 +24,13 @@ from fastserial.checkpoints.tensor_read import is_dense
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.files import linux
 from fastserial.files.file_stamp import stamp
 from fastserial.formats.extents import Data, Extent
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes, read_metadata
 from fastserial.formats.storages import reach
 from fastserial.formats.zip.layout import archive_name
+from fastserial.interrupts import Descriptors
 from fastserial.memory.batch import batch_of
 from fastserial.memory.storages import HostMemory, Memory, storage_memory
 from fastserial.patching.install import get_original, patched
@@ -96,8 +96,9 @@ def convert(
     to = to or ("safetensors" if path.endswith(".safetensors") else "zip")
     if verify:
         refuse_damaged(name)
-    fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
+    files = Descriptors()
     try:
+        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
         before = stamp(fd)
         mapped = map_checkpoint(fd, name)
         value = _part(mapped.value, key)
@@ -119,7 +120,7 @@ def convert(
         error.path = error.path or name
         raise
     finally:
-        os.close(fd)
+        files.close()
     dropped = tuple(name for name in metadata if name != "format" and to != "safetensors")
     return Converted(mapped.container, to, nbytes, dropped)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError
-from fastserial.files import linux
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.pickles import Limits
@@ -17,6 +16,7 @@ from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import Directory, read_directory
 from fastserial.formats.zip.records import read_record
+from fastserial.interrupts import Descriptors
 from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["Inspection", "StorageUse", "inspect"]
@@ -144,15 +144,16 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         OSError: it cannot be read.
     """
     name = os.fspath(path)
-    fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
+    files = Descriptors()
     try:
+        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
         with paused_collection():
             return _inspect(name, fd, limits)
     except CorruptCheckpointError as error:
         error.path = name
         raise
     finally:
-        os.close(fd)
+        files.close()
 
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:

@@ -17,6 +17,7 @@ from fastserial.files import linux
 from fastserial.files.device_id import block_node, first_line
 from fastserial.files.linux import DirectAlignment
 from fastserial.files.replacement import TEMPORARY_NAME
+from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
 __all__ = ["Device", "Folder", "device_of", "folder_problem", "leftovers", "probe_folder"]
@@ -147,9 +148,9 @@ def _try_direct(fd: int) -> str | None:
     alignment = linux.direct_alignment(fd)
     size = max(PAGE, alignment.offset if alignment is not None else 0)
     pool = BufferPool(1, size)
-    direct = -1
+    files = Descriptors()
     try:
-        direct = linux.reopen(fd, os.O_RDWR | os.O_DIRECT)
+        direct = linux.reopen(fd, os.O_RDWR | os.O_DIRECT, files)
         view = pool.take().view
         view[:] = os.urandom(size)
         written = os.pwritev(direct, [view], 0)
@@ -158,8 +159,7 @@ def _try_direct(fd: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     finally:
-        if direct >= 0:
-            os.close(direct)
+        files.close()
         pool.close()
     return None
 

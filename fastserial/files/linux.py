@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 
 from fastserial.config.performance import PAGE
-from fastserial.interrupts import OWN, Descriptors
+from fastserial.interrupts import Descriptors
 
 __all__ = [
     "PROC",
@@ -33,7 +33,6 @@ __all__ = [
     "magic_of",
     "mount_of",
     "name_max",
-    "open_own",
     "preallocate",
     "reopen",
 ]
@@ -89,32 +88,13 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
     return DirectAlignment(PAGE, PAGE, False)
 
 
-def reopen(fd: int, flags: int, files: Descriptors | None = None) -> int:
-    """Open the file behind a descriptor anew, with other flags; `files` then owns it.
+def reopen(fd: int, flags: int, files: Descriptors) -> int:
+    """Open the file behind a descriptor anew, with other flags; `files` owns it.
 
     Raises:
         OSError: the file system does not take the flags, or /proc is not mounted.
     """
-    path = f"/proc/self/fd/{fd}"
-    return open_own(path, flags) if files is None else files.open(path, flags)
-
-
-def open_own(
-    path: str | os.PathLike[str], flags: int, mode: int = 0o666, *, dir_fd: int | None = None
-) -> int:
-    """Open a file for ourselves, as `os.open` does: `openfiles` does not count the descriptor.
-
-    Raises:
-        OSError: as `os.open`.
-    """
-    flags |= os.O_CLOEXEC
-    try:
-        return os.open(path, flags | OWN, mode, dir_fd=dir_fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    # A FUSE file system may refuse flags that it does not know.
-    return os.open(path, flags, mode, dir_fd=dir_fd)
+    return files.open(f"/proc/self/fd/{fd}", flags)
 
 
 def magic_of(path: str) -> int:

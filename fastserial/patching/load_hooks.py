@@ -19,11 +19,11 @@ import torch
 
 from fastserial.config.performance import FEW_BYTES, SHORT_LOAD
 from fastserial.errors import CorruptCheckpointError
-from fastserial.files import linux
 from fastserial.files.sources import FileSource
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.records import all_checksums, read_places, storage_records
 from fastserial.formats.zip.structs import MOST_INFLATED
+from fastserial.interrupts import open_file
 from fastserial.loading.legacy_storages import read_storages
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.session import LoadSession, current_session
@@ -43,7 +43,7 @@ def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
     serialization: Any = torch.serialization
     if serialization._is_path(target):
         # A save to the same path, in another thread, need not spare a file that only we read.
-        return LoadSession(open(target, "rb", opener=linux.open_own))
+        return LoadSession(open_file(target))
     return LoadSession(serialization._open_buffer_reader(target))
 
 

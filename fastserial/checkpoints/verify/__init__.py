@@ -15,9 +15,9 @@ from fastserial.checkpoints.verify.report import Findings, Problem, Status, Veri
 from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.files import linux
 from fastserial.files.file_stamp import stamp
 from fastserial.formats.detect import Format, detect, format_of_head
+from fastserial.interrupts import Descriptors
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
 
@@ -50,8 +50,9 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     size = 0
     reason: str | None = None
     changed = False
+    files = Descriptors()
     try:
-        fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
+        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
         try:
             before = os.fstat(fd)
             size = before.st_size
@@ -68,7 +69,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
                 reason = _REASONS.get(found, found.value)
             changed = not seen.holds_for(fd)
         finally:
-            os.close(fd)
+            files.close()
         if changed:
             reason = "the file changed while it was read: verify it again"
     except CorruptCheckpointError as error:
@@ -133,13 +134,10 @@ def _is_checkpoint(path: str) -> bool:
     suffix = os.path.splitext(path)[1].lower()
     if suffix in _SUFFIXES or suffix in _OTHERS:
         return suffix in _SUFFIXES
+    files = Descriptors()
     try:
-        fd = linux.open_own(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return format_of_head(fd) is not None
+        return format_of_head(files.open(path, os.O_RDONLY | os.O_NONBLOCK)) is not None
     except OSError:
         return False
     finally:
-        os.close(fd)
+        files.close()
