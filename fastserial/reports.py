@@ -162,7 +162,7 @@ class SaveReport(Report):
 _last_save: SaveReport | None = None
 
 
-def publish_save(report: SaveReport, on_report: Callable[[SaveReport], None] | None) -> None:
+def publish_save(report: SaveReport, on_report: Callable[[SaveReport], None] | None = None) -> None:
     """Make a report the process's last one, and hand it to `on_report`."""
     global _last_save
     _last_save = report

@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from fastserial.engines import EngineFactory
     from fastserial.reports import LoadReport, SaveReport
 
-__all__ = [
-    "MAX_BLOCK",
-    "Config",
-    "chosen",
-    "current",
-    "options",
-    "origin_of",
-    "parse_bool",
-    "parse_count",
-    "parse_size",
-    "set_installed",
-    "unknown_variables",
-]
-
 MAX_BLOCK = 1024 * MiB
 
 Direct = Literal["auto"] | bool

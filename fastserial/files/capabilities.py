@@ -21,38 +21,16 @@ __all__ = ["CAPABLE", "Limit", "limit_of"]
 # bcachefs, ramfs, NFS, Ceph, Lustre, GPFS, BeeGFS.
 CAPABLE = frozenset(
     {
-        0xEF53,
-        0x58465342,
-        0x9123683E,
-        0x01021994,
-        0x794C7630,
-        0xF2F52010,
-        0x2FC12FC1,
-        0xCA451A4E,
-        0x858458F6,
-        0x6969,
-        0x00C36400,
-        0x0BD00BD0,
-        0x47504653,
-        0x19830326,
+        0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0xF2F52010, 0x2FC12FC1,
+        0xCA451A4E, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
     }
-)
+)  # fmt: skip
 # These tell of the moment, not of the file system.
 _PASSING = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.ENOENT,
-    errno.ENAMETOOLONG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EINTR,
-    errno.ENOTCONN,
-    errno.EIO,
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENAMETOOLONG,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
     errno.ESTALE,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fastserial.checkpoints.verify.report import Problem
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.zip import structs
 from fastserial.formats.zip.directory import (
     Directory,
     RecordEntry,
@@ -14,16 +15,7 @@ from fastserial.formats.zip.directory import (
     read_exactly,
 )
 from fastserial.formats.zip.layout import ID_RECORD, fold
-from fastserial.formats.zip.structs import (
-    DEFLATED,
-    DESCRIPTOR_SIGNATURE,
-    END_BYTES,
-    HAS_DESCRIPTOR,
-    LOCAL,
-    UTF8,
-    end_records,
-    zip64_field,
-)
+from fastserial.formats.zip.structs import DEFLATED, LOCAL, UTF8
 
 __all__ = ["check_end", "check_entries", "expected_id", "is_plain", "is_torch_made"]
 
@@ -41,7 +33,7 @@ def _stamp(record: RecordEntry) -> tuple[int, ...]:
 
 
 def _flags(record: RecordEntry) -> int:
-    return UTF8 | HAS_DESCRIPTOR if record.size else UTF8
+    return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
 
 
 def is_torch_made(fd: int, directory: Directory) -> bool:
@@ -75,7 +67,7 @@ def check_entries(directory: Directory) -> Iterator[Problem]:
     """Compare the directory's entries with what torch writes into them."""
     for record in directory.records:
         sound = is_plain(record) and (record.size > 0 or record.crc == 0)
-        wide = zip64_field(record.size, record.compressed_size, record.header_offset)
+        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
         if not sound or record.extra != wide:
             yield Problem("directory", "fields of its entry are damaged", record.name)
 
@@ -95,7 +87,7 @@ def check_end(
     start = end.directory_offset + end.directory_size
     comment = 0
     if torch_made:
-        if tail[:END_BYTES] != end_records(
+        if tail[: structs.END_BYTES] != structs.end_records(
             len(directory.records), end.directory_size, end.directory_offset
         ):
             yield Problem(
@@ -127,7 +119,7 @@ def expected_id(records: list[RecordEntry], heads: Mapping[int, bytes]) -> str:
         if record.size == 0 or record.name == ID_RECORD:
             continue
         head = heads.get(index, b"")
-        if head[:4] == DESCRIPTOR_SIGNATURE and len(head) == 8:
+        if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) == 8:
             combined = fold(combined, int.from_bytes(head[4:], "little"))
         combined = fold(combined, record.crc)
     return f"{combined:020d}"

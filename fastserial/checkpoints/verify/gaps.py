@@ -9,33 +9,18 @@ from collections.abc import Callable, Iterator
 
 from fastserial.checkpoints.verify.report import Problem
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.zip import structs
 from fastserial.formats.zip.directory import (
     LocalHeader,
     RecordEntry,
     parse_local_header,
 )
-from fastserial.formats.zip.structs import (
-    DESCRIPTOR,
-    DESCRIPTOR64,
-    DESCRIPTOR_SIGNATURE,
-    ENCRYPTED,
-    FIELD,
-    HAS_DESCRIPTOR,
-    LOCAL,
-    LOCAL_SIGNATURE,
-    PADDING,
-    U16,
-    U32,
-    descriptor_form,
-    padding_field,
-    zip64_field,
-    zip64_values,
-)
+from fastserial.formats.zip.structs import FIELD, HAS_DESCRIPTOR, LOCAL, U16, U32
 
 __all__ = ["LONGEST_GAP", "check_gap"]
 
 # A descriptor, a header, a name and an extra field of the greatest lengths.
-LONGEST_GAP = DESCRIPTOR64.size + LOCAL.size + 2 * U16
+LONGEST_GAP = structs.DESCRIPTOR64.size + LOCAL.size + 2 * U16
 
 
 def check_gap(
@@ -67,7 +52,7 @@ def check_gap(
         used = _descriptor_length(before, data)
         if not used:
             yield _bad_descriptor(before, data, start)
-            used = descriptor_form(before.size, before.header_offset).size
+            used = structs.descriptor_form(before.size, before.header_offset).size
     header = (after.header_offset - start) if after is not None else len(data)
     if header > used:
         name = f"after {before.name}" if before is not None else "at the beginning"
@@ -119,12 +104,12 @@ def _difference(record: RecordEntry, header: LocalHeader) -> str | None:
     """Return how a reader that goes by the local header gets something else, or None."""
     if header.name != record.full_name:
         return "its local header bears another name"
-    if header.method != record.method or (header.flags ^ record.flags) & ENCRYPTED:
+    if header.method != record.method or (header.flags ^ record.flags) & structs.ENCRYPTED:
         return "its local header tells of another compression than the directory"
     if header.flags & HAS_DESCRIPTOR:
         return None  # sizes and CRC are told behind the data
     sizes = [header.size, header.compressed_size]
-    wide = zip64_values(header.extra)
+    wide = structs.zip64_values(header.extra)
     for index, size in enumerate(sizes):
         if size == U32 and wide:
             sizes[index] = wide.pop(0)
@@ -135,7 +120,7 @@ def _difference(record: RecordEntry, header: LocalHeader) -> str | None:
 
 def _torch_header(record: RecordEntry, length: int) -> bytes:
     """Return the local header of `length` bytes that torch writes for a record."""
-    zip64 = zip64_field(record.size, 0, record.header_offset)
+    zip64 = structs.zip64_field(record.size, 0, record.header_offset)
     extra = length - LOCAL.size - len(record.full_name)
     padding = extra - len(zip64) - FIELD.size
     if padding < 0 or extra > U16:
@@ -143,10 +128,10 @@ def _torch_header(record: RecordEntry, length: int) -> bytes:
     kind = (record.stamp[1], record.flags, record.method)
     return b"".join(
         (
-            LOCAL.pack(LOCAL_SIGNATURE, *kind, 0, 0, 0, 0, 0, len(record.full_name), extra),
+            LOCAL.pack(structs.LOCAL_SIGNATURE, *kind, 0, 0, 0, 0, 0, len(record.full_name), extra),
             record.full_name,
             zip64,
-            padding_field(padding),
+            structs.padding_field(padding),
         )
     )
 
@@ -158,18 +143,20 @@ def _descriptor_length(record: RecordEntry, data: bytes, room: int = 0) -> int:
     """
     found = 0
     sizes = record.compressed_size, record.size
-    for form in (DESCRIPTOR64,) if max(sizes) > U32 else (DESCRIPTOR, DESCRIPTOR64):
-        signed = form.pack(DESCRIPTOR_SIGNATURE, record.crc, *sizes)
-        for expected in (signed, signed.removeprefix(DESCRIPTOR_SIGNATURE)):
+    for form in (
+        (structs.DESCRIPTOR64,) if max(sizes) > U32 else (structs.DESCRIPTOR, structs.DESCRIPTOR64)
+    ):
+        signed = form.pack(structs.DESCRIPTOR_SIGNATURE, record.crc, *sizes)
+        for expected in (signed, signed.removeprefix(structs.DESCRIPTOR_SIGNATURE)):
             if data.startswith(expected) and (not found or len(expected) == room):
                 found = len(expected)
     return found
 
 
 def _bad_descriptor(record: RecordEntry, data: bytes, start: int) -> Problem:
-    form = descriptor_form(record.size, record.header_offset)
+    form = structs.descriptor_form(record.size, record.header_offset)
     what = "is not there"
-    if len(data) >= form.size and data[:4] == DESCRIPTOR_SIGNATURE:
+    if len(data) >= form.size and data[:4] == structs.DESCRIPTOR_SIGNATURE:
         _, crc, *sizes = form.unpack_from(data)
         what = f"holds sizes {sizes} instead of {record.size}"
         if crc != record.crc:
@@ -211,7 +198,7 @@ def _header(record: RecordEntry, data: bytes) -> Iterator[Problem]:
 
 def _extra(record: RecordEntry, extra: bytes) -> Iterator[str]:
     """Check the parts of an extra field that torch writes: zip64 values and padding."""
-    wide = zip64_values(extra)
+    wide = structs.zip64_values(extra)
     allowed: tuple[list[int], ...] = (
         [],
         [record.size, 0],
@@ -231,5 +218,5 @@ def _extra(record: RecordEntry, extra: bytes) -> Iterator[str]:
         at += FIELD.size + length
         if at > len(extra):
             yield "the extra field of its local header is damaged"
-        elif kind == PADDING and extra[at - length : at].strip(b"Z"):
+        elif kind == structs.PADDING and extra[at - length : at].strip(b"Z"):
             yield "the padding before its data is damaged"

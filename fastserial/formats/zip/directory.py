@@ -17,27 +17,8 @@ from fastserial.errors import (
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
-from fastserial.formats.zip.structs import (
-    CENTRAL,
-    CENTRAL_SIGNATURE,
-    DEFLATED,
-    ENCRYPTED,
-    END,
-    END64,
-    END64_SIGNATURE,
-    END_SIGNATURE,
-    HAS_DESCRIPTOR,
-    LOCAL,
-    LOCAL_SIGNATURE,
-    LOCATOR,
-    LOCATOR_SIGNATURE,
-    MOST_INFLATED,
-    STORED,
-    U16,
-    U32,
-    descriptor_form,
-    zip64_values,
-)
+from fastserial.formats.zip import structs
+from fastserial.formats.zip.structs import CENTRAL, DEFLATED, ENCRYPTED, LOCAL, STORED, U16, U32
 
 __all__ = [
     "MAX_DIRECTORY_BYTES",
@@ -105,7 +86,7 @@ class RecordEntry(NamedTuple):
     @property
     def has_descriptor(self) -> bool:
         """Whether CRC and sizes are repeated behind the data."""
-        return bool(self.flags & HAS_DESCRIPTOR)
+        return bool(self.flags & structs.HAS_DESCRIPTOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +209,14 @@ def _text(name: bytes) -> str:
 def _read_end(fd: int, size: int) -> EndRecords:
     reach = min(size, _REACH)
     tail = read_exactly(fd, size - reach, reach)
-    found = tail.rfind(END_SIGNATURE, 0, max(0, reach - END.size + 4))
+    found = tail.rfind(structs.END_SIGNATURE, 0, max(0, reach - structs.END.size + 4))
     if found < 0:
         raise TruncatedCheckpointError(
             "failed finding central directory: the file is truncated, or no zip archive"
         )
     at = size - reach + found
-    _, disk, start_disk, few, count, length, offset, _ = END.unpack_from(tail, found)
-    trailing = size - at - END.size
+    _, disk, start_disk, few, count, length, offset, _ = structs.END.unpack_from(tail, found)
+    trailing = size - at - structs.END.size
     if disk not in (0, U16) or start_disk not in (0, U16) or few != count:
         raise UnreadableCheckpointError("archives in several parts are not supported")
     told = (count, length, offset)
@@ -266,16 +247,18 @@ def _read_end(fd: int, size: int) -> EndRecords:
 
 def _read_zip64_end(fd: int, end: int) -> tuple[int, tuple[int, int, int]] | None:
     """Return the zip64 end record's place and (count, size, offset), or None without one."""
-    if end < LOCATOR.size:
+    if end < structs.LOCATOR.size:
         return None
-    signature, disk, at, _ = LOCATOR.unpack(read_exactly(fd, end - LOCATOR.size, LOCATOR.size))
-    if signature != LOCATOR_SIGNATURE:
+    signature, disk, at, _ = structs.LOCATOR.unpack(
+        read_exactly(fd, end - structs.LOCATOR.size, structs.LOCATOR.size)
+    )
+    if signature != structs.LOCATOR_SIGNATURE:
         return None
-    if disk != 0 or at + END64.size > end - LOCATOR.size:
+    if disk != 0 or at + structs.END64.size > end - structs.LOCATOR.size:
         raise CorruptCheckpointError("the zip64 locator points outside the file")
-    fields = END64.unpack(read_exactly(fd, at, END64.size))
+    fields = structs.END64.unpack(read_exactly(fd, at, structs.END64.size))
     signature, _, _, _, disk, start_disk, few, count, length, offset = fields
-    if signature != END64_SIGNATURE:
+    if signature != structs.END64_SIGNATURE:
         raise CorruptCheckpointError("there is no zip64 end record where its locator points")
     if disk != 0 or start_disk != 0 or few != count:
         raise UnreadableCheckpointError("archives in several parts are not supported")
@@ -310,7 +293,7 @@ def _parse_entries(raw: bytes, end: EndRecords) -> list[_Entry]:
         fields = CENTRAL.unpack_from(raw, at)
         extra_at = at + CENTRAL.size + fields[10]
         stop = extra_at + fields[11] + fields[12]
-        if fields[0] != CENTRAL_SIGNATURE or stop > len(raw):
+        if fields[0] != structs.CENTRAL_SIGNATURE or stop > len(raw):
             raise CorruptCheckpointError(
                 f"entry {index} of the central directory is damaged",
                 offset=end.directory_offset + at,
@@ -331,7 +314,7 @@ def _entry(
     _, made, needed, flags, method, time, date, crc, packed, size = fields[:10]
     disk, internal, external, header = fields[13:]
     if extra and U32 in (packed, size, header):
-        values = zip64_values(extra[:extra_size])
+        values = structs.zip64_values(extra[:extra_size])
         wide = [size, packed, header]
         for index, value in enumerate(wide):
             if value == U32 and values:
@@ -342,7 +325,7 @@ def _entry(
         problem = "the record goes past the end of the records"
     elif method == STORED and size != packed and not flags & ENCRYPTED:
         problem = f"stored with sizes {packed} and {size}, which differ"
-    elif method == DEFLATED and size > packed * MOST_INFLATED:
+    elif method == DEFLATED and size > packed * structs.MOST_INFLATED:
         problem = f"{size} bytes cannot come from {packed} in the file"
     if problem:
         raise CorruptCheckpointError(problem, record=_text(name))
@@ -359,7 +342,7 @@ def parse_local_header(data: bytes, record: str) -> LocalHeader:
     Raises:
         CorruptCheckpointError: there is none.
     """
-    if len(data) < LOCAL.size or data[:4] != LOCAL_SIGNATURE:
+    if len(data) < LOCAL.size or data[:4] != structs.LOCAL_SIGNATURE:
         raise CorruptCheckpointError("there is no local header at its place", record=record)
     fields = LOCAL.unpack_from(data)
     _, needed, flags, method, time, date, crc, packed, size, name_size, extra_size = fields
@@ -426,7 +409,7 @@ def _implied(entry: _Entry, limit: int) -> int | None:
         return None
     least = entry.header_offset + LOCAL.size + len(entry.full_name)
     descriptor = 0
-    if entry.flags & HAS_DESCRIPTOR:
-        descriptor = descriptor_form(entry.size, entry.header_offset).size
+    if entry.flags & structs.HAS_DESCRIPTOR:
+        descriptor = structs.descriptor_form(entry.size, entry.header_offset).size
     at = limit - descriptor - entry.compressed_size
     return at if least <= at <= least + U16 else None

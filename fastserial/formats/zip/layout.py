@@ -22,23 +22,8 @@ from typing import cast
 from fastserial.config.performance import COPIED_RECORD
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Hole, Literal, Packed, Trailer
-from fastserial.formats.zip.structs import (
-    CENTRAL,
-    CENTRAL_SIGNATURE,
-    DESCRIPTOR,
-    DESCRIPTOR_SIGNATURE,
-    END_BYTES,
-    FIELD,
-    HAS_DESCRIPTOR,
-    LOCAL,
-    LOCAL_SIGNATURE,
-    U32,
-    UTF8,
-    descriptor_form,
-    end_records,
-    padding_field,
-    zip64_field,
-)
+from fastserial.formats.zip import structs
+from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR, FIELD, LOCAL, U32, UTF8
 from fastserial.memory.batch import Batch
 from fastserial.memory.storages import Memory
 
@@ -59,16 +44,17 @@ _U64 = 0xFFFFFFFFFFFFFFFF
 _ID_DIGITS = 20
 _LOOKALIKE_BYTES = 8  # a storage of fewer is not taken for a descriptor
 _CRC_AT = 4  # in a data descriptor
-_FLAGS = UTF8 | HAS_DESCRIPTOR
+_FLAGS = UTF8 | structs.HAS_DESCRIPTOR
 
 _LENGTHS = struct.Struct("<HH")  # the end of a local header
 _LOCAL_START, _LOCAL_START_EMPTY = (
-    LOCAL.pack(LOCAL_SIGNATURE, 0, flags, *[0] * 8)[: -_LENGTHS.size] for flags in (_FLAGS, UTF8)
+    LOCAL.pack(structs.LOCAL_SIGNATURE, 0, flags, *[0] * 8)[: -_LENGTHS.size]
+    for flags in (_FLAGS, UTF8)
 )
 # The first 16 bytes of a central entry tell nothing but the flags; then come CRC-32, both sizes,
 # the lengths of name and extra field, and the offset of the local header.
 _CENTRAL_START, _CENTRAL_START_EMPTY = (
-    CENTRAL.pack(CENTRAL_SIGNATURE, 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, UTF8)
+    CENTRAL.pack(structs.CENTRAL_SIGNATURE, 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, UTF8)
 )
 _CENTRAL = struct.Struct("<16sIIIHH10xI")
 _LOCAL_BYTES = LOCAL.size + FIELD.size  # without name and padding
@@ -99,7 +85,7 @@ def _descriptor_lookalike(head: bytes) -> int | None:
 
     It takes any one write that begins like a data descriptor for one.
     """
-    if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= _LOOKALIKE_BYTES:
+    if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) >= _LOOKALIKE_BYTES:
         return int.from_bytes(head[4:8], "little")
     return None
 
@@ -197,7 +183,9 @@ class ZipLayout:
         record = len(self.names)
         self._count(batch.sizes)
         headers, texts = self._open_all(names, batch.sizes)
-        for index, head in batch.beginning_with(DESCRIPTOR_SIGNATURE, _LOOKALIKE_BYTES).items():
+        for index, head in batch.beginning_with(
+            structs.DESCRIPTOR_SIGNATURE, _LOOKALIKE_BYTES
+        ).items():
             self._lookalikes[record + index] = int.from_bytes(head[4:8], "little")
         # Behind 4 GiB the descriptors are longer.
         far = bisect_left(headers, U32)
@@ -241,7 +229,7 @@ class ZipLayout:
                 texts.append(text)
                 cursor += len(text) + size
                 if size:
-                    cursor += descriptor_form(size, headers[-1]).size
+                    cursor += structs.descriptor_form(size, headers[-1]).size
         self._cursor = cursor
         self.names += names
         self._full_names += full_names
@@ -266,7 +254,7 @@ class ZipLayout:
         self._flush()
         start, length = self._cursor, limit - self._cursor
         first = record + begin if self.checksums else None
-        seal = descriptor_form(0, self._headers[record + begin])
+        seal = structs.descriptor_form(0, self._headers[record + begin])
         sizes, gaps = batch.sizes[begin:end], [*texts[begin + 1 : end], b""]
         pack = Packed(length, first, sizes, gaps, seal, batch, begin)
         self._extents.append(Extent(start, length, pack))
@@ -292,7 +280,7 @@ class ZipLayout:
         last = len(sizes) - 1
         directory = self._cursor + sizes[last] + len(self._descriptor(last, 0))
         length = directory - self._cursor + self._directory_bytes
-        length += END_BYTES
+        length += structs.END_BYTES
 
         def make(crcs: Sequence[int]) -> bytes:
             values = [crc for crc, size in zip(crcs, sizes, strict=True) if size][:-1]
@@ -374,9 +362,9 @@ class ZipLayout:
             start, filler = self._form(length, -before % self._alignment)
             return start + full_name + filler
         # The compressed size is not known yet when torch writes the local header.
-        zip64 = zip64_field(size, 0, header)
+        zip64 = structs.zip64_field(size, 0, header)
         self._directory_bytes += len(zip64)
-        filler = padding_field(-(before + len(zip64)) % self._alignment)
+        filler = structs.padding_field(-(before + len(zip64)) % self._alignment)
         lengths = _LENGTHS.pack(length, len(zip64) + len(filler))
         start = _LOCAL_START if size else _LOCAL_START_EMPTY
         return b"".join((start, lengths, full_name, zip64, filler))
@@ -385,7 +373,7 @@ class ZipLayout:
         """Return what is before and after a name of `length` bytes in a plain local header."""
         form = self._forms.get((length, padding))
         if form is None:
-            filler = padding_field(padding)
+            filler = structs.padding_field(padding)
             form = (_LOCAL_START + _LENGTHS.pack(length, len(filler)), filler)
             self._forms[length, padding] = form
         return form
@@ -400,8 +388,8 @@ class ZipLayout:
 
     def _descriptor(self, record: int, crc: int) -> bytes:
         size = self._sizes[record]
-        form = descriptor_form(size, self._headers[record])
-        return form.pack(DESCRIPTOR_SIGNATURE, crc, size, size)
+        form = structs.descriptor_form(size, self._headers[record])
+        return form.pack(structs.DESCRIPTOR_SIGNATURE, crc, size, size)
 
     def _directory(self, start: int, crcs: Sequence[int]) -> bytes:
         """Return the central directory, which starts at byte `start`, and the end records."""
@@ -410,10 +398,10 @@ class ZipLayout:
         short = [min(size, U32) for size in sizes]
         near = [min(header, U32) for header in headers]
         extras = [
-            b"" if size < U32 and header < U32 else zip64_field(size, size, header)
+            b"" if size < U32 and header < U32 else structs.zip64_field(size, size, header)
             for size, header in zip(sizes, headers, strict=True)
         ]
         lengths = (map(len, names), map(len, extras))
         entries = map(_CENTRAL.pack, starts, crcs, short, short, *lengths, near)
         directory = b"".join(chain.from_iterable(zip(entries, names, extras, strict=True)))
-        return directory + end_records(len(self.names), len(directory), start)
+        return directory + structs.end_records(len(self.names), len(directory), start)

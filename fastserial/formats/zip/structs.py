@@ -4,36 +4,6 @@ from __future__ import annotations
 
 import struct
 
-__all__ = [
-    "CENTRAL",
-    "CENTRAL_SIGNATURE",
-    "DEFLATED",
-    "DESCRIPTOR",
-    "DESCRIPTOR_SIGNATURE",
-    "ENCRYPTED",
-    "END",
-    "END64",
-    "END_BYTES",
-    "END_SIGNATURE",
-    "FIELD",
-    "HAS_DESCRIPTOR",
-    "LOCAL",
-    "LOCAL_LENGTHS",
-    "LOCAL_SIGNATURE",
-    "LOCATOR",
-    "MOST_INFLATED",
-    "PADDING",
-    "STORED",
-    "U16",
-    "U32",
-    "UTF8",
-    "descriptor_form",
-    "end_records",
-    "padding_field",
-    "zip64_field",
-    "zip64_values",
-]
-
 U16, U32 = 0xFFFF, 0xFFFFFFFF  # also: "the value is in the zip64 record"
 STORED, DEFLATED = 0, 8
 ENCRYPTED, HAS_DESCRIPTOR, UTF8 = 0x0001, 0x0008, 0x0800
