@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from fastserial import config as config_module
 from fastserial.checkpoints.index import StoragePlace, TensorIndex, TensorPlace, read_index
 from fastserial.checkpoints.module_state import ModuleState
 from fastserial.checkpoints.tensor_read import direct_extent, fill, meta_of
 from fastserial.checksums import CrcLedger
-from fastserial.config import Config
+from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import (
     CheckpointKeyError,
@@ -100,7 +99,7 @@ def load_into(
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
-    config = config or config_module.current()
+    config = config or current()
     verify = config.verify_on_load if verify is None else verify
     began = perf_counter()
     module = ModuleState(target) if isinstance(target, torch.nn.Module) else None

@@ -35,6 +35,7 @@ __all__ = [
     "name_max",
     "preallocate",
     "reopen",
+    "synced",
 ]
 
 PROC = 0x9FA0  # what `magic_of` says of procfs
@@ -167,6 +168,21 @@ def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> b
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
     return False
+
+
+def synced(fd: int) -> bool:
+    """Put an open file or directory on its device; False where the file system cannot.
+
+    Raises:
+        OSError: the device failed.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
 
 
 def free_bytes(place: int | str) -> int:

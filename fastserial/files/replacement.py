@@ -34,9 +34,8 @@ _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
 _NAME_MAX = 255  # bytes,
 _SHORT_NAME = 28  # characters: with the suffix, too, no file system finds it too long
 _CHARACTER_MAX = 4  # of which a character takes up to so many
-# What file systems say that have no locks, or cannot sync.
+# What file systems say that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
@@ -291,11 +290,7 @@ class Replacement:
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
-            try:
-                os.fsync(self.fd)
-            except OSError as error:
-                if error.errno not in _NO_SYNC:
-                    raise
+            if not linux.synced(self.fd):
                 self.durable = False
                 self.fallback = "the file system cannot sync a file"
         elif self.named is not None:
@@ -360,11 +355,7 @@ class Replacement:
                 self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
 
     def _sync_directory(self) -> None:
-        try:
-            os.fsync(self._directory)
-        except OSError as error:
-            if error.errno not in _NO_SYNC:
-                raise
+        if not linux.synced(self._directory):
             self.fallback = "the file system cannot sync a directory"
 
     def _link_as_target(self) -> bool:

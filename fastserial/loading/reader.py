@@ -9,8 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from fastserial import config as config_module
-from fastserial.config import Config
+from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.file_stamp import stamp
@@ -52,7 +51,7 @@ class FastFileReader:
             EngineUnavailableError: the configured engine cannot read here.
         """
         self._closed = True  # until there is something to close
-        config = config if config is not None else config_module.current()
+        config = config if config is not None else current()
         self.config = headroom.fitted(config)
         self._files = Descriptors()
         self._shared = False

@@ -8,7 +8,7 @@ from io import BytesIO
 from time import perf_counter
 from typing import Any, BinaryIO
 
-from fastserial import config as config_module
+from fastserial.config import current
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
@@ -40,7 +40,7 @@ class LoadSession:
 
     def __init__(self, opener: Any) -> None:
         self.opener = opener
-        self.config = config_module.current()
+        self.config = current()
         self.began = perf_counter()
         self.file: BinaryIO | None = None
         self.source: FileSource | None = None

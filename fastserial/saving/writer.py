@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fastserial import config as config_module
 from fastserial.checksums import CrcLedger
-from fastserial.config import Config
+from fastserial.config import Config, chosen
 from fastserial.config.performance import GATHERED
 from fastserial.errors import WriteError, name_in
 from fastserial.files import linux
@@ -79,19 +78,17 @@ class FastFileWriter:
             TypeError: neither or both of `target` and `file_path` are given.
         """
         self._failed = False
-        chosen = target if target is not None else file_path
-        if chosen is None or (target is not None and file_path is not None):
+        if (target is None) is (file_path is None):
             raise TypeError("give a FastFileWriter one target")
-        if not isinstance(chosen, Target):
-            chosen = writable_target(chosen)
-        self._target = target = chosen
+        given: Any = target if target is not None else file_path
+        self._target = target = given if isinstance(given, Target) else writable_target(given)
         if config is not None and not isinstance(config, Config):
             from fastserial.engines.deepspeed.writer_config import options_of  # rarely wanted
 
             config = options_of(config) if config.dnvme_handle is not None else None
         self._chosen: Mapping[str, Any] | None = None  # None: all options are given
         if config is None:
-            self._chosen = config_module.chosen()
+            self._chosen = chosen()
             config = Config.resolve(self._chosen)
         self._config = config
         self._pid = os.getpid()
@@ -351,10 +348,10 @@ class FastFileWriter:
         Small files are not worth it: they are one plain write. How large a stream of `write`s
         will be is not known; it is no small one once it is passed on.
         """
-        chosen, self._chosen = self._chosen, None
-        if chosen is None or not self._config.tuned:
+        given, self._chosen = self._chosen, None
+        if given is None or not self._config.tuned:
             return
-        config = lookup.applied(self._config, chosen, self._place.fd)
+        config = lookup.applied(self._config, given, self._place.fd)
         if config is not self._config and self._out.reconfigure(config):
             self._config = config
 

@@ -399,9 +399,9 @@ def test_a_signal_handler_saves_while_the_old_file_is_freed(
         return real(threads, *arguments)
 
     saving = threading.Thread(target=write, args=(target, b"new"), daemon=True)
-    saving.start()
     with monkeypatch.context() as patch:
         patch.setattr(Background, "start", start)
+        saving.start()
         saving.join(20)
         assert not saving.is_alive()
     assert not handler

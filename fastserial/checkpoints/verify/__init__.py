@@ -9,11 +9,10 @@ import os
 from collections.abc import Iterator
 from time import perf_counter
 
-from fastserial import config as config_module
 from fastserial.checkpoints.verify.legacy import verify_legacy
 from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
 from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
-from fastserial.config import Config
+from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
 from fastserial.files.file_stamp import stamp
 from fastserial.formats.detect import Format, detect, format_of_head
@@ -60,7 +59,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
             seen = stamp(fd, before)
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
                 kind = "zip"
-                result = verify_zip(fd, size, config or config_module.current(), findings)
+                result = verify_zip(fd, size, config or current(), findings)
                 reason = result.no_checkpoint
             elif found is Format.LEGACY:
                 kind = "legacy"
