@@ -1,4 +1,4 @@
-"""What each opcode does: one function each, in a table by the opcode's byte."""
+"""What each opcode does: functions in a table by the opcode's byte."""
 
 from __future__ import annotations
 
