@@ -49,7 +49,7 @@ def test_help_names_the_commands() -> None:
         assert name in done.stdout
 
 
-@pytest.mark.parametrize("words", [["patches"], ["bench"], ["bench", "ramdisk"], ["bench", "save"]])
+@pytest.mark.parametrize("words", [["patches"], ["bench"], ["bench", "save"]])
 def test_sub_commands_have_help(words: list[str]) -> None:
     done = CliRunner().invoke(app, [*words, "--help"])
     assert done.exit_code == 0, done.output

@@ -16,7 +16,6 @@ from fastserial.bench.cli.profile import profile
 from fastserial.bench.cli.scaling import scaling
 from fastserial.bench.cli.sweep import sweep
 from fastserial.bench.measuring.units import parse_bytes
-from fastserial.console import say
 
 __all__ = ["bench_app"]
 
@@ -24,10 +23,6 @@ bench_app = typer.Typer(
     help="Measure saves and loads on this machine, with stock torch and fio in the same run.",
     no_args_is_help=True,
 )
-ramdisk_app = typer.Typer(
-    help="A fast XFS in memory, a stand-in for a fast disk (needs root).", no_args_is_help=True
-)
-bench_app.add_typer(ramdisk_app, name="ramdisk")
 bench_app.command()(load)
 bench_app.command()(profile)
 bench_app.command()(sweep)
@@ -96,24 +91,3 @@ def save(
     found = result.comparison
     outputs.write("save", found.lines, save_as_json(result), caption(found))
     raise typer.Exit(0 if result.right else 1)
-
-
-@ramdisk_app.command()
-def create(
-    folder: Annotated[Path, typer.Argument(help="Where to mount it; made if missing.")],
-    size: Annotated[str, typer.Option(help="Its size, of memory.")] = "12GiB",
-) -> None:
-    """Mount an XFS on a loop device over memory, with direct I/O."""
-    from fastserial.bench.measuring import ramdisk
-
-    ramdisk.create(folder, parse_bytes(size))
-    say(f"{folder} is ready; `fastserial bench ramdisk remove {folder}` gives it back")
-
-
-@ramdisk_app.command()
-def remove(folder: Annotated[Path, typer.Argument(help="Where it is mounted.")]) -> None:
-    """Unmount it and give its memory and loop device back. The folder stays."""
-    from fastserial.bench.measuring import ramdisk
-
-    ramdisk.remove(folder)
-    say(f"{folder} is unmounted")
