@@ -21,6 +21,7 @@ import stat
 from collections.abc import Iterator
 from itertools import chain
 
+from fastserial import trace
 from fastserial.files import linux
 from fastserial.files.attributes import Attributes, CannotKeep, attributes_of, give
 from fastserial.files.targets import PathTarget
@@ -285,6 +286,7 @@ class Replacement:
     def begin(self) -> None:
         """Do nothing: the file is new."""
 
+    @trace.traced("fsync")
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
@@ -299,6 +301,7 @@ class Replacement:
             # network file systems report late errors at a close; in one call, as `interrupts` says
             list(map(os.close, map(os.dup, (self.fd,))))
 
+    @trace.traced("rename")
     def commit(self) -> None:
         """Make the file the target, and the change of name durable. `sync` comes before.
 
@@ -356,6 +359,7 @@ class Replacement:
             with contextlib.suppress(OSError):
                 self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
 
+    @trace.traced("directory sync")
     def _sync_directory(self) -> None:
         try:
             os.fsync(self._directory)

@@ -10,6 +10,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 
+from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.formats.extents import Data, Hole, Literal
 from fastserial.memory.storages import HostMemory, StorageOnHost
@@ -22,6 +23,7 @@ _CHUNK = 1024 * 1024  # stays in cache between checksum and copy into the page c
 _MOST_PIECES = 512  # the kernel takes 1024
 
 
+@trace.traced("write (page cache)")
 def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> None:
     """Write parts to a file, in their order.
 

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial import config as config_module
+from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.errors import WriteError, name_in
@@ -213,6 +214,7 @@ class FastFileWriter:
             self._check_open()
         self._statistics.flush += 1
 
+    @trace.traced("layout")
     def save_torch_storage_object_list(
         self,
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
