@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.bench.measuring.machine import describe_folder
-from fastserial.bench.presenting.save_view import table_of
+from fastserial.bench.presenting.save_view import format_ratio, table_of
 from fastserial.bench.studies.profile import IDLE, OTHER, Phase, ProfileResult
 from fastserial.reports import format_bandwidth, format_bytes
 
@@ -60,10 +60,9 @@ def show_profile(result: ProfileResult, console: Console) -> None:
             f"{report.complete.count} blocks: queued p50/p95/p99 {queued} ms, "
             f"written p50/p95/p99 {written} ms"
         )
-    slow = result.slowdown
     lines.append(
-        f"The profiled saves took {slow.median:.2f} ({slow.low:.2f}–{slow.high:.2f}) × the time "
-        f"of saves in turn with them that were not; shown is the median of {bench.runs}."
+        f"The profiled saves took {format_ratio(result.slowdown)} × the time of the plain ones "
+        f"interleaved with them; shown is the median of {bench.runs}."
     )
     lines.append(f"identical to stock torch's file: {'yes' if result.identical else 'NO'}")
     for line in lines:

@@ -30,7 +30,6 @@ _X_LABELS: dict[Axis, str] = {
     "size": "checkpoint size (bytes of tensor data)",
     "tensors": "number of tensors",
 }
-_SHORT_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _MARKERS = ("s", "o", "^")
 _FEW_DECADES = 3
 
@@ -115,7 +114,9 @@ def _draw(axes: Any, axis: Axis, points: Sequence[Point]) -> None:
     axes.set_xscale("log", base=2 if axis == "size" else 10)
     axes.set_yscale("log")
     if axis == "size":
-        axes.set_xticks(places, [_short(place) for place in places], rotation=30)
+        axes.set_xticks(
+            places, [format_bytes(place).partition(" ")[0] for place in places], rotation=30
+        )
     else:
         axes.set_xticks(places, [f"{place:,}" for place in places])
     axes.minorticks_off()
@@ -167,11 +168,3 @@ def _table(result: ScalingResult, axis: Axis) -> Table:
             *(format_ratio(line.to_stock) for line in point.lines[1:]),
         )
     return table
-
-
-def _short(nbytes: int) -> str:
-    value, index = float(nbytes), 0
-    while value >= 1024 and index < len(_SHORT_BINARY) - 1:
-        value /= 1024
-        index += 1
-    return f"{value:.3g} {_SHORT_BINARY[index]}"
