@@ -130,10 +130,10 @@ def test_slow_steps_show_where_they_are(tmp_path: Path, monkeypatch: pytest.Monk
     slow(fill, "crc32", 0.005)
     result = profiled(tmp_path, runs=1)
     caller = {phase.name: phase.seconds for phase in result.caller}
-    assert 0.11 <= caller["fsync"] < 0.3
-    assert 0.12 <= caller["directory sync"] < 0.3
-    assert 0.13 <= caller["preallocate"] < 0.3
-    assert caller["rename"] < 0.1
+    assert caller["fsync"] >= 0.11
+    assert caller["directory sync"] >= 0.12
+    assert caller["preallocate"] >= 0.13
+    assert sum(caller.values()) == pytest.approx(result.seconds)  # each in one place only
     phases = (*result.caller, *result.workers)
     found = [(phase.seconds, phase.count) for phase in phases if phase.name == "CRC-32"]
     seconds, chunks = (sum(column) for column in zip(*found, strict=True))

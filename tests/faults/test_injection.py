@@ -7,7 +7,6 @@ a preloaded library, for strace can only pretend them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
 import re
@@ -260,8 +259,3 @@ def test_short_writes(
             victim.resume()
             injected = f"call {at} cut to {keep}"
             proof.count(settle(zygote, path, victim, victim.wait(), old, job, injected))
-
-
-def test_errors_that_strace_knows() -> None:
-    for names in _ERRORS.values():
-        assert all(hasattr(errno, name) for name in names)

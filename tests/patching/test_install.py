@@ -443,11 +443,11 @@ def test_threads_race_install_and_saves(tmp_path: Path) -> None:
         from torch import save
         stock = functions()
         fastserial.install(durable=False)
-        stop, errors, saves = threading.Event(), [], [0]
+        stop, errors, saves, switches = threading.Event(), [], [0] * 4, [0] * 2
 
         def saver(number):
             while not stop.is_set():
-                value = torch.full((1000 * (number + 1),), saves[0], dtype=torch.int64)
+                value = torch.full((1000 * (number + 1),), saves[number], dtype=torch.int64)
                 path = f"{number}.pt"
                 try:
                     save([value], path, _use_new_zipfile_serialization=bool(number % 2))
@@ -455,24 +455,25 @@ def test_threads_race_install_and_saves(tmp_path: Path) -> None:
                 except BaseException as error:
                     errors.append(repr(error))
                     return
-                saves[0] += 1
+                saves[number] += 1
 
-        def switcher():
+        def switcher(number):
             while not stop.is_set():
                 fastserial.uninstall()
                 fastserial.install()
+                switches[number] += 1
 
         threads = [threading.Thread(target=saver, args=(n,)) for n in range(4)]
-        threads += [threading.Thread(target=switcher) for _ in range(2)]
+        threads += [threading.Thread(target=switcher, args=(n,)) for n in range(2)]
         for thread in threads:
             thread.start()
-        time.sleep(2)
+        while not errors and (min(saves) < 15 or min(switches) < 40):
+            time.sleep(0.01)
         stop.set()
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
         assert not errors, errors[:3]
-        assert saves[0] > 20, saves
         fastserial.uninstall()
         assert same(functions(), stock) and not both()
     """,
