@@ -17,6 +17,7 @@ from proofs import Proof
 
 from fastserial.checkpoints.inspect import inspect
 from fastserial.checkpoints.verify import verify
+from fastserial.checkpoints.verify import zip as zip_check
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import read_directory
@@ -82,6 +83,35 @@ def same_content(file: Damaged, whole: dict[str, bytes]) -> bool:
             )
     except Exception:
         return False
+
+
+class _Blind(zip_check._Pass):
+    """Takes every record for one with the right checksum."""
+
+    def _complete(self, piece: int, parts: list[tuple[int, int, int | bytes]]) -> None:
+        super()._complete(piece, parts)
+        if piece % 2:
+            self.crcs[piece // 2] = self.records[piece // 2].crc
+
+
+def test_damage_goes_unseen_without_checksums(
+    dice: random.Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: some of the damage is found by nothing but the CRCs."""
+    whole, path = originals(), tmp_path / "x.pt"
+    files = [damaged({"zip": whole["zip"]}, dice) for _ in range(60)]
+    hidden = []
+    for file in files:
+        path.write_bytes(file.data)
+        with monkeypatch.context() as patch:
+            patch.setattr(zip_check, "_Pass", _Blind)
+            blind = verify(path, _SMALL).ok
+        if blind and not same_content(file, whole):
+            hidden.append(path.read_bytes())
+    assert len(hidden) >= 5
+    for data in hidden:
+        path.write_bytes(data)
+        assert not verify(path, _SMALL).ok
 
 
 @pytest.mark.trials(400, 20_000)

@@ -111,6 +111,7 @@ def test_fuse_without(
     reports = save_and_check(lab.mirror(below, option), zygote, proof, f"FUSE {option}")
     assert reports[0]["fallback"] == fallback
     assert reports[0]["direct"] is (option != "--no-direct")
+    assert (lab.folder / "below.short").exists() is option.startswith("--short")
 
 
 def test_read_only(lab: Lab, zygote: Zygote, proof: Proof) -> None:
