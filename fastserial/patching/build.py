@@ -218,7 +218,7 @@ def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 def _the_one(blocks: list[list[ast.stmt]], match: Match) -> ast.stmt:
     found = [node for block in blocks for node in block if _matches(node, match, block)]
     if len(found) != 1:
-        raise PatchError(f"{len(found)} statements look like {match}, not one")
+        raise PatchError(f"{len(found)} statements match the anchor {match}, not one")
     return found[0]
 
 

@@ -11,7 +11,7 @@ import difflib
 import importlib.util
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from fastserial.patching.build import BuiltModule, build_module, digest, split_l
 from fastserial.patching.patch_file import (
     Anchor,
     Edit,
-    Match,
     Patch,
     candidates,
     load_patches,
@@ -297,7 +296,14 @@ def new(source: TorchSource, folder: Path | None = None, base: Patch | None = No
     known = next((patch for patch in patches if patch.name == name), None)
     start = known or base or _nearest(source.version, list(patches))
     hashes: dict[str, dict[str, str]] = {}
-    for built in _built(start, source):
+    try:
+        modules = _built(start, source)
+    except PatchError as error:
+        raise PatchError(
+            f"{error}. {folder / start.name}.toml does not fit: write the anchor by hand into "
+            f"{folder / name}.toml (CONTRIBUTING.md, 'A new torch release')"
+        ) from error
+    for built in modules:
         for one in built.functions:
             fresh = {digest(one.original): digest(one.text)}
             old = one.patch.hashes if known else {}
@@ -345,18 +351,7 @@ def _render_edit(edit: Edit) -> str:
 def _render_anchor(anchor: Anchor) -> str:
     table: dict[str, str] = {"place": f'"{anchor.place}"'}
     if anchor.match is not None:
-        table.update(_render_match(anchor.match))
+        table.update(anchor.match.table())
     if anchor.inside:
-        steps = ", ".join(_inline(_render_match(step)) for step in anchor.inside)
-        table["inside"] = f"[{steps}]"
-    return _inline(table)
-
-
-def _render_match(match: Match) -> dict[str, str]:
-    table = {"statement": match.statement, "calls": match.calls, "name": match.name}
-    shown = {key: f'"{value}"' for key, value in table.items() if value is not None}
-    return {**shown, **({"last": "true"} if match.last else {})}
-
-
-def _inline(table: Mapping[str, str]) -> str:
+        table["inside"] = f"[{', '.join(map(str, anchor.inside))}]"
     return "{" + ", ".join(f"{key} = {value}" for key, value in table.items()) + "}"

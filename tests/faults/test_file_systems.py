@@ -168,16 +168,7 @@ def test_the_directory_is_removed(tmp_path: Path, zygote: Zygote) -> None:
 def test_no_proc(lab: Lab, tmp_path: Path) -> None:
     """Without /proc there is no direct I/O and no nameless file; saves work all the same."""
     need("unshare")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import ctypes, json, os, sys, torch, fastserial\n"
-        "from states import check, make\n"
-        "ctypes.CDLL(None).umount2(b'/proc', 2)\n"
-        "assert not os.path.exists('/proc/self')\n"
-        "fastserial.install(on_report=lambda r: print(json.dumps(r.to_dict())))\n"
-        "torch.save(make(1, 9_000_000), sys.argv[1])\n"
-        "assert check(sys.argv[1]) == 1\n"
-    )
+    script = Path(__file__).parents[1] / "programs" / "no_proc.py"
     folder = tmp_path / "saves"
     folder.mkdir()
     done = subprocess.run(
