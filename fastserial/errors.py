@@ -23,6 +23,8 @@ __all__ = [
     "PatchError",
     "PickleLimitError",
     "StorageChangedError",
+    "TransferAbandonedError",
+    "TruncatedCheckpointError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
@@ -50,6 +52,10 @@ class EngineError(FastserialError, RuntimeError):
 
 class EngineUnavailableError(EngineError, ImportError):
     """The engine asked for by name cannot run on this machine."""
+
+
+class TransferAbandonedError(FastserialError, RuntimeError):
+    """Another thread was to move bytes that are waited for, and failed; its own error says why."""
 
 
 class LayoutError(FastserialError, RuntimeError):
@@ -84,6 +90,10 @@ class CorruptCheckpointError(FastserialError, RuntimeError):
     def __str__(self) -> str:
         parts = [self.path, f"record {self.record}" if self.record else None, self.message]
         return ": ".join(part for part in parts if part)
+
+
+class TruncatedCheckpointError(CorruptCheckpointError):
+    """A checkpoint file ends too early."""
 
 
 class UnreadableCheckpointError(CorruptCheckpointError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastserial.printable import printable
 
@@ -19,6 +19,7 @@ __all__ = [
     "last_load_report",
     "last_save_report",
     "publish_load",
+    "publish_save",
 ]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -127,6 +128,18 @@ class Report:
         return f"{line}, fallback={printable(self.fallback)}" if self.fallback else line
 
 
+_AnyReport = TypeVar("_AnyReport", bound=Report)
+
+
+def _hand_over(report: _AnyReport, take: Callable[[_AnyReport], None] | None, name: str) -> None:
+    _log.debug("%s", report)
+    if take is not None:
+        try:
+            take(report)
+        except Exception:  # the bytes are safe: this must not look like a failed save or load
+            _log.exception("%s failed for %r", name, report.path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
     """One finished save.
@@ -149,10 +162,11 @@ class SaveReport(Report):
 _last_save: SaveReport | None = None
 
 
-def publish_save(report: SaveReport) -> None:
-    """Make a report the process's last one."""
+def publish_save(report: SaveReport, on_report: Callable[[SaveReport], None] | None = None) -> None:
+    """Make a report the process's last one, and hand it to `on_report`."""
     global _last_save
     _last_save = report
+    _hand_over(report, on_report, "on_report")
 
 
 def last_save_report() -> SaveReport | None:
@@ -194,12 +208,7 @@ def publish_load(report: LoadReport, on_load: Callable[[LoadReport], None] | Non
     """Make a report the process's last one, and hand it to `on_load`."""
     global _last_load
     _last_load = report
-    _log.debug("%s", report)
-    if on_load is not None:
-        try:
-            on_load(report)
-        except Exception:  # the object is there: this must not look like a failed load
-            _log.exception("on_load failed for %r", report.path)
+    _hand_over(report, on_load, "on_load")
 
 
 def last_load_report() -> LoadReport | None:

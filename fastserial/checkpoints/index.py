@@ -17,11 +17,12 @@ from fastserial.errors import (
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.formats.legacy.structure import is_legacy, read_legacy
-from fastserial.formats.safetensors import contiguous_stride, read_header
-from fastserial.formats.storages import ITEM_BYTES, PACKED
+from fastserial.formats.detect import Format, checkpoint_format
+from fastserial.formats.legacy.structure import read_legacy
+from fastserial.formats.safetensors import read_header
+from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
-from fastserial.formats.zip.directory import Directory, is_zip
+from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import read_places, read_record
 
 __all__ = ["StoragePlace", "TensorIndex", "TensorPlace", "is_little_endian", "read_index"]
@@ -112,13 +113,10 @@ def read_index(fd: int, path: str) -> TensorIndex:
         OSError: it cannot be read.
     """
     try:
-        if is_zip(fd):
+        found = checkpoint_format(fd, path)
+        if found is Format.ZIP:
             return _of_zip(fd)
-        if path.endswith(".safetensors"):
-            return _of_safetensors(fd)
-        if is_legacy(fd):
-            return _of_legacy(fd)
-        raise UnreadableCheckpointError("neither a zip, a legacy nor a safetensors checkpoint")
+        return _of_legacy(fd) if found is Format.LEGACY else _of_safetensors(fd)
     except CorruptCheckpointError as error:
         error.path = error.path or path
         raise

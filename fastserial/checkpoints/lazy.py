@@ -6,7 +6,6 @@ import contextlib
 import operator
 import os
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -127,12 +126,7 @@ class LazyCheckpoint:
     def __enter__(self) -> LazyCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextlib.contextmanager

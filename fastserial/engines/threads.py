@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import ClassVar
 
+from fastserial.config.performance import FEW_CORES
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
 from fastserial.interrupts import Background, finish
 from fastserial.memory.buffers import Buffer
 
 __all__ = ["ThreadsEngine", "transfer"]
-
-_FEW_CORES = 4
 
 
 def transfer(request: Request, done: int = 0) -> int:
@@ -61,7 +60,7 @@ class ThreadsEngine(Engine):
         """Take `threads` threads; `prepare_here`: whether the submitting one prepares blocks."""
         super().__init__(threads)
         if prepare_here is None:
-            prepare_here = len(os.sched_getaffinity(0)) <= _FEW_CORES
+            prepare_here = len(os.sched_getaffinity(0)) <= FEW_CORES
         self._prepare_here = prepare_here
         self._work: _Work = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()

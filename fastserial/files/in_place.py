@@ -20,7 +20,6 @@ from fastserial.interrupts import Descriptors, finish
 __all__ = ["CallersFile", "Destination", "InPlaceFile", "open_target"]
 
 _NO_FILE = "no file was made"
-_NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Destination(Protocol):
@@ -162,12 +161,7 @@ class InPlaceFile:
             OSError: the device failed.
         """
         if self._wanted_durable:
-            try:
-                os.fsync(self.fd)
-                self.durable = True
-            except OSError as error:
-                if error.errno not in _NO_SYNC:
-                    raise
+            self.durable = linux.synced(self.fd)
 
     def commit(self) -> None:
         """Close the file.

@@ -1,7 +1,7 @@
 """Whether this process holds a file open, and would miss a new one that took its place.
 
 `NamedTemporaryFile`, `mkstemp`, a lock (`flock`) on the checkpoint: what is saved under the name is
-expected behind the descriptor. A descriptor of our own is not (`filesystem.open_own`), nor one that
+expected behind the descriptor. A descriptor of our own is not (`interrupts`), nor one that
 another thread reads from at this moment: that reader is to see the old file to its end.
 """
 

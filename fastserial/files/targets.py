@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import capabilities, linux, open_files
+from fastserial.files.sources import file_name, plain_file
 
 __all__ = [
     "FileTarget",
@@ -27,6 +28,7 @@ __all__ = [
     "writable_target",
 ]
 
+_METHODS = frozenset({"write"})  # whoever puts one in its place watches or changes the bytes
 _MAX_LINKS = 40  # as the kernel's own limit
 _RACES = 8  # so often links may be changed, or the file replaced, while we look
 
@@ -243,19 +245,14 @@ def _refusal(number: int, name: str) -> WriteError:
 def _raw_file(file: Any) -> BinaryIO | None:
     """Return the plain Python file inside a file object, or None if there is none we know."""
     kind = type(file)
-    written = getattr(file, "__dict__", {}).get("write")
     if kind.__module__ == "tempfile" and kind.__name__ == "_TemporaryFileWrapper":
         # The wrapper keeps its own `write` around the file's once it was used.
+        written = vars(file).get("write")
         if written is not None and getattr(written, "__wrapped__", None) != file.file.write:
             return None
         return _raw_file(file.file)
-    if written is not None:  # somebody watches or changes what is written
-        return None
-    if kind.__module__ == "fsspec.implementations.local" and kind.__name__ == "LocalFileOpener":
-        return _raw_file(file.f)
-    if kind in (io.BufferedWriter, io.BufferedRandom):
-        return file if type(file.raw) is io.FileIO else None
-    return file if kind is io.FileIO else None
+    found: BinaryIO | None = plain_file(file, (io.BufferedWriter, io.BufferedRandom), _METHODS)
+    return found
 
 
 def file_target(file: Any) -> FileTarget | StockWay:
@@ -279,8 +276,7 @@ def file_target(file: Any) -> FileTarget | StockWay:
         offset = raw.tell()
     except (OSError, ValueError) as error:
         return StockWay(f"the file's position is not known: {error}")
-    name = getattr(raw, "name", None)
-    return FileTarget(name if isinstance(name, str) else f"<fd {fd}>", raw, fd, offset)
+    return FileTarget(file_name(raw, fd), raw, fd, offset)
 
 
 def target_of(target: Any) -> Target | StockWay:

@@ -20,7 +20,6 @@ from fastserial.formats.zip.directory import read_exactly
 __all__ = [
     "TYPE_NAMES",
     "SafetensorsEntry",
-    "contiguous_stride",
     "header_bytes",
     "read_header",
     "read_metadata",
@@ -129,16 +128,6 @@ def _entry(key: str, value: Any, start: int) -> SafetensorsEntry:
     if dtype is not None and math.prod(shape) * ITEM_BYTES[dtype] != last - first:
         raise CorruptCheckpointError("its shape does not fit its bytes", record=key)
     return SafetensorsEntry(key, name, dtype, tuple(shape), start + first, last - first)
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor (elements)."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def header_bytes(

@@ -19,6 +19,7 @@ from fastserial.formats.storages import (
     PACKED,
     StorageEntry,
     dtype_name,
+    reach,
     storage_entry,
     storage_table,
 )
@@ -91,10 +92,7 @@ class TensorEntry:
         """First byte in the storage, and the first one behind the last."""
         size, packed = ITEM_BYTES[self.dtype], PACKED.get(self.dtype, 1)
         first = self.storage_offset // packed * size
-        if 0 in self.shape:
-            return first, first
-        reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        return first, first + (reach // packed + 1) * size
+        return first, first + -(-reach(self.shape, self.stride) // packed) * size
 
     @property
     def is_contiguous(self) -> bool:

@@ -29,7 +29,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from fastserial import config as config_module
+from fastserial import config
 from fastserial.checkpoints.save import save
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
@@ -75,7 +75,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             ConfigError: an option has an unknown name or an impossible value.
         """
         super().__init__()
-        config_module.current(**options)
+        config.current(**options)
         self.name = type(self).__name__
         self.options = dict(options)
         self.zip_container = zip_container
@@ -99,7 +99,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         if self._failure is not None:
             return
         try:
-            with config_module.options(**self.options):
+            with config.options(**self.options):
                 save(state_dict, path, zip_container=self.zip_container)
         except Exception as error:
             self.fail(error)
@@ -175,7 +175,7 @@ def enable(engine: Any, /, **options: Any) -> Any:
     """
     current = engine.checkpoint_engine
     if isinstance(current, FastserialCheckpointEngine):
-        config_module.current(**options)
+        config.current(**options)
         current.options = dict(options)
         return engine
     if not isinstance(current, TorchCheckpointEngine):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.formats.legacy.layout import COUNT
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ExpectedSink, ReadExtent, storage_sink
 from fastserial.memory.huge_pages import HugePages
@@ -14,7 +14,6 @@ from fastserial.memory.storages import synchronize
 
 __all__ = ["read_storages"]
 
-_COUNT = struct.Struct("<q")
 _DEVICES = frozenset({"cpu", "cuda"})
 
 
@@ -34,20 +33,21 @@ def read_storages(
 
     Raises:
         CorruptCheckpointError: the file is not as the pickle says; torch's own way says what.
+        UnreadableCheckpointError: storages are on devices that we do not fill.
         OSError: the disk failed.
     """
     if len(set(keys)) != len(keys) or not all(key in storages for key in keys):
         raise CorruptCheckpointError("the list of storages is damaged")
     untyped = [storages[key]._untyped_storage for key in keys]
     if any(storage.device.type not in _DEVICES for storage in untyped):
-        raise CorruptCheckpointError("storages on other devices are torch's to read")
+        raise UnreadableCheckpointError("storages on other devices are torch's to read")
     extents: list[ReadExtent] = []
     pages = HugePages()
     for key, storage in zip(keys, untyped, strict=True):
         nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
-        count = _COUNT.pack(nbytes // item)
-        extents.append(ReadExtent(offset, _COUNT.size, ExpectedSink(count, f"the size of {key}")))
-        offset += _COUNT.size
+        count = COUNT.pack(nbytes // item)
+        extents.append(ReadExtent(offset, COUNT.size, ExpectedSink(count, f"the size of {key}")))
+        offset += COUNT.size
         if nbytes:
             if storage.device.type == "cpu":
                 pages.advise(storage.data_ptr(), nbytes)

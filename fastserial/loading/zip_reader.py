@@ -13,15 +13,10 @@ import torch
 
 from fastserial.checksums import crc32
 from fastserial.errors import CorruptCheckpointError
-from fastserial.formats.zip.directory import (
-    Directory,
-    RecordEntry,
-)
+from fastserial.formats.zip.directory import Directory, RecordEntry
 from fastserial.loading.prefetch import Prefetch
 
-__all__ = ["MOST_INFLATED", "FastZipReader"]
-
-MOST_INFLATED = 1040  # deflate makes at most 1032 bytes from one
+__all__ = ["FastZipReader"]
 
 
 class _Loaded:

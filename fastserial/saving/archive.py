@@ -7,7 +7,6 @@ hands over all storages in one call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from fastserial.checksums import crc32
@@ -125,12 +124,7 @@ class ZipArchive:
     def __enter__(self) -> ZipArchive:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             name_in(error, self._writer.name)
             if self._owns_writer:

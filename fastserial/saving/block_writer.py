@@ -18,11 +18,13 @@ from time import perf_counter
 
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
+from fastserial.config.performance import PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.compression import Compression
+from fastserial.files.direct import open_direct
 from fastserial.formats.extents import Data, Hole, Literal, Packed, Source
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import headroom
@@ -35,7 +37,6 @@ from fastserial.saving.statistics import TransferTally
 __all__ = ["BlockWriter"]
 
 _log = logging.getLogger("fastserial")
-_PAGE = 4096
 _NOT_READ_BACK = "; not read back"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
@@ -98,7 +99,7 @@ class BlockWriter:
         self._direct_fd = -1
         self._cached: CachedWrites | None = None  # blocks go through the page cache
         self._read_back: ReadBack | None = None
-        self._align = _PAGE
+        self._align = PAGE
         self._engine: Engine | None = None
         self._pool: BufferPool | None = None
         self._batch: list[Request] = []
@@ -135,8 +136,8 @@ class BlockWriter:
         A range that begins within a page begins with a block of the rest of that page.
         """
         begin = self._parts[0].offset if self._parts else offset
-        if begin % _PAGE:
-            end = begin + -begin % _PAGE
+        if begin % PAGE:
+            end = begin + -begin % PAGE
         else:
             size = self._config.block_size
             end = begin - begin % size + size
@@ -302,22 +303,10 @@ class BlockWriter:
         if self._compression is Compression.THROUGH_CACHE:
             self.fallback = "the file system compresses this file, but not what is written directly"
             return
-        alignment = linux.direct_alignment(self._fd)
-        if alignment is None:
-            self.fallback = "the file system has no direct I/O for this file"
-            return
-        self._align = max(_PAGE, alignment.offset, alignment.memory)
-        if self._config.block_size % self._align:
-            self.fallback = f"block_size is not a multiple of the device's {self._align} bytes"
-            return
-        try:
-            synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
-            flags = os.O_WRONLY | os.O_DIRECT | synced
-            self._direct_fd = linux.reopen(self._fd, flags, self._files)
-        except OSError as error:
-            self.fallback = f"direct I/O refused: {error.strerror}"
-            return
-        self.direct = True
+        synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
+        found = open_direct(self._fd, os.O_WRONLY | synced, self._config.block_size, self._files)
+        self._direct_fd, self._align, self.fallback = found
+        self.direct = found.refusal is None
 
     def _submit(self) -> None:
         if self._batch and self._engine is not None:

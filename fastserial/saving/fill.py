@@ -12,18 +12,15 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.errors import EngineError
+from fastserial.config.performance import FILL_CHUNK, JOINED
+from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Hole, Literal, Packed, Source, Trailer
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, memmove
 
 __all__ = ["Part", "fill", "staged"]
 
-_CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum; copies cost less CPU, too
 _CRC = struct.Struct("<I")
-# Up to this many bytes on average, storages are copied together: twice, but without a step of
-# Python's for each, and without giving up the interpreter's lock to another thread each time.
-_JOINED = 8 * 1024
 
 
 class Part(NamedTuple):
@@ -67,14 +64,14 @@ def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
         at += length
     for at, (_, source, start, length, ledger) in late:
         if ledger is None:
-            raise EngineError("a source that needs checksums came without a ledger")
+            raise LayoutError("a source that needs checksums came without a ledger")
         if isinstance(source, DescriptorPatch):
             text: bytes | bytearray = bytearray(source.data)
             _CRC.pack_into(text, source.at, ledger.wait(source.record))
         elif isinstance(source, Trailer):
             text = source.data(ledger.wait_all())
         else:
-            raise EngineError(f"no such source: {source!r}")
+            raise LayoutError(f"no such source: {source!r}")
         view[at : at + length] = text[start : start + length]
 
 
@@ -82,7 +79,7 @@ def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int
     _, _, start, length, ledger = part
     memory = source.memory
     wanted = source.record is not None and ledger is not None
-    step = _CHUNK if wanted or isinstance(memory, HostMemory) else length
+    step = FILL_CHUNK if wanted or isinstance(memory, HostMemory) else length
     crc = 0
     for done in range(0, length, step):
         size = min(step, length - done)
@@ -122,7 +119,7 @@ def _fill_packed(
     Enters the CRC-32s in the ledger, if they are wanted.
     """
     known = ledger if source.first is not None else None
-    if source.batch.shared or source.length <= _JOINED * len(source.sizes):
+    if source.batch.shared or source.length <= JOINED * len(source.sizes):
         crcs = _join(source, known is not None, view, at)
     else:
         crcs = _copy(source, known is not None, view, address, at)

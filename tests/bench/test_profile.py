@@ -153,7 +153,7 @@ def profiled(folder: Path, **more: Any) -> ProfileResult:
 def test_profile(
     tmp_path: Path, container: str, few_cores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "_FEW_CORES", 1 << 20 if few_cores else 0)
+    monkeypatch.setattr(threads, "FEW_CORES", 1 << 20 if few_cores else 0)
     result = profiled(tmp_path, container=container, runs=2)
     assert result.identical
     assert list(tmp_path.iterdir()) == []

@@ -367,7 +367,7 @@ def test_file_changes_while_read(
 ) -> None:
     from fastserial.loading import prefetch
 
-    monkeypatch.setattr(prefetch, "_LOOK_AHEAD", 100_000)
+    monkeypatch.setattr(prefetch, "LOOK_AHEAD", 100_000)
     path = tmp_path / "archive.pt"
     with stock():
         torch.save(

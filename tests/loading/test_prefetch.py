@@ -95,7 +95,7 @@ def test_records_that_nobody_asks_for(path: Path) -> None:
 
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
 def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch_module, "_LOOK_AHEAD", 3 * MIB)
+    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 3 * MIB)
     path = tmp_path / "f.pt"
     with stock():
         torch.save([noise(MIB) for _ in range(20)], path)
@@ -236,7 +236,7 @@ def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Its files hold 0, 1, 10, 11, ..., 2; the pickle asks for 0, 1, 2."""
     import zipfile
 
-    monkeypatch.setattr(prefetch_module, "_LOOK_AHEAD", 2 * MIB)
+    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 2 * MIB)
     path, sorted_path = tmp_path / "f.pt", tmp_path / "s.pt"
     with stock():
         torch.save([noise(300_000 + i * 40_000) for i in range(23)], path)
@@ -288,7 +288,7 @@ def test_huge_pages_that_are_slow_are_asked_for_no_more(
     monkeypatch: pytest.MonkeyPatch, slow: float, asked: int
 ) -> None:
     advised: list[int] = []
-    monkeypatch.setattr(huge_pages, "_SLOW", slow)
+    monkeypatch.setattr(huge_pages, "SLOW_TOUCH", slow)
     monkeypatch.setattr(
         huge_pages, "_advise", lambda address, nbytes, *advices: advised.append(nbytes)
     )

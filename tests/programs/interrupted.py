@@ -192,7 +192,7 @@ def main(folder: str, what: str, handler: str, count: str, guards: str = "guarde
     if guards == "unguarded":  # descriptors that nobody refers to any more stay open
         del Descriptors.__del__
     torch.set_num_threads(1)
-    replacement.LARGE = 1 << 20
+    replacement.LARGE_FILE = 1 << 20
     fastserial.install(**BLOCKS)
     trials = Trials(Path(folder), what, random.Random(SEED))
     signal.signal(signal.SIGALRM, trials.raises if handler == "raise" else trials.works)

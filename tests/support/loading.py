@@ -91,8 +91,8 @@ def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
     from fastserial.patching import load_hooks
 
     with monkeypatch.context() as patch:
-        patch.setattr(load_hooks, "_FEW_BYTES", 0)
-        patch.setattr(prefetch_plan, "_LARGE", large)
+        patch.setattr(load_hooks, "FEW_BYTES", 0)
+        patch.setattr(prefetch_plan, "LARGE_RECORD", large)
         yield
 
 

@@ -22,6 +22,7 @@ from itertools import starmap
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from fastserial.config.performance import PAGE
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.deepspeed.aio_op import (
     AioSettings,
@@ -44,7 +45,6 @@ __all__ = ["DeepSpeedEngine"]
 
 _log = logging.getLogger("fastserial")
 _Result = TypeVar("_Result")
-_PAGE = 4096
 
 
 class _Lane:
@@ -118,7 +118,7 @@ class DeepSpeedEngine(Engine):
     @classmethod
     def unavailable(cls) -> str | None:
         lacks = missing()
-        if not lacks and lockable(_PAGE) < _PAGE:
+        if not lacks and lockable(PAGE) < PAGE:
             lacks = ["no memory may be locked: ulimit -l unlimited"]
         return "; ".join(lacks) or None
 
@@ -212,7 +212,7 @@ class DeepSpeedEngine(Engine):
                 alignment = linux.direct_alignment(fd)
                 # not finer than the file system's blocks: holes are seen by the block
                 told = (alignment.memory, alignment.offset) if alignment else ()
-                unit = math.lcm(_PAGE, os.fstat(fd).st_blksize, *filter(None, told))
+                unit = math.lcm(PAGE, os.fstat(fd).st_blksize, *filter(None, told))
             self._units[fd] = unit
         return unit
 

@@ -13,9 +13,9 @@ from operator import floordiv
 from fastserial.formats.extents import Data, Extent, Literal, Packed
 from fastserial.memory.batch import Batch
 
-__all__ = ["element_counts", "storage_extents"]
+__all__ = ["COUNT", "element_counts", "storage_extents"]
 
-_COUNT = struct.Struct("<q")
+COUNT = struct.Struct("<q")  # of elements, before each storage
 
 
 def element_counts(
@@ -25,7 +25,7 @@ def element_counts(
     if not save_size:
         return [b""] * len(sizes)
     # As torch: bytes beyond the last whole element are written, but not counted.
-    return list(map(_COUNT.pack, map(floordiv, sizes, element_sizes)))
+    return list(map(COUNT.pack, map(floordiv, sizes, element_sizes)))
 
 
 def storage_extents(batch: Batch, counts: Sequence[bytes]) -> list[Extent]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import CorruptCheckpointError
 
 __all__ = ["ByteStream"]
 
-_CHUNK = 256 * 1024
 _LONGEST_LINE = 64 * 1024
 
 
@@ -40,7 +40,7 @@ class ByteStream:
         offset = self.tell()
         if offset + length > self._end:
             raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
-        size = min(max(length, _CHUNK), self._end - offset)
+        size = min(max(length, STREAM_CHUNK), self._end - offset)
         self.chunk = self._read_at(offset, size)
         self._offset, self.at = offset, 0
 
