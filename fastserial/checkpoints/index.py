@@ -32,7 +32,7 @@ _SMALL_RECORD = 64
 
 @dataclass(frozen=True, slots=True)
 class StoragePlace:
-    """A storage's bytes: `nbytes` at `offset` of the file; `crc` None if the file tells none."""
+    """A storage's bytes: `nbytes` at `offset` of the file; `crc` None if the file has none."""
 
     name: str
     offset: int
@@ -145,7 +145,7 @@ def is_little_endian(fd: int, directory: Directory) -> bool:
     """Return whether `torch.load` takes the storages of a zip for little-endian.
 
     Raises:
-        CorruptCheckpointError: the record that tells is damaged.
+        CorruptCheckpointError: the record that says so is damaged.
         OSError: it cannot be read.
     """
     record = directory.find("byteorder")

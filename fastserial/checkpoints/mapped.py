@@ -1,6 +1,6 @@
 """A checkpoint's objects with storages that are mapped, not read: they cost no memory.
 
-Unpickling follows torch's rules for `weights_only=True`. Where a storage lies in the file is told
+Unpickling follows torch's rules for `weights_only=True`. Where a storage lies in the file is given
 by its address in the mapping.
 """
 

@@ -22,7 +22,7 @@ _UNTOLD = ("zfs", "bcachefs")
 _FS_IOC_GETFLAGS = 0x80086601 if struct.calcsize("P") == 8 else 0x80046601
 _FS_NOCOMP_FL = 0x400  # chattr +m
 _FS_NOCOW_FL = 0x800000  # chattr +C: overwritten in place, thus never compressed
-_OVERLAYS = 4  # how many overlays may lie upon each other
+_OVERLAYS = 4  # how many overlays may be stacked
 
 
 class Compression(enum.Enum):
@@ -33,7 +33,7 @@ class Compression(enum.Enum):
 
 
 def compression_of(fd: int) -> Compression | None:
-    """Return how an open file is compressed, None if it is not, or nobody tells."""
+    """Return how an open file is compressed, None if it is not, or that is unknown."""
     if linux.is_compressed(fd):
         return Compression.THROUGH_CACHE
     if os.major(os.fstat(fd).st_dev):  # a block device; those below have none

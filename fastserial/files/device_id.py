@@ -2,8 +2,8 @@
 
 Tried in this order, each together with the type of the file system:
 
-- the UUID of the file system, which the kernel tells any user (Linux 6.9). It stays with the data
-  when a disk gets another name or another slot;
+- the UUID of the file system, which the kernel reports to any user (Linux 6.9). It stays with the
+  data when a disk gets another name or another slot;
 - what the disk itself is called (serial number, WWID, device-mapper UUID, file of a loop device),
   with the number of the partition;
 - what is mounted (`server:/export` of a network file system);

@@ -1,6 +1,6 @@
 """The few Linux calls Python has no function for, and what a file system takes.
 
-Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) tells the alignment direct I/O needs;
+Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) gives the alignment direct I/O needs;
 `fallocate(2)` fails where the file system cannot reserve space, unlike `posix_fallocate`, which
 then writes zeros to every block.
 """
@@ -53,7 +53,7 @@ _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
-_INTERRUPTIONS = 8  # so often the reserving of space is begun anew
+_INTERRUPTIONS = 8  # how often reserving space is started over
 _NAME_MAX = 255  # bytes of a file's name on most file systems
 _FALLOC_FL_KEEP_SIZE = 1
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
@@ -91,7 +91,7 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
 
 
 def reopen(fd: int, flags: int, files: Descriptors) -> int:
-    """Open the file behind a descriptor anew, with other flags; `files` owns it.
+    """Reopen the file behind a descriptor with other flags; `files` owns it.
 
     Raises:
         OSError: the file system does not take the flags, or /proc is not mounted.
@@ -102,7 +102,7 @@ def reopen(fd: int, flags: int, files: Descriptors) -> int:
 def magic_of(path: str) -> int:
     """Return the number of the file system's type (`f_type` of statfs) that holds `path`.
 
-    0 if that cannot be told.
+    0 if that is unknown.
     """
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _statfs(os.fsencode(path), buffer) != 0:
@@ -152,7 +152,7 @@ def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> b
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
     With `keep_size` the space is there, but the file does not grow. Returns False where the file
-    system cannot, or where signals come faster than it can: some begin anew after each.
+    system cannot, or where signals come faster than it can: some start over after each.
 
     Raises:
         OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed.
@@ -214,7 +214,7 @@ def is_compressed(fd: int) -> bool:
 
 
 def _attributes(fd: int) -> int:
-    """Return the attributes of an open file, as far as the kernel tells them."""
+    """Return the attributes of an open file, as far as the kernel reports them."""
     told = _told(fd, b"", _AT_EMPTY_PATH, 0)
     if told is None:
         return 0

@@ -64,7 +64,7 @@ class FileTarget:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceTarget:
-    """A regular file that no new file may take the place of: overwritten, as torch does.
+    """A regular file that no new file can replace: overwritten, as torch does.
 
     Attributes:
         name: the path as the user gave it.
@@ -259,7 +259,7 @@ def file_target(file: Any) -> FileTarget | StockWay:
     """Decide how to write to a file object: only plain files on a regular file are ours.
 
     Anything else that has a descriptor (gzip, sockets, wrappers) may not put the bytes it is given
-    at the place the descriptor tells.
+    at the descriptor's position.
     """
     raw = _raw_file(file)
     if raw is None:
@@ -307,7 +307,7 @@ def writable_target(
 
 
 def free_bytes_for(target: Target, fd: int) -> int | None:
-    """Return the bytes free where the target lies, None if that cannot be told any more.
+    """Return the bytes free where the target lies, None if that is no longer known.
 
     Args:
         fd: of the file that is written.

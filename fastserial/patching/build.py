@@ -20,10 +20,10 @@ __all__ = [
     "BuiltFunction",
     "BuiltModule",
     "build_module",
+    "check_hashes",
     "digest",
     "split_lines",
     "strip",
-    "verify",
 ]
 
 BEGIN = "# >>> fastserial"
@@ -104,7 +104,7 @@ def build_module(text: str, patch: Patch, module: str) -> BuiltModule:
     return BuiltModule(module, text, "".join(built), functions)
 
 
-def verify(built: BuiltModule) -> str | None:
+def check_hashes(built: BuiltModule) -> str | None:
     """Return why a built module is not the one its patch was made for, or None."""
     for function in built.functions:
         name = function.patch.full_name

@@ -19,7 +19,14 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from fastserial.errors import PatchError
-from fastserial.patching.build import BuiltModule, build_module, digest, split_lines, strip, verify
+from fastserial.patching.build import (
+    BuiltModule,
+    build_module,
+    check_hashes,
+    digest,
+    split_lines,
+    strip,
+)
 from fastserial.patching.patch_file import (
     Anchor,
     Edit,
@@ -162,7 +169,7 @@ def _from_wheel(path: Path, name: str) -> bytes:
 def fitting(source: TorchSource, patches: tuple[Patch, ...] | None = None) -> tuple[Patch, bool]:
     """Return the patch that `install()` would choose for a torch, and if it is made for it.
 
-    When none fits, it is the one that comes nearest: `check` then tells what differs.
+    When none fits, it is the one that comes nearest: `check` then says what differs.
 
     Raises:
         PatchError: there are no patches.
@@ -225,7 +232,7 @@ def _checks(patch: Patch, source: TorchSource) -> list[FunctionCheck]:
                 source_hash=expected is not None,
                 built_hash=expected == digest(one.text),
                 strips_back=strip(built.text) == original and strip(one.text) == one.original,
-                problem=verify(built),
+                problem=check_hashes(built),
             )
         )
     return found
@@ -262,7 +269,7 @@ def build(folder: Path, source: TorchSource, patch: Patch | None = None) -> list
     chosen = patch or fitting(source)[0]
     modules = _built(chosen, source)
     for built in modules:
-        if (reason := verify(built)) is not None:
+        if (reason := check_hashes(built)) is not None:
             raise PatchError(f"{source.where}: {reason}")
     written: list[Path] = []
     for built in modules:

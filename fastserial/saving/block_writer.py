@@ -143,7 +143,7 @@ class BlockWriter:
             end = begin - begin % size + size
         return end - offset
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
         if any(_is_borrowed(part.source) for part in self._parts):
@@ -273,7 +273,7 @@ class BlockWriter:
         return able.moves_data and able.unaligned and not able.registered_buffers
 
     def _trial(self, cached: CachedWrites, offset: int, length: int) -> None:
-        """Go over to direct I/O, once enough is written, if the device is the faster way."""
+        """Switch to direct I/O, once enough is written, if that is faster."""
         if not cached.is_enough:
             cached.take(offset, length)
             return
@@ -374,7 +374,7 @@ def _is_borrowed(source: Source) -> bool:
 
 
 def _prepare(request: Request) -> None:
-    """Fill a block's buffer. If that fails, nobody waits for its checksums for ever."""
+    """Fill a block's buffer. If that fails, no thread waits forever for its checksums."""
     block: _Block = request.tag
     began = perf_counter()
     try:

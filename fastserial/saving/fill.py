@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
-    """Put the bytes of the parts one behind the other at `address`, which `view` shows.
+    """Put the bytes of the parts back to back at `address`, which `view` shows.
 
     What needs checksums comes last: it may wait for other threads to fill the blocks before.
     """

@@ -173,7 +173,7 @@ def _write(path: Path, entries: Mapping[str, Entry]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes from changing the file meanwhile."""
+    """Keep other processes from changing the file in the body."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

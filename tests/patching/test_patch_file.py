@@ -263,7 +263,7 @@ def test_verify_tells_what_differs() -> None:
 
     def verdict(before: str, after: str) -> str | None:
         function = FunctionPatch("m", "f", {before: after}, (AT_START,))
-        return build.verify(build.build_module(source, Patch("v", "", (function,)), "m"))
+        return build.check_hashes(build.build_module(source, Patch("v", "", (function,)), "m"))
 
     before, after = build.digest(built.original), build.digest(built.text)
     assert verdict(before, after) is None

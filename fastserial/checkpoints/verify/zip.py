@@ -260,7 +260,7 @@ def _check_id(fd: int, check: _Pass) -> Problem | None:
 
 
 def _outline(fd: int, directory: Directory, findings: Findings) -> Outline | None:
-    """Return what the pickle tells; what it does not tell is noted, or a problem."""
+    """Return what the pickle says; what it does not say is noted, or a problem."""
     try:
         outline = zip_outline(fd, directory)
     except (CorruptCheckpointError, PickleLimitError) as error:
