@@ -55,10 +55,10 @@ def first_line(path: Path) -> str:
 
 def _uuid(fd: int) -> str | None:
     try:
-        told = fcntl.ioctl(fd, _FS_IOC_GETFSUUID, bytes(1 + _UUID_BYTES))
+        answer = fcntl.ioctl(fd, _FS_IOC_GETFSUUID, bytes(1 + _UUID_BYTES))
     except OSError:
         return None
-    uuid = told[1 : 1 + told[0]]
+    uuid = answer[1 : 1 + answer[0]]
     return f"uuid {uuid.hex()}" if any(uuid) else None  # images are sometimes made without
 
 

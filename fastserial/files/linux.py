@@ -73,7 +73,7 @@ class DirectAlignment:
     kernel_reported: bool
 
 
-def _told(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_char] | None:
+def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_char] | None:
     """Return what `statx` tells (`struct statx`), None if it fails or is not there."""
     if _statx is None:
         return None
@@ -83,9 +83,9 @@ def _told(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
     """Return the alignment direct I/O needs on an open file; None: the kernel says it has none."""
-    told = _told(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
-    if told is not None and _MASK.unpack_from(told)[0] & _STATX_DIOALIGN:
-        memory, offset = _ALIGNMENTS.unpack_from(told)
+    found = _statx_of(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
+    if found is not None and _MASK.unpack_from(found)[0] & _STATX_DIOALIGN:
+        memory, offset = _ALIGNMENTS.unpack_from(found)
         return DirectAlignment(memory, offset, True) if offset else None
     return DirectAlignment(PAGE, PAGE, False)
 
@@ -113,8 +113,8 @@ def magic_of(path: str) -> int:
 
 def mount_of(path: str) -> int:
     """Return the number of the mount that holds `path`, 0 if the kernel does not tell."""
-    told = _told(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE)
-    return int(_MOUNT.unpack_from(told)[0]) if told is not None else 0
+    found = _statx_of(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE)
+    return int(_MOUNT.unpack_from(found)[0]) if found is not None else 0
 
 
 def is_out_of_inodes(place: int | str) -> bool:
@@ -215,10 +215,10 @@ def is_compressed(fd: int) -> bool:
 
 def _attributes(fd: int) -> int:
     """Return the attributes of an open file, as far as the kernel reports them."""
-    told = _told(fd, b"", _AT_EMPTY_PATH, 0)
-    if told is None:
+    found = _statx_of(fd, b"", _AT_EMPTY_PATH, 0)
+    if found is None:
         return 0
-    attributes, known = _ATTRIBUTES.unpack_from(told)
+    attributes, known = _ATTRIBUTES.unpack_from(found)
     return int(attributes & known)
 
 
@@ -230,9 +230,9 @@ def is_mount_point(path: str, parent_device: int) -> bool:
         parent_device: `st_dev` of its directory, for kernels that do not tell (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
-    told = _told(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0)
-    if told is not None:
-        attributes, known = _ATTRIBUTES.unpack_from(told)
+    found = _statx_of(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0)
+    if found is not None:
+        attributes, known = _ATTRIBUTES.unpack_from(found)
         if known & _STATX_ATTR_MOUNT_ROOT:
             return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
     return os.stat(path).st_dev != parent_device

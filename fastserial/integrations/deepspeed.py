@@ -158,8 +158,8 @@ def _agree(failure: Exception | None, what: str) -> None:
         torch.distributed.all_gather_object(reasons, text)
     if failure is not None:
         raise failure
-    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    raise CheckpointFailedError(f"{what} is not complete, `latest` is as it was. {told}")
+    failures = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    raise CheckpointFailedError(f"{what} is not complete, `latest` is as it was. {failures}")
 
 
 def enable(engine: Any, /, **options: Any) -> Any:

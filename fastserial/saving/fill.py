@@ -134,9 +134,9 @@ def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
     if seal is None:
         parts = chain.from_iterable(zip(texts, source.gaps, strict=True))
     else:
-        told = crcs if wanted else repeat(0, len(sizes))
+        values = crcs if wanted else repeat(0, len(sizes))
         marks = repeat(DESCRIPTOR_SIGNATURE, len(sizes))
-        seals = map(seal.pack, marks, told, sizes, sizes)
+        seals = map(seal.pack, marks, values, sizes, sizes)
         parts = chain.from_iterable(zip(texts, seals, source.gaps, strict=True))
     view[at : at + source.length] = b"".join(parts)
     return crcs

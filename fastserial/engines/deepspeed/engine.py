@@ -211,8 +211,8 @@ class DeepSpeedEngine(Engine):
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 alignment = linux.direct_alignment(fd)
                 # not finer than the file system's blocks: holes are seen by the block
-                told = (alignment.memory, alignment.offset) if alignment else ()
-                unit = math.lcm(PAGE, os.fstat(fd).st_blksize, *filter(None, told))
+                units = (alignment.memory, alignment.offset) if alignment else ()
+                unit = math.lcm(PAGE, os.fstat(fd).st_blksize, *filter(None, units))
             self._units[fd] = unit
         return unit
 

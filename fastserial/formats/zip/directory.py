@@ -219,7 +219,7 @@ def _read_end(fd: int, size: int) -> EndRecords:
     trailing = size - at - structs.END.size
     if disk not in (0, U16) or start_disk not in (0, U16) or few != count:
         raise UnreadableCheckpointError("archives in several parts are not supported")
-    told = (count, length, offset)
+    stored = (count, length, offset)
     zip64 = _read_zip64_end(fd, at)
     if zip64 is None:
         end = EndRecords(count, offset, length, None, at, trailing, True)
@@ -228,7 +228,7 @@ def _read_end(fd: int, size: int) -> EndRecords:
         limit, values = zip64
         agrees = all(
             short in (long, ceiling)
-            for short, long, ceiling in zip(told, values, (U16, U32, U32), strict=True)
+            for short, long, ceiling in zip(stored, values, (U16, U32, U32), strict=True)
         )
         end = EndRecords(values[0], values[2], values[1], limit, at, trailing, agrees)
     if end.directory_offset + end.directory_size > limit:
