@@ -6,9 +6,10 @@ takes 25 ms each time. How they are compiled is tested in processes of their own
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -57,10 +58,17 @@ def _compiled(version: str) -> tuple[patch_compile.Installation, tuple[CodeType,
 
 
 def _prepare(version: str) -> patch_compile.Installation:
+    """Return fresh functions: `uninstall` gives them the code of the originals."""
     made, codes = _compiled(version)
+    functions = []
     for item, code in zip(made.functions, codes, strict=True):
-        item.patched.__code__ = code  # `uninstall` gives them the code of the originals
-    return made
+        old = item.patched
+        new = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
+        new.__kwdefaults__ = old.__kwdefaults__
+        functions.append(
+            dataclasses.replace(item, patched=functools.update_wrapper(new, old, updated=()))
+        )
+    return dataclasses.replace(made, functions=tuple(functions))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -30,7 +30,7 @@ from fastserial.patching.install import get_original
 __all__ = ["Mapped", "map_checkpoint"]
 
 _PROTOCOL = 2  # torch's default
-_BIG_ENDIAN = "the file is of a big-endian machine: load and save it with torch"
+_BIG_ENDIAN = "the file was written on a big-endian machine: load and save it with torch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     if not os.access(path, os.W_OK, effective_ids=True):
         raise _denial(directory, name)
     if not is_open:
-        return in_place("the directory is not open to us, so the file can only be overwritten")
+        return in_place("this process may not write to the directory, only overwrite the file")
     if os.geteuid() not in (0, existing.st_uid):
         return in_place("the file is another user's, so it can only be overwritten")
     if linux.is_mount_point(path, parent.st_dev):

@@ -301,7 +301,7 @@ class BlockWriter:
         if self._config.direct is False:
             return
         if self._compression is Compression.THROUGH_CACHE:
-            self.fallback = "the file system compresses this file, but not what is written directly"
+            self.fallback = "the file system compresses this file, but not direct writes"
             return
         synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
         found = open_direct(self._fd, os.O_WRONLY | synced, self._config.block_size, self._files)

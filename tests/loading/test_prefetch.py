@@ -90,7 +90,8 @@ def test_records_that_nobody_asks_for(path: Path) -> None:
     with opened(path) as (ahead, records):
         assert ahead.take("data/4", records["data/4"].size) is not None
         assert len(os.listdir("/proc/self/task")) > before
-    assert len(os.listdir("/proc/self/task")) == before
+    while len(os.listdir("/proc/self/task")) > before:  # or pytest's time limit ends it
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
