@@ -72,6 +72,12 @@ class Descriptors:
     # No handler runs before it is done: there is no function of Python's in it.
     __del__ = property(operator.attrgetter("_free"))
 
+    def __enter__(self) -> Descriptors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def open(
         self,
         path: str | os.PathLike[str],

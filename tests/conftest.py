@@ -65,9 +65,9 @@ def _prepare(version: str) -> patch_compile.Installation:
         old = item.patched
         new = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
         new.__kwdefaults__ = old.__kwdefaults__
-        functions.append(
-            dataclasses.replace(item, patched=functools.update_wrapper(new, old, updated=()))
-        )
+        functools.update_wrapper(new, old)
+        del new.__wrapped__  # type: ignore[attr-defined]
+        functions.append(dataclasses.replace(item, patched=new))
     return dataclasses.replace(made, functions=tuple(functions))
 
 

@@ -144,16 +144,12 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         OSError: it cannot be read.
     """
     name = os.fspath(path)
-    files = Descriptors()
     try:
-        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
-        with paused_collection():
-            return _inspect(name, fd, limits)
+        with Descriptors() as files, paused_collection():
+            return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
     except CorruptCheckpointError as error:
         error.path = name
         raise
-    finally:
-        files.close()
 
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:

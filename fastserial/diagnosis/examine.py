@@ -59,7 +59,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
         engines=tuple(engines.survey()),
         options=options,
         options_problem=problem,
-        unknown_variables=_unknown_variables(),
+        unknown_variables=tuple(config.unknown_variables()),
         packages=_packages(),
         memlock=_memlock(),
         small_pages=huge_pages.refused(),
@@ -127,10 +127,6 @@ def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
         return lookup.entry_for(folder)[1], None
     except (ConfigError, OSError) as error:
         return None, str(error)
-
-
-def _unknown_variables() -> tuple[str, ...]:
-    return tuple(config.unknown_variables())
 
 
 def _boot() -> Boot:

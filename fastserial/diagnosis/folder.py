@@ -112,19 +112,15 @@ def leftovers(folder: Path) -> tuple[str, ...]:
 def _abandoned(path: str) -> bool:
     """Tell whether nobody holds the lock that the owner of a temporary file holds."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with Descriptors() as files:
+            fd = files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < _YOUNG:
+                return False
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
     except OSError:
         return False
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < _YOUNG:
-            return False
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
 def device_of(path: Path) -> Device:

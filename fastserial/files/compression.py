@@ -7,14 +7,13 @@ option need show, whichever way the bytes come; ZFS only compares the size with 
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
 
 from fastserial.files import linux
+from fastserial.interrupts import Descriptors
 
 __all__ = ["Compression", "compression_of"]
 
@@ -49,7 +48,8 @@ def _of_mount(fd: int, overlays: int) -> Compression | None:
     if kind in _UNKNOWN:
         return Compression.ANY_WAY
     if kind == "overlay" and overlays:
-        with _opened(options.get("upperdir", "")) as upper:
+        with Descriptors() as files:
+            upper = files.open(options.get("upperdir", ""), os.O_PATH | os.O_DIRECTORY)
             return _of_mount(upper, overlays - 1)
     if kind != "btrfs":
         return None
@@ -84,12 +84,3 @@ def _flags(fd: int) -> int:
     except OSError:
         return 0
     return int.from_bytes(found[:4], "little")
-
-
-@contextlib.contextmanager
-def _opened(folder: str) -> Iterator[int]:
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

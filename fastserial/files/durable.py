@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from collections.abc import Iterable
 from fastserial.errors import write_error
 from fastserial.files.in_place import InPlaceFile, open_target
 from fastserial.files.targets import StockWay, path_target
+from fastserial.interrupts import Descriptors
 
 __all__ = ["replace_text", "sync_folders"]
 
@@ -51,11 +51,9 @@ def sync_folders(folders: Iterable[str]) -> None:
     """
     wanted = {os.path.abspath(folder) for folder in folders}
     for folder in wanted | {os.path.dirname(folder) for folder in wanted}:
-        with contextlib.ExitStack() as stack:
+        with Descriptors() as files:
             try:
-                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                stack.callback(os.close, fd)
-                os.fsync(fd)
+                os.fsync(files.open(folder, os.O_RDONLY | os.O_DIRECTORY))
             except OSError as error:
                 if error.errno not in _CANNOT:
                     raise

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import capabilities, linux, open_files
 from fastserial.files.sources import file_name, plain_file
+from fastserial.interrupts import Descriptors
 
 __all__ = [
     "FileTarget",
@@ -133,11 +134,9 @@ def _is_removed(directory: str, parent: os.stat_result) -> bool:
     if parent.st_nlink:
         return False
     try:
-        fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with Descriptors() as files:
+            fd = files.open(directory, os.O_PATH | os.O_DIRECTORY)
             return os.readlink(f"/proc/self/fd/{fd}").endswith(" (deleted)")
-        finally:
-            os.close(fd)
     except OSError:  # then the save finds out
         return False
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastserial.config import Config, chosen
+from fastserial.interrupts import Descriptors
 
 if TYPE_CHECKING:
     from fastserial.tuning.store import Entry
@@ -53,11 +54,8 @@ def config_for(folder: Path) -> Config:
         OSError: the folder cannot be opened.
     """
     given = chosen()
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return applied(Config.resolve(given), given, fd)
-    finally:
-        os.close(fd)
+    with Descriptors() as files:
+        return applied(Config.resolve(given), given, files.open(folder, os.O_RDONLY))
 
 
 def sources_for(folder: Path) -> frozenset[str]:
@@ -70,11 +68,8 @@ def sources_for(folder: Path) -> frozenset[str]:
     given = chosen()
     if not Config.resolve(given).tuned:
         return frozenset()
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return frozenset(_usable(_found(fd), given))
-    finally:
-        os.close(fd)
+    with Descriptors() as files:
+        return frozenset(_usable(_found(files.open(folder, os.O_RDONLY)), given))
 
 
 def entry_for(folder: Path) -> tuple[str, Entry | None]:
@@ -87,11 +82,8 @@ def entry_for(folder: Path) -> tuple[str, Entry | None]:
     from fastserial.files.device_id import device_key
     from fastserial.tuning.store import read
 
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        key = device_key(fd)
-    finally:
-        os.close(fd)
+    with Descriptors() as files:
+        key = device_key(files.open(folder, os.O_RDONLY))
     return key, read().get(key)
 
 

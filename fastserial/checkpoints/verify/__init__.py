@@ -49,10 +49,9 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     size = 0
     reason: str | None = None
     changed = False
-    files = Descriptors()
     try:
-        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
-        try:
+        with Descriptors() as files:
+            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
             size = before.st_size
             found = detect(fd, name)
@@ -67,8 +66,6 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
             else:
                 reason = _REASONS.get(found, found.value)
             changed = not seen.holds_for(fd)
-        finally:
-            files.close()
         if changed:
             reason = "the file changed while it was read: verify it again"
     except CorruptCheckpointError as error:
@@ -133,10 +130,8 @@ def _is_checkpoint(path: str) -> bool:
     suffix = os.path.splitext(path)[1].lower()
     if suffix in _SUFFIXES or suffix in _OTHERS:
         return suffix in _SUFFIXES
-    files = Descriptors()
     try:
-        return format_of_head(files.open(path, os.O_RDONLY | os.O_NONBLOCK)) is not None
+        with Descriptors() as files:
+            return format_of_head(files.open(path, os.O_RDONLY | os.O_NONBLOCK)) is not None
     except OSError:
         return False
-    finally:
-        files.close()

@@ -1,4 +1,4 @@
-"""From an open checkpoint to the outline of what it holds. No pickle is executed."""
+"""Records of a zip checkpoint: their bytes, and which of them torch finds by name."""
 
 from __future__ import annotations
 
