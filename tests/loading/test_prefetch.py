@@ -101,13 +101,13 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
     with stock():
         torch.save([noise(MIB) for _ in range(20)], path)
     waiting: list[int] = []
-    arrive = Prefetch.arrive
+    arrive = Prefetch._arrive
 
     def arrived(self: Prefetch, *arguments: Any) -> None:
         arrive(self, *arguments)
         waiting.append(len(self._ready))
 
-    monkeypatch.setattr(Prefetch, "arrive", arrived)
+    monkeypatch.setattr(Prefetch, "_arrive", arrived)
     with opened(path, direct=False) as (ahead, records):
         while len(ahead._ready) < 2:  # or pytest's time limit ends it
             time.sleep(0.01)
