@@ -186,9 +186,9 @@ REMEDIES = {
     errno.EDQUOT: "Free space within the quota, or have it raised",
     errno.EFBIG: "The file system or `ulimit -f` does not allow a file of this size",
     errno.EROFS: "Remount the file system writable, or save elsewhere",
-    errno.EIO: "The disk or the network failed; look into the kernel log (dmesg)",
-    errno.ESTALE: "The network file system lost the directory; mount it anew",
-    errno.ENOTCONN: "The FUSE file system's process is gone; mount it anew",
+    errno.EIO: "The disk or the network failed; see the kernel log (dmesg)",
+    errno.ESTALE: "The network file system lost the directory; remount it",
+    errno.ENOTCONN: "The FUSE file system's process is gone; remount it",
 }
 
 _BY_ERRNO: dict[int, type[WriteError]] = {

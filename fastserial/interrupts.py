@@ -3,7 +3,7 @@
 A signal handler runs in the main thread after any call, and may raise there. So
 
 - taking something and noting it is one call (of C: no handler runs inside), as is giving it back;
-- what was taken belongs to an object that gives it back when nobody refers to it any more, in C as
+- what was taken belongs to an object that gives it back when no reference to it is left, in C as
   well, should the clean-up be skipped;
 - clean-up goes on where it was interrupted, and the interrupt is raised when all is done;
 - work on other threads cannot be interrupted.
@@ -41,7 +41,7 @@ def finish(*steps: Callable[[], object]) -> None:
         steps: called again after an error; they are to go on where they were.
 
     Raises:
-        BaseException: an error of a step, or whatever a signal handler raised meanwhile.
+        BaseException: an error of a step, or whatever a signal handler raised during them.
     """
     first: BaseException | None = None
     for step in steps:
@@ -59,7 +59,7 @@ def finish(*steps: Callable[[], object]) -> None:
 
 
 class Descriptors:
-    """Descriptors that are open: closed by `close`, or when nobody refers to this any more."""
+    """Descriptors that are open: closed by `close`, or when no reference to this is left."""
 
     __slots__ = ("__weakref__", "_fds", "_free")
 
@@ -105,7 +105,7 @@ class Descriptors:
         """Return a copy of a descriptor.
 
         Raises:
-            OSError: it is not open, or there is none to be had.
+            OSError: it is not open, or no descriptor is left.
         """
         self._fds.extend(map(os.dup, (fd,)))
         return self._fds[-1]
@@ -114,7 +114,7 @@ class Descriptors:
         """Return a descriptor of no file, whose number `os.dup2` can give to one later.
 
         Raises:
-            OSError: there is none to be had.
+            OSError: no descriptor is left.
         """
         self._fds.extend(map(os.eventfd, (0,), (os.EFD_CLOEXEC,)))
         return self._fds[-1]
@@ -166,7 +166,7 @@ def open_file(path: str | bytes | os.PathLike[Any]) -> BinaryIO:
 class Background:
     """Threads that can be started, and waited for, where signal handlers raise.
 
-    Those of `threading` cannot: an interrupted `start` leaves the thread in tables for ever, and
+    Those of `threading` cannot: an interrupted `start` leaves the thread in tables forever, and
     an interrupted `join` takes it for ended.
     """
 
@@ -181,8 +181,8 @@ class Background:
         return len(self._started)
 
     def start(self, run: Callable[..., object], *arguments: object) -> bool:
-        """Run a function in a thread of its own; False if there is none to be had."""
-        if sys.is_finalizing():  # it would never run; up to Python 3.11 nothing tells
+        """Run a function in a thread of its own; False if no thread can be started."""
+        if sys.is_finalizing():  # it would never run; up to Python 3.11 there is no error
             return False
         end = threading.Lock()
         end.acquire()

@@ -1,4 +1,4 @@
-"""What a save or a load did, in fio's words: bytes, seconds, bandwidth, latencies, engine."""
+"""What a save or a load did, in fio's terms: bytes, seconds, bandwidth, latencies, engine."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class LoadReport(Report):
         engine: `torch` if it read the file itself.
         direct_bytes, cached_bytes: how many of `bytes` came directly from the disk and through
             the page cache.
-        verified: every record that was read has the CRC-32 its file tells.
+        verified: every record that was read has the CRC-32 that its file gives.
         phases: `directory`, `wait` (the unpickler waited for bytes).
     """
 
@@ -193,7 +193,7 @@ class LoadReport(Report):
     verified: bool = False
 
     def __str__(self) -> str:
-        if not self.bytes:  # nothing of which to tell a speed
+        if not self.bytes:  # no speed to report
             who = "by torch itself" if self.engine == "torch" else "no tensor's bytes"
             return self._with_file(f"READ: {who}, run={self.seconds * 1000:.0f}msec")
         direct, cached = format_bytes(self.direct_bytes), format_bytes(self.cached_bytes)

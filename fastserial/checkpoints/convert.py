@@ -113,7 +113,7 @@ def convert(
             else:
                 _write_zip(value, writer)
             nbytes = writer.tell()
-            writer.settle()
+            writer.release_sources()
             if not before.holds_for(fd):
                 raise CorruptCheckpointError("the file changed while it was read", path=name)
     except CorruptCheckpointError as error:
@@ -129,7 +129,7 @@ def _part(value: Any, key: str) -> Any:
     """Return what is under a key; names in it may hold dots themselves.
 
     Raises:
-        ConvertError: there is nothing; tells how far the way goes, and what is there.
+        ConvertError: there is nothing; says how far the path resolves, and what is there.
     """
     names = key.split(".") if key else []
     found = _under(value, names)
@@ -214,7 +214,7 @@ class _Places:
 
 
 class _RowsMemory:
-    """A tensor's elements in order, some rows at a time: for those that do not lie in order."""
+    """A tensor's elements in order, some rows at a time: for those that are not contiguous."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel() * tensor.itemsize

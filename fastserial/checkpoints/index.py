@@ -32,7 +32,7 @@ _SMALL_RECORD = 64
 
 @dataclass(frozen=True, slots=True)
 class StoragePlace:
-    """A storage's bytes: `nbytes` at `offset` of the file; `crc` None if the file tells none."""
+    """A storage's bytes: `nbytes` at `offset` of the file; `crc` None if the file has none."""
 
     name: str
     offset: int
@@ -130,7 +130,7 @@ def _of_zip(fd: int) -> TensorIndex:
             "the archive holds no data.pkl: not a checkpoint of torch.save"
         )
     if not is_little_endian(fd, directory):
-        raise UnreadableTensorError("the file is of a big-endian machine: use torch.load")
+        raise UnreadableTensorError("the file was written on a big-endian machine: use torch.load")
     storages = {
         record.name.removeprefix("data/"): StoragePlace(
             record.name, record.data_offset, record.size, record.crc or None
@@ -145,7 +145,7 @@ def is_little_endian(fd: int, directory: Directory) -> bool:
     """Return whether `torch.load` takes the storages of a zip for little-endian.
 
     Raises:
-        CorruptCheckpointError: the record that tells is damaged.
+        CorruptCheckpointError: the record that says so is damaged.
         OSError: it cannot be read.
     """
     record = directory.find("byteorder")
@@ -157,7 +157,7 @@ def is_little_endian(fd: int, directory: Directory) -> bool:
 def _of_legacy(fd: int) -> TensorIndex:
     file = read_legacy(fd)
     if not file.little_endian:
-        raise UnreadableTensorError("the file is of a big-endian machine: use torch.load")
+        raise UnreadableTensorError("the file was written on a big-endian machine: use torch.load")
     storages = {
         storage.key: StoragePlace(storage.key, storage.data_offset, storage.nbytes, None)
         for storage in file.storages

@@ -67,14 +67,14 @@ class Inspection:
         path: the file.
         format: `zip`, `legacy` or `safetensors`.
         bytes: size of the file.
-        hints: what the file tells of the torch that wrote it.
-        archive_name: what stands before the names of the records (zip).
+        hints: what the file says about the torch that wrote it.
+        archive_name: the folder in the names of the records (zip).
         records: (name, offset of the data, bytes) of each record (zip).
         tensors: in the order of the pickle.
         storages: in the order of the file.
         imports: the names that unpickling would import.
         values: how many other values (numbers, strings, ...) there are.
-        notes: what is odd, and what could not be told.
+        notes: what is odd, and what could not be found out.
     """
 
     path: str

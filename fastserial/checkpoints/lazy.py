@@ -35,7 +35,7 @@ class LazyCheckpoint:
     Keys are joined by dots where dictionaries, lists or objects are nested: `model.0.weight`. The
     pickle is read, but never executed. Safe for use by several threads, in signal handlers, and in
     forked children such as the workers of a `DataLoader`; pickled, as for spawned ones, it is
-    opened anew by its path. One that nobody uses any more is closed. Open files share threads and
+    reopened by its path. One that nobody uses any more is closed. Open files share threads and
     staging buffers.
     """
 
@@ -147,7 +147,7 @@ class LazyCheckpoint:
             reader.close()
             raise
         reader.blocks.rest()
-        if self._source is None or self._idle:  # closed meanwhile, or one is enough to keep open
+        if self._source is None or self._idle:  # closed in between, or one is enough to keep open
             reader.close()
         else:
             self._idle.append(reader)

@@ -25,7 +25,7 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
         args, kwargs: as `torch.load`.
         verify: check the CRC-32 of every record that is read: zip files that are regular files
             and were written with checksums, not with `mmap=True`. `last_load_report().verified`
-            tells whether it was possible. By default as the option `verify_on_load`.
+            says whether it was possible. By default as the option `verify_on_load`.
 
     Raises:
         CorruptCheckpointError: a record is damaged (`verify`), or the file is hostile, or it

@@ -17,7 +17,7 @@ import torch
 
 from fastserial.checkpoints.index import StoragePlace, TensorIndex, TensorPlace, read_index
 from fastserial.checkpoints.module_state import ModuleState
-from fastserial.checkpoints.tensor_read import direct_extent, fill, meta_of
+from fastserial.checkpoints.tensor_read import direct_extent, meta_of, read_tensor_into
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
@@ -35,7 +35,7 @@ from fastserial.memory.storages import synchronize
 
 __all__ = ["LoadedKeys", "load_into"]
 
-_SHOWN = 20  # mismatches that an error tells
+_SHOWN = 20  # mismatches that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LoadedKeys:
 
     Attributes:
         missing_keys: tensors that the checkpoint does not hold; they are unchanged.
-        unexpected_keys: tensors of the checkpoint that nobody asked for.
+        unexpected_keys: tensors of the checkpoint that were not asked for.
     """
 
     missing_keys: list[str]
@@ -304,7 +304,7 @@ def _read(reader: FastFileReader, passes: Sequence[Sequence[_Job]], verify: bool
         else:
             reader.read_into([extent for _, extent in plain])
         for job in others:
-            fill(reader, job.base, meta_of(job.place), job.target, job.place.pending)
+            read_tensor_into(reader, job.base, meta_of(job.place), job.target, job.place.pending)
     return checked
 
 

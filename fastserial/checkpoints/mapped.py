@@ -1,6 +1,6 @@
 """A checkpoint's objects with storages that are mapped, not read: they cost no memory.
 
-Unpickling follows torch's rules for `weights_only=True`. Where a storage lies in the file is told
+Unpickling follows torch's rules for `weights_only=True`. Where a storage lies in the file is given
 by its address in the mapping.
 """
 
@@ -30,7 +30,7 @@ from fastserial.patching.install import get_original
 __all__ = ["Mapped", "map_checkpoint"]
 
 _PROTOCOL = 2  # torch's default
-_BIG_ENDIAN = "the file is of a big-endian machine: load and save it with torch"
+_BIG_ENDIAN = "the file was written on a big-endian machine: load and save it with torch"
 
 
 @dataclass(frozen=True, slots=True)

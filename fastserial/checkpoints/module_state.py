@@ -148,7 +148,7 @@ def _spot(value: Any) -> _Spot | None:
 
 
 def _part(value: Any, prefix: str) -> Any:
-    """Return what lies under a key whose parts are joined by dots, None if nothing does."""
+    """Return what is under a key whose parts are joined by dots, None if there is nothing."""
     if not prefix:
         return value
     if isinstance(value, Mapping):

@@ -18,7 +18,15 @@ from fastserial.formats.storages import reach
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
 
-__all__ = ["apply_pending", "direct_extent", "fetch", "fill", "is_dense", "meta_of", "resolved"]
+__all__ = [
+    "apply_pending",
+    "direct_extent",
+    "fetch",
+    "is_dense",
+    "meta_of",
+    "read_tensor_into",
+    "resolved",
+]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,7 +59,7 @@ def is_dense(view: torch.Tensor) -> bool:
 
 
 def _span(view: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first element to behind its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     return reach(view.shape, view.stride()) * view.itemsize
 
 
@@ -93,7 +101,7 @@ def fetch(reader: FastFileReader, base: int, view: torch.Tensor) -> torch.Tensor
     The strides are those of the view where that costs no memory, else contiguous.
 
     Raises:
-        CorruptCheckpointError: the file changed meanwhile.
+        CorruptCheckpointError: the file changed during the read.
         OSError: the file cannot be read.
     """
     nbytes, span = view.numel() * view.itemsize, _span(view)
@@ -106,11 +114,11 @@ def fetch(reader: FastFileReader, base: int, view: torch.Tensor) -> torch.Tensor
     if runs:
         reader.read_into(runs)
     else:
-        fill(reader, base, view, out)
+        read_tensor_into(reader, base, view, out)
     return out
 
 
-def fill(
+def read_tensor_into(
     reader: FastFileReader,
     base: int,
     view: torch.Tensor,
@@ -146,7 +154,7 @@ def fill(
         part, into = view.narrow(dim, start, count), target.narrow(dim, start, count)
         if count == 1:
             part, into = part.select(dim, 0), into.select(dim, 0)
-        fill(reader, base, part, into, pending)
+        read_tensor_into(reader, base, part, into, pending)
 
 
 def apply_pending(tensor: torch.Tensor, pending: tuple[str, ...]) -> torch.Tensor:

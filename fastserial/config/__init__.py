@@ -1,4 +1,4 @@
-"""Options and where their values come from (`settings`), and all sizes that speed hangs on."""
+"""Options and where their values come from (`settings`), and the sizes behind performance."""
 
 from fastserial.config.settings import (
     MAX_BLOCK,

@@ -1,4 +1,4 @@
-"""The sizes that speed hangs on, each with what set it. Bytes, unless something else is said.
+"""The sizes that performance depends on, each with its measurement. In bytes, unless noted.
 
 Measured on a virtual machine with 2 cores, 24 GiB and a virtio disk of 1.2 to 2.1 GB/s (ext4), and
 on XFS in memory of 3.0 to 3.4 GB/s. Options of `Config` can be set by the user and tuned for a
@@ -46,7 +46,7 @@ FILL_CHUNK = 256 * KiB
 JOINED = 8 * KiB
 PACKED_STORAGE = 64 * KiB  # a storage up to this size may be packed with others,
 PACKED_BYTES = 512 * KiB  # into pieces of about this size: a few calls for hundreds of storages
-UNCOPIED = 64 * KiB  # a storage from here on goes to the page cache from where it lies
+UNCOPIED = 64 * KiB  # a storage from here on goes to the page cache without a copy
 CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and copy into the page cache
 MOST_PIECES = 512  # of one `pwritev`; the kernel takes 1024
 GATHERED = 64 * KiB  # small writes are gathered up to this size
@@ -70,7 +70,7 @@ LOOK_AHEAD = 256 * MiB  # read and not yet asked for
 FEW_BYTES = 32 * KiB  # per record on average: finding them costs us more than reading them torch
 SHORT_LOAD = 1024 * MiB  # cycles of other threads may wait for collection as long as that takes
 CONTIGUOUS_RUN = 64 * KiB  # of a tensor's part; from here on it is read by itself
-SCATTERED_CHUNK = 32 * MiB  # memory for the parts of a tensor that lie scattered
+SCATTERED_CHUNK = 32 * MiB  # memory for the parts of a scattered tensor
 STREAM_CHUNK = 256 * KiB  # a pickle is read in pieces of this size
 INFLATE_CHUNK = 1 * MiB
 

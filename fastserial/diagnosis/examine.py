@@ -120,7 +120,7 @@ def _options(folder: Path | None) -> tuple[tuple[Option, ...], Config, str | Non
 
 
 def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
-    """Return what `tune` found for a folder, or why that cannot be told."""
+    """Return what `tune` found for a folder, or why that is unknown."""
     if folder is None:
         return None, None
     try:

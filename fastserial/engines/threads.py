@@ -45,7 +45,7 @@ def transfer(request: Request, done: int = 0) -> int:
 
 
 class ThreadsEngine(Engine):
-    """A few threads that read and write blocks; where no thread is to be had, the submitting one.
+    """A few threads that read and write blocks; the submitting thread where none can be started.
 
     Who prepares a block to be written depends on the machine. With few cores it is the submitting
     thread, while the others wait for the device: two copies at a time would take the cores that
@@ -64,7 +64,7 @@ class ThreadsEngine(Engine):
         self._prepare_here = prepare_here
         self._work: _Work = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        # Workers end when nobody refers to the engine, should an interrupt skip its `close`.
+        # Workers end when no reference to the engine is left, should an interrupt skip its `close`.
         self._gone = weakref.ref(self, self._work.put)
         self._workers = Background()
         self._queue_depth = 1
@@ -169,7 +169,7 @@ def _run(
 ) -> None:
     """Serve requests until there is something else in the queue, and leave that to the others.
 
-    It is put there by `gone`, once nobody refers to the engine: nor may what is held here.
+    It is put there by `gone`, once no reference to the engine is left: nor may what is held here.
     """
     while isinstance(request := work.get(), Request):
         _hand_over(serve(request), gone)

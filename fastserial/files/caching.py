@@ -32,7 +32,7 @@ _fast: dict[int, bool] = {}  # by the number of the device
 
 
 def fits(nbytes: int) -> bool:
-    """Return whether the page cache has room for so many bytes."""
+    """Return whether the page cache has room for that many bytes."""
     if nbytes <= ALWAYS_FITS:
         return True
     available = available_bytes()

@@ -1,7 +1,7 @@
 """Whether a file system can replace a file as a whole: known from its type, or tried out once.
 
 Object stores and old distributed file systems behind FUSE may have no `rename` over an existing
-file, or take the bytes of a file in their order only. The trial writes out of order first: those
+file, or only take the bytes of a file sequentially. The trial writes out of order first: those
 that refuse it make no file of what was refused, which matters where files cannot be removed.
 """
 
@@ -35,7 +35,7 @@ _PASSING = (
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Why no file can be replaced; `sequential`: and bytes are taken in their order only."""
+    """Why no file can be replaced; `sequential`: and bytes are only taken sequentially."""
 
     reason: str
     sequential: bool = False
@@ -66,7 +66,7 @@ def _tried(directory: str) -> Limit | None:
     """
     stem = os.path.join(directory, f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}")
     first, second = f"{stem}-1.tmp", f"{stem}-2.tmp"
-    limit = Limit("the file system takes the bytes of a file in their order only", True)
+    limit = Limit("the file system only takes the bytes of a file sequentially", True)
     try:
         _write(first, (PAGE, 0))
         limit = Limit("the file system cannot rename a file over another")

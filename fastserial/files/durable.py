@@ -1,4 +1,4 @@
-"""Small text files and folders, made durable: what tells others that a checkpoint is there."""
+"""Small text files and folders, made durable: what marks a checkpoint as there for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastserial.interrupts import Descriptors
 
 __all__ = ["replace_text", "sync_folders"]
 
-# Some file systems cannot sync a directory; their metadata is synchronous or nobody's promise.
+# Some file systems cannot sync a directory; their metadata is synchronous or promised by nothing.
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 
 

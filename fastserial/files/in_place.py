@@ -1,4 +1,4 @@
-"""Overwriting a file where it is, as torch does, where no new file may take its place.
+"""Overwriting a file in place, as torch does, where no new file can replace it.
 
 The old content is gone once the first byte is written, and a crash leaves a part of the new one.
 Until the checkpoint is pickled and laid out nothing is touched, so that an object that cannot be
@@ -32,7 +32,7 @@ class Destination(Protocol):
         start: place in the file of the first byte (bytes).
         durable: after `sync`: what was written is on the device.
         fallback: why it is not done the best way, or None.
-        sequential: the file takes its bytes in their order only.
+        sequential: the file only takes its bytes sequentially.
         shared: others know the file, and may hold a `lockf` lock on it.
     """
 

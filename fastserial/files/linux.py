@@ -1,6 +1,6 @@
 """The few Linux calls Python has no function for, and what a file system takes.
 
-Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) tells the alignment direct I/O needs;
+Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) gives the alignment direct I/O needs;
 `fallocate(2)` fails where the file system cannot reserve space, unlike `posix_fallocate`, which
 then writes zeros to every block.
 """
@@ -54,7 +54,7 @@ _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
-_INTERRUPTIONS = 8  # so often the reserving of space is begun anew
+_INTERRUPTIONS = 8  # how often reserving space is started over
 _NAME_MAX = 255  # bytes of a file's name on most file systems
 _FALLOC_FL_KEEP_SIZE = 1
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
@@ -74,7 +74,7 @@ class DirectAlignment:
     kernel_reported: bool
 
 
-def _told(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_char] | None:
+def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_char] | None:
     """Return what `statx` tells (`struct statx`), None if it fails or is not there."""
     if _statx is None:
         return None
@@ -84,15 +84,15 @@ def _told(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
     """Return the alignment direct I/O needs on an open file; None: the kernel says it has none."""
-    told = _told(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
-    if told is not None and _MASK.unpack_from(told)[0] & _STATX_DIOALIGN:
-        memory, offset = _ALIGNMENTS.unpack_from(told)
+    found = _statx_of(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
+    if found is not None and _MASK.unpack_from(found)[0] & _STATX_DIOALIGN:
+        memory, offset = _ALIGNMENTS.unpack_from(found)
         return DirectAlignment(memory, offset, True) if offset else None
     return DirectAlignment(PAGE, PAGE, False)
 
 
 def reopen(fd: int, flags: int, files: Descriptors) -> int:
-    """Open the file behind a descriptor anew, with other flags; `files` owns it.
+    """Reopen the file behind a descriptor with other flags; `files` owns it.
 
     Raises:
         OSError: the file system does not take the flags, or /proc is not mounted.
@@ -103,7 +103,7 @@ def reopen(fd: int, flags: int, files: Descriptors) -> int:
 def magic_of(path: str) -> int:
     """Return the number of the file system's type (`f_type` of statfs) that holds `path`.
 
-    0 if that cannot be told.
+    0 if that is unknown.
     """
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _statfs(os.fsencode(path), buffer) != 0:
@@ -114,8 +114,8 @@ def magic_of(path: str) -> int:
 
 def mount_of(path: str) -> int:
     """Return the number of the mount that holds `path`, 0 if the kernel does not tell."""
-    told = _told(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE)
-    return int(_MOUNT.unpack_from(told)[0]) if told is not None else 0
+    found = _statx_of(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE)
+    return int(_MOUNT.unpack_from(found)[0]) if found is not None else 0
 
 
 def is_out_of_inodes(place: int | str) -> bool:
@@ -154,7 +154,7 @@ def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> b
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
     With `keep_size` the space is there, but the file does not grow. Returns False where the file
-    system cannot, or where signals come faster than it can: some begin anew after each.
+    system cannot, or where signals come faster than it can: some start over after each.
 
     Raises:
         OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed.
@@ -216,11 +216,11 @@ def is_compressed(fd: int) -> bool:
 
 
 def _attributes(fd: int) -> int:
-    """Return the attributes of an open file, as far as the kernel tells them."""
-    told = _told(fd, b"", _AT_EMPTY_PATH, 0)
-    if told is None:
+    """Return the attributes of an open file, as far as the kernel reports them."""
+    found = _statx_of(fd, b"", _AT_EMPTY_PATH, 0)
+    if found is None:
         return 0
-    attributes, known = _ATTRIBUTES.unpack_from(told)
+    attributes, known = _ATTRIBUTES.unpack_from(found)
     return int(attributes & known)
 
 
@@ -232,9 +232,9 @@ def is_mount_point(path: str, parent_device: int) -> bool:
         parent_device: `st_dev` of its directory, for kernels that do not tell (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
-    told = _told(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0)
-    if told is not None:
-        attributes, known = _ATTRIBUTES.unpack_from(told)
+    found = _statx_of(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0)
+    if found is not None:
+        attributes, known = _ATTRIBUTES.unpack_from(found)
         if known & _STATX_ATTR_MOUNT_ROOT:
             return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
     return os.stat(path).st_dev != parent_device

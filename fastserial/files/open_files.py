@@ -33,7 +33,7 @@ def is_held(device: int, inode: int) -> bool:
             if found.st_ino != inode or found.st_dev != device:
                 continue
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in between
             continue
         if flags & (OWN | os.O_PATH):  # the latter cannot read
             continue

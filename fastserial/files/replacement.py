@@ -34,7 +34,7 @@ _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
 _NAME_MAX = 255  # bytes,
 _SHORT_NAME = 28  # characters: with the suffix, too, no file system finds it too long
-_CHARACTER_MAX = 4  # of which a character takes up to so many
+_CHARACTER_MAX = 4  # bytes that one character may take
 # What file systems say that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
@@ -341,7 +341,7 @@ class Replacement:
     def _announce(self) -> None:
         """Let those who watch the directory see the file closed, as they do when torch writes it.
 
-        They are told of the last `close` of a file without a name under a number, such as `#12`.
+        They see the last `close` of a file without a name under a number, such as `#12`.
         """
         files = Descriptors()
         with contextlib.suppress(OSError):

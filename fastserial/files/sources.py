@@ -36,7 +36,7 @@ class FileSource:
     stamp: FileStamp
 
     def is_unchanged(self) -> bool:
-        """Tell whether nobody wrote to the file since it was handed over, as far as is known."""
+        """Tell whether the file was not written to since it was handed over, as far as is known."""
         return self.stamp.holds_for(self.fd)
 
 
@@ -69,8 +69,8 @@ def plain_file(file: Any, kinds: tuple[type, ...], methods: frozenset[str]) -> A
     Args:
         file: subclasses and wrappers may change the bytes; of these, only what fsspec's local file
             system hands out is known.
-        kinds: what is taken besides `io.FileIO`.
-        methods: names of those that nobody may have put another in the place of.
+        kinds: what is accepted in addition to `io.FileIO`.
+        methods: names of those that must not have been replaced.
     """
     kind = type(file)
     opener = (kind.__module__, kind.__name__) == ("fsspec.implementations.local", "LocalFileOpener")

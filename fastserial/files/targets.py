@@ -65,7 +65,7 @@ class FileTarget:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceTarget:
-    """A regular file that no new file may take the place of: overwritten, as torch does.
+    """A regular file that no new file can replace: overwritten, as torch does.
 
     Attributes:
         name: the path as the user gave it.
@@ -183,7 +183,7 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     if not os.access(path, os.W_OK, effective_ids=True):
         raise _denial(directory, name)
     if not is_open:
-        return in_place("the directory is not open to us, so the file can only be overwritten")
+        return in_place("this process may not write to the directory, only overwrite the file")
     if os.geteuid() not in (0, existing.st_uid):
         return in_place("the file is another user's, so it can only be overwritten")
     if linux.is_mount_point(path, parent.st_dev):
@@ -258,7 +258,7 @@ def file_target(file: Any) -> FileTarget | StockWay:
     """Decide how to write to a file object: only plain files on a regular file are ours.
 
     Anything else that has a descriptor (gzip, sockets, wrappers) may not put the bytes it is given
-    at the place the descriptor tells.
+    at the descriptor's position.
     """
     raw = _raw_file(file)
     if raw is None:
@@ -306,7 +306,7 @@ def writable_target(
 
 
 def free_bytes_for(target: Target, fd: int) -> int | None:
-    """Return the bytes free where the target lies, None if that cannot be told any more.
+    """Return the bytes free where the target lies, None if that is no longer known.
 
     Args:
         fd: of the file that is written.

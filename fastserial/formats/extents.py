@@ -73,7 +73,7 @@ class DescriptorPatch:
 
 @dataclass(slots=True)
 class Packed:
-    """Small host storages, one behind the other, as one piece: few objects for many tensors.
+    """Consecutive small host storages as one piece: few objects for many tensors.
 
     Behind storage i come its data descriptor, if there is a `seal` to pack it, and `gaps[i]`. If
     `first` is not None, it is the index of the first storage's record, and the CRC-32s of all are

@@ -1,7 +1,7 @@
-"""The safetensors container: a length, a JSON header, and the tensors one behind the other.
+"""The safetensors container: a length, a JSON header, and the tensors back to back.
 
 Eight bytes (little-endian) tell the length of the header, which gives each tensor's type, shape and
-place in the bytes behind it. The header is padded with spaces so that those start at a multiple of
+place in the bytes after it. The header is padded with spaces so that those start at a multiple of
 eight; larger elements come first, so that all are aligned.
 """
 
@@ -69,7 +69,7 @@ def read_header(fd: int) -> list[SafetensorsEntry]:
     """Read the header, in the order of the file.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or tells of bytes that are not in the file.
+        CorruptCheckpointError: it is damaged, or names bytes that are not in the file.
         OSError: the file cannot be read.
     """
     size = os.fstat(fd).st_size

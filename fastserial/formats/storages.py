@@ -163,7 +163,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the elements of memory from a tensor's first one to behind its last."""
+    """Return the elements of memory from a tensor's first one to the end of its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -89,14 +89,14 @@ class TensorEntry:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte in the storage, and the first one behind the last."""
+        """First byte in the storage, and the first one after the last."""
         size, packed = ITEM_BYTES[self.dtype], PACKED.get(self.dtype, 1)
         first = self.storage_offset // packed * size
         return first, first + -(-reach(self.shape, self.stride) // packed) * size
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one behind the other in the storage."""
+        """Whether its elements are contiguous in the storage."""
         expected = 1
         for n, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if n != 1 and step != expected:
@@ -107,7 +107,7 @@ class TensorEntry:
 
 @dataclass(slots=True)
 class Outline:
-    """What a checkpoint's pickle tells.
+    """What a checkpoint's pickle says.
 
     Attributes:
         tensors: in the order of the pickle.
@@ -351,7 +351,7 @@ def _integers(value: Any) -> tuple[int, ...]:
 
 
 def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> Outline | None:
-    """Return what a zip checkpoint's pickle tells of its tensors, None if it has no pickle.
+    """Return what a zip checkpoint's pickle says of its tensors, None if it has no pickle.
 
     Raises:
         CorruptCheckpointError: the pickle is damaged, or none that torch writes.

@@ -3,7 +3,7 @@
     import fastserial.integrations.deepspeed as fast
 
     engine, *_ = deepspeed.initialize(...)
-    fast.enable(engine)  # save_checkpoint and load_checkpoint as ever, the same files
+    fast.enable(engine)  # save_checkpoint and load_checkpoint unchanged, the same files
 
 or, before `deepspeed.initialize`, by configuration:
 
@@ -128,7 +128,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         _agree(failure, f"checkpoint {info.tag}")
         return True
 
-    def publish(self, save_dir: str) -> None:
+    def write_latest(self, save_dir: str) -> None:
         """Let `latest` name the checkpoint that was committed. Every rank must call it.
 
         Raises:
@@ -158,8 +158,8 @@ def _agree(failure: Exception | None, what: str) -> None:
         torch.distributed.all_gather_object(reasons, text)
     if failure is not None:
         raise failure
-    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    raise CheckpointFailedError(f"{what} is not complete, `latest` is as it was. {told}")
+    failures = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    raise CheckpointFailedError(f"{what} is not complete, `latest` is as it was. {failures}")
 
 
 def enable(engine: Any, /, **options: Any) -> Any:
@@ -212,7 +212,7 @@ def _save_checkpoint(
     stock = type(engine).save_checkpoint
     done = stock(engine, save_dir, tag, client_state or {}, False, exclude_frozen_parameters)
     if save_latest:
-        engine.checkpoint_engine.publish(save_dir)
+        engine.checkpoint_engine.write_latest(save_dir)
     return done
 
 

@@ -196,7 +196,7 @@ class BlockReader:
         self.flush()
         for completion in self._engine.wait(1):
             self._in_flight -= 1
-            self._settle(completion)
+            self._complete(completion)
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
@@ -244,7 +244,7 @@ class BlockReader:
         with trace.step("deliver"):
             block.deliver(view, request.buffer.address)
 
-    def _settle(self, completion: Completion) -> None:
+    def _complete(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
         block: Block = request.tag
         direct = request.fd == self._direct_fd

@@ -57,7 +57,7 @@ def engage(config: Config) -> Hand:
 class Crew:
     """Hands that have nothing to do. No lock: a signal handler may read, too.
 
-    They end with the crew, since an engine's threads end when nobody refers to it. Nothing is
+    They end with the crew, since an engine's threads end with the last reference to it. Nothing is
     closed then: the last to refer to a crew may be one of these threads, which cannot wait for
     itself, and a finalizer would let others find a crew that is ending.
     """

@@ -20,7 +20,7 @@ _DEVICES = frozenset({"cpu", "cuda"})
 def read_storages(
     reader: FastFileReader, storages: Mapping[Any, Any], keys: Sequence[Any], offset: int
 ) -> int:
-    """Fill the storages, which lie in the file in the order of `keys`, each behind its count.
+    """Fill the storages, which lie in the file in the order of `keys`, each after its count.
 
     Args:
         reader: the file.
@@ -29,7 +29,7 @@ def read_storages(
         offset: where the first count is (bytes).
 
     Returns:
-        The byte behind the last storage.
+        The first byte after the last storage.
 
     Raises:
         CorruptCheckpointError: the file is not as the pickle says; torch's own way says what.

@@ -1,6 +1,6 @@
 """The storages of a zip checkpoint, read ahead of torch's unpickler.
 
-One read of the central directory tells where every record lies. A thread reads the records in
+One read of the central directory says where every record is. A thread reads the records in
 the order of their keys, which is the order in which pickles ask for them and, in files of torch
 2.7 and later, that of the file. A large record is read straight into memory of its own, as it
 lies in the file, header included, and the storage is a slice of that memory; small neighbours
@@ -61,7 +61,7 @@ class Prefetch:
         """Plan to read stored, not empty records.
 
         Args:
-            file: nobody else reads from it meanwhile; closed when all is read.
+            file: nothing else reads from it until then; closed when all is read.
             records: what to read; their `data_offset` may be wrong (see `take`).
             verify: check each record's CRC-32.
         """
@@ -94,10 +94,10 @@ class Prefetch:
         file.bar.expect(sum(unit.length for unit in self._units))
 
     def start(self, owner: object = None) -> bool:
-        """Start reading; False if there is no thread to be had.
+        """Start reading; False if no thread can be started.
 
         Args:
-            owner: once nobody refers to it any more, reading ends as if closed.
+            owner: once no reference to it is left, reading ends as if closed.
         """
         self._provide()
         self._owner = weakref.ref(self if owner is None else owner, self._nudges.put)
@@ -130,7 +130,7 @@ class Prefetch:
         return self._error
 
     def end_of(self, name: str) -> int:
-        """Return the byte behind the data of a record."""
+        """Return the offset of the first byte after a record's data."""
         return self._ends[name]
 
     def close(self) -> None:

@@ -84,8 +84,8 @@ class FastFileReader:
         """Read extents, in the order of the file; returns when all are in their places.
 
         Raises:
-            CorruptCheckpointError: an extent goes past the end, or the file changed meanwhile.
-            OSError: the disk failed; `filename` tells the file.
+            CorruptCheckpointError: an extent goes past the end, or the file changed.
+            OSError: the disk failed; `filename` names the file.
         """
         if self._closed:
             raise ValueError("I/O operation on closed file.")
@@ -160,7 +160,7 @@ class FastFileReader:
         self._closed = True
         finish(self.blocks.close, self.bar.close)
         if not self._shared:
-            self._files = Descriptors()  # closed as soon as nobody reads from it
+            self._files = Descriptors()  # closed after the last read from it
 
     def __enter__(self) -> FastFileReader:
         return self

@@ -110,7 +110,7 @@ class LoadSession:
         )
 
     def open_reader(self, source: FileSource, needed: int = 0) -> FastFileReader:
-        """Open the file; `needed`: bytes that the storages will take besides.
+        """Open the file; `needed`: bytes that the storages will take in addition.
 
         Raises:
             MemoryError: a limit leaves no room for what we need beyond torch.

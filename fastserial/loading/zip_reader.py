@@ -1,4 +1,4 @@
-"""FastZipReader: stands where torch's PyTorchFileReader stands while `_load` runs.
+"""FastZipReader: takes the place of torch's PyTorchFileReader in `_load`.
 
 torch's own reader still serves the pickle and the small records, and every storage that is not
 as expected; the others come from the prefetch.

@@ -39,7 +39,7 @@ class Batch:
         sizes: bytes of each.
         memory: the memory of the storage at an index; the addresses are valid as long as this is
             kept.
-        storages: the storages, if that is what it is about: somebody may resize them meanwhile.
+        storages: the storages, if there are any: another thread may resize them.
         shared: other threads run, and may do so at any time.
     """
 

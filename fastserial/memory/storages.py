@@ -52,7 +52,7 @@ class HostMemory:
 
 
 class StorageOnHost(HostMemory):
-    """Bytes of a host storage, which somebody may resize while they are copied.
+    """Bytes of a host storage, which another thread may resize while they are copied.
 
     A resize frees the memory at once; no reference keeps it. So every copy is followed by a look
     whether the storage is where it was, at its size. `shared`: other threads run, and may do it in

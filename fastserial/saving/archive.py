@@ -1,6 +1,6 @@
-"""ZipArchive: stands where torch's PyTorchFileWriter stands, and writes through a FastFileWriter.
+"""ZipArchive: takes the place of torch's PyTorchFileWriter, and writes through a FastFileWriter.
 
-torch's `_save` calls `write_record` for the pickle and the small records, as ever; then the patch
+torch's `_save` calls `write_record` for the pickle and the small records; then the patch
 hands over all storages in one call.
 """
 
@@ -26,7 +26,7 @@ _HEAD = 8
 
 
 class ArchiveSink(Protocol):
-    """Where an archive goes: a FastFileWriter, or somebody else's."""
+    """Where an archive goes: a FastFileWriter or a foreign writer."""
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class ArchiveSink(Protocol):
     def write_plan(self, plan: ZipPlan) -> None:
         """Append a whole archive."""
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Return when no storage given so far is needed any more."""
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class ZipArchive:
             if self._owns_writer:
                 self._writer.close()
             else:
-                self._writer.settle()
+                self._writer.release_sources()
         except BaseException:
             self._writer.abort()
             raise

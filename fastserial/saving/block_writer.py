@@ -144,7 +144,7 @@ class BlockWriter:
             end = begin - begin % size + size
         return end - offset
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
         if any(_is_borrowed(part.source) for part in self._parts):
@@ -277,7 +277,7 @@ class BlockWriter:
         return able.moves_data and able.unaligned and not able.registered_buffers
 
     def _trial(self, cached: CachedWrites, offset: int, length: int) -> None:
-        """Go over to direct I/O, once enough is written, if the device is the faster way."""
+        """Switch to direct I/O, once enough is written, if that is faster."""
         if not cached.is_enough:
             cached.take(offset, length)
             return
@@ -305,7 +305,7 @@ class BlockWriter:
         if self._config.direct is False:
             return
         if self._compression is Compression.THROUGH_CACHE:
-            self.fallback = "the file system compresses this file, but not what is written directly"
+            self.fallback = "the file system compresses this file, but not direct writes"
             return
         synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
         found = open_direct(self._fd, os.O_WRONLY | synced, self._config.block_size, self._files)
@@ -384,7 +384,7 @@ def _is_borrowed(source: Source) -> bool:
 
 @trace.traced("fill (rest)")
 def _prepare(request: Request) -> None:
-    """Fill a block's buffer. If that fails, nobody waits for its checksums for ever."""
+    """Fill a block's buffer. If that fails, no thread waits forever for its checksums."""
     block: _Block = request.tag
     began = perf_counter()
     try:

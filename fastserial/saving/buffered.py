@@ -1,6 +1,6 @@
 """The way through the page cache for little data: no engine, no pool, hardly a copy.
 
-Large host storages go to the kernel from where they lie; what is between them is put together.
+Large host storages go to the kernel from where they are; what is between them is gathered.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["write_all", "write_buffered"]
 
 @trace.traced("write (page cache)")
 def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> None:
-    """Write parts to a file, in their order.
+    """Write parts to a file, in the order given.
 
     Args:
         fd: of the file.
         parts: what needs checksums comes after what gives them.
-        fill_holes: write the zeros of holes, too: the file takes its bytes in their order only.
+        fill_holes: write the zeros of holes, too: the file only takes its bytes sequentially.
 
     Raises:
         OSError: the disk is full or failed.
-        StorageChangedError: a storage was resized meanwhile.
+        StorageChangedError: a storage was resized during the save.
     """
     together: list[Part] = []
     gathered = 0  # bytes in `together`
@@ -90,7 +90,7 @@ def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> 
 
 
 def _chunks(part: Part) -> Iterator[Part]:
-    """Cut what is put together in memory, such as a part on a device: little is there at a time."""
+    """Cut what is gathered in memory, such as a part on a device: little is there at a time."""
     offset, source, start, length, ledger = part
     if length <= CACHED_CHUNK or not isinstance(source, Data | Literal | Hole):
         yield part
@@ -133,7 +133,7 @@ def _check(parts: Sequence[Part]) -> None:
 
 
 def write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
-    """Write pieces one behind the other from byte `offset` on.
+    """Write pieces back to back from byte `offset` on.
 
     Raises:
         OSError: the disk is full or failed.

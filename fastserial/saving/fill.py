@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
-    """Put the bytes of the parts one behind the other at `address`, which `view` shows.
+    """Put the bytes of the parts back to back at `address`, which `view` shows.
 
     What needs checksums comes last: it may wait for other threads to fill the blocks before.
     """
@@ -144,9 +144,9 @@ def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
     if seal is None:
         parts = chain.from_iterable(zip(texts, source.gaps, strict=True))
     else:
-        told = crcs if wanted else repeat(0, len(sizes))
+        values = crcs if wanted else repeat(0, len(sizes))
         marks = repeat(DESCRIPTOR_SIGNATURE, len(sizes))
-        seals = map(seal.pack, marks, told, sizes, sizes)
+        seals = map(seal.pack, marks, values, sizes, sizes)
         parts = chain.from_iterable(zip(texts, seals, source.gaps, strict=True))
     view[at : at + source.length] = b"".join(parts)
     return crcs

@@ -62,7 +62,7 @@ class SequentialWriter:
                     self._flush()
         self._flush()
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Do nothing: a foreign writer has copied what it was given."""
 
     def abort(self) -> None:

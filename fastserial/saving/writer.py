@@ -197,7 +197,7 @@ class FastFileWriter:
                 source = Literal(data if isinstance(data, bytes) else view)
                 self._pass_on([Extent(0, length, source)], length)
                 if not isinstance(data, bytes):
-                    self._out.settle()
+                    self._out.release_sources()
             self._add_transfer(began)
         return length
 
@@ -233,12 +233,12 @@ class FastFileWriter:
         nbytes = sum(batch.sizes) + sum(map(len, counts))
         synchronize(storages)
         self._write_extents(storage_extents(batch, counts), nbytes, None)
-        self.settle()
+        self.release_sources()
         self._statistics.count_storages(len(storage_obj_list), nbytes)
         return nbytes
 
     def write_plan(self, plan: ZipPlan) -> None:
-        """Append a whole zip archive. The storages must stay as they are until `settle` or `close`.
+        """Append a whole zip archive; its storages may change after `release_sources` or `close`.
 
         Raises:
             WriteError: the disk is full or failed.
@@ -249,14 +249,14 @@ class FastFileWriter:
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self._write_extents(plan.extents, plan.nbytes, ledger)
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Return when no storage given so far is needed any more.
 
         Raises:
             WriteError: the disk is full or failed.
         """
         with _Guarded(self):
-            self._out.settle()
+            self._out.release_sources()
 
     def close(self) -> None:
         """Write the rest, sync, and put the new file in its place. Idempotent.
@@ -345,7 +345,7 @@ class FastFileWriter:
         self._written += nbytes
 
     def _use_tuned(self) -> None:
-        """Go over to what `fastserial tune` found for this device, once, before the first block.
+        """Switch to what `fastserial tune` found for this device, once, before the first block.
 
         Small files are not worth it: they are one plain write. How large a stream of `write`s
         will be is not known; it is no small one once it is passed on.

@@ -190,7 +190,7 @@ class EngineTests:
     def test_reads_end_with_the_file(
         self, engine: Engine, pool: BufferPool, opener: Opener, capabilities: Capabilities
     ) -> None:
-        """At the end a read is short; behind it, empty; neither is an error."""
+        """At the end a read is short; past it, empty; neither is an error."""
         self.needs(capabilities.reads and capabilities.moves_data, "reads")
         opener.create("file", noise(4096 + 10))
         fd = opener("file", os.O_RDONLY)

@@ -88,7 +88,7 @@ def entry_for(folder: Path) -> tuple[str, Entry | None]:
 
 
 def forget_cache() -> None:
-    """Let this process read the file anew."""
+    """Let this process reread the file."""
     global _file
     _file = None
     _by_device.clear()
@@ -124,7 +124,7 @@ def _look_up(fd: int) -> Mapping[str, Any]:
 
     global _file
     if _file is None:
-        _file = {}  # a damaged file is told of once
+        _file = {}  # a damaged file is reported once
         _file = read()
     if not _file:
         return {}

@@ -174,7 +174,7 @@ def _write(path: Path, entries: Mapping[str, Entry]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes from changing the file meanwhile."""
+    """Keep other processes from changing the file in the body."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with Descriptors() as files:
         fd = files.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

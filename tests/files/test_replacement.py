@@ -199,7 +199,7 @@ STEPS = [
     ("fsync", errno.ENOSPC, "Free space"),
     ("fsync", errno.EDQUOT, "quota"),
     ("pwritev", errno.ENOSPC, "Free space"),
-    ("rename", errno.ESTALE, "mount it anew"),
+    ("rename", errno.ESTALE, "remount it"),
     ("rename", errno.EROFS, "Remount"),
     ("rename", errno.ENOTCONN, "FUSE"),
     ("rename", errno.ENOENT, "directory was removed"),

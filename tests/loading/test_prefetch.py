@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,11 +86,12 @@ def test_any_order(path: Path, order: str, verify: bool, options: dict[str, Any]
 
 
 def test_records_that_nobody_asks_for(path: Path) -> None:
+    before = len(os.listdir("/proc/self/task"))
     with opened(path) as (ahead, records):
         assert ahead.take("data/4", records["data/4"].size) is not None
-    assert threading.active_count() == 1 or not any(
-        thread.name.startswith("fastserial") for thread in threading.enumerate()
-    )
+        assert len(os.listdir("/proc/self/task")) > before
+    while len(os.listdir("/proc/self/task")) > before:  # or pytest's time limit ends it
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
@@ -100,16 +100,22 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
     path = tmp_path / "f.pt"
     with stock():
         torch.save([noise(MIB) for _ in range(20)], path)
+    waiting: list[int] = []
+    arrive = Prefetch._arrive
+
+    def arrived(self: Prefetch, *arguments: Any) -> None:
+        arrive(self, *arguments)
+        waiting.append(len(self._ready))
+
+    monkeypatch.setattr(Prefetch, "_arrive", arrived)
     with opened(path, direct=False) as (ahead, records):
-        deadline = time.monotonic() + 5
-        while len(ahead._ready) < 2 and time.monotonic() < deadline:
+        while len(ahead._ready) < 2:  # or pytest's time limit ends it
             time.sleep(0.01)
-        time.sleep(0.05)
-        assert 1 <= len(ahead._ready) <= 3
         names = list(records) if order == "forwards" else list(records)[::-1]
         for name in names:
             assert ahead.take(name, MIB) is not None
-            assert len(ahead._ready) <= 3
+    assert len(waiting) >= 20
+    assert 2 <= max(waiting) <= 3
 
 
 def test_memory_is_handed_on(path: Path) -> None:

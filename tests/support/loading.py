@@ -104,7 +104,7 @@ def both(
 ) -> Outcome:
     """Load with stock, then with fastserial under each set of options: all outcomes agree.
 
-    Returns what stock gave.
+    Returns what stock gave. Skips what stock cannot repeat; `conftest` limits how often.
     """
     with stock():
         want = attempt(load, extra)

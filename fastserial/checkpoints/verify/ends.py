@@ -75,7 +75,7 @@ def check_entries(directory: Directory) -> Iterator[Problem]:
 def check_end(
     directory: Directory, tail: bytes, torch_made: bool, remark: Callable[[str], None]
 ) -> Iterator[Problem]:
-    """Check the records behind the central directory.
+    """Check the records after the central directory.
 
     Args:
         directory: what was read.

@@ -103,11 +103,11 @@ def _check_loosely(
 def _difference(record: RecordEntry, header: LocalHeader) -> str | None:
     """Return how a reader that goes by the local header gets something else, or None."""
     if header.name != record.full_name:
-        return "its local header bears another name"
+        return "its local header has a different name"
     if header.method != record.method or (header.flags ^ record.flags) & structs.ENCRYPTED:
-        return "its local header tells of another compression than the directory"
+        return "its local header has another compression than the directory"
     if header.flags & HAS_DESCRIPTOR:
-        return None  # sizes and CRC are told behind the data
+        return None  # sizes and CRC follow the data
     sizes = [header.size, header.compressed_size]
     wide = structs.zip64_values(header.extra)
     for index, size in enumerate(sizes):
@@ -179,7 +179,7 @@ def _header(record: RecordEntry, data: bytes) -> Iterator[Problem]:
         yield problem(f"its local header says that its data starts at byte {at + header.length}")
         return
     if header.name != record.full_name:
-        yield problem("its local header bears another name")
+        yield problem("its local header has a different name")
     sizes = (header.crc, header.compressed_size, header.size)
     filled = (
         record.crc,

@@ -260,7 +260,7 @@ def _check_id(fd: int, check: _Pass) -> Problem | None:
 
 
 def _outline(fd: int, directory: Directory, findings: Findings) -> Outline | None:
-    """Return what the pickle tells; what it does not tell is noted, or a problem."""
+    """Return what the pickle says; what it does not say is noted, or a problem."""
     try:
         outline = zip_outline(fd, directory)
     except (CorruptCheckpointError, PickleLimitError) as error:
@@ -301,7 +301,7 @@ def _check_storages(directory: Directory, outline: Outline, findings: Findings) 
             if size - entry.nbytes >= ITEM_BYTES[entry.dtype]:  # it grew while it was pickled
                 findings.note(f"{name} has {size} bytes, the pickle says {entry.nbytes}")
             continue
-        message = "the pickle speaks of it, but it is not there"
+        message = "the pickle refers to it, but it is missing"
         if size is not None:
             message = f"has only {size} bytes, the pickle says {entry.nbytes}"
         findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))

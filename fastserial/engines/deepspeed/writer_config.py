@@ -60,7 +60,7 @@ class FastFileWriterConfig:
 def options_of(options: WriterOptions) -> Config:
     """Return our options for DeepSpeed's: those in force, with its handle and memory.
 
-    The handle tells the settings; the writer uses handles of its own, so that any number of
+    The handle has the settings; the writer uses handles of its own, so that any number of
     writers may be given the same one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The container torch wrote before 1.6: pickles, then each storage behind its element count.
+"""The container torch wrote before 1.6: pickles, then each storage after its element count.
 
 No checksums, no alignment. The pickles come from torch; the layout adds, for each storage in the
 order of the sorted keys, an int64 element count (little-endian) and the raw bytes.
@@ -29,7 +29,7 @@ def element_counts(
 
 
 def storage_extents(batch: Batch, counts: Sequence[bytes]) -> list[Extent]:
-    """Lay storages out one behind the other.
+    """Lay storages out back to back.
 
     Args:
         batch: the storages.

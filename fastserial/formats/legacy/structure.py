@@ -1,6 +1,6 @@
 """Reading the legacy container: where each storage lies, without executing a pickle.
 
-Five pickles (magic number, protocol, system, object, sorted keys), then each storage behind its
+Five pickles (magic number, protocol, system, object, sorted keys), then each storage after its
 element count. The object's persistent ids tell the type and size of each storage, so everything
 but the bytes of the storages can be checked. There are no checksums.
 """
@@ -46,7 +46,7 @@ class LegacyFile:
         decoded: the pickle of the object.
         object_offset: where that starts (bytes).
         storages: in the order of the file, which is that of the sorted keys.
-        end: first byte behind the last storage.
+        end: first byte after the last storage.
         size: size of the file (bytes).
     """
 

@@ -85,7 +85,7 @@ class RecordEntry(NamedTuple):
 
     @property
     def has_descriptor(self) -> bool:
-        """Whether CRC and sizes are repeated behind the data."""
+        """Whether CRC and sizes are repeated after the data."""
         return bool(self.flags & structs.HAS_DESCRIPTOR)
 
 
@@ -98,7 +98,7 @@ class EndRecords:
         directory_offset, directory_size: place of the central directory (bytes).
         zip64_offset: place of the zip64 end record, None without one.
         offset: place of the end record.
-        trailing: bytes behind the end record, its comment included.
+        trailing: bytes after the end record, its comment included.
         agrees: the zip64 record and the end record tell the same, where both tell.
     """
 
@@ -116,8 +116,8 @@ class Directory:
     """All records of an archive.
 
     Attributes:
-        archive_name: what stands before the `/` of the first record's name.
-        records: in the order of the central directory; several may bear the same name.
+        archive_name: what comes before the `/` in the first record's name.
+        records: in the order of the central directory; several may have the same name.
         size: size of the file (bytes).
         end: the records at the end of the file.
         exact: each `data_offset` comes from the local header.
@@ -179,7 +179,7 @@ def read_directory(fd: int, size: int | None = None, *, headers: bool = True) ->
     Args:
         fd: a descriptor that can be read at any offset.
         size: bytes of the archive, which starts at byte 0; by default those of the file.
-        headers: read each record's local header, which alone tells where the data starts.
+        headers: read each record's local header, which alone says where the data starts.
             Without, it is taken from where the next record starts, which is right for records that
             torch wrote, and three reads do for any number of them; others' headers are read.
 
@@ -219,7 +219,7 @@ def _read_end(fd: int, size: int) -> EndRecords:
     trailing = size - at - structs.END.size
     if disk not in (0, U16) or start_disk not in (0, U16) or few != count:
         raise UnreadableCheckpointError("archives in several parts are not supported")
-    told = (count, length, offset)
+    stored = (count, length, offset)
     zip64 = _read_zip64_end(fd, at)
     if zip64 is None:
         end = EndRecords(count, offset, length, None, at, trailing, True)
@@ -228,7 +228,7 @@ def _read_end(fd: int, size: int) -> EndRecords:
         limit, values = zip64
         agrees = all(
             short in (long, ceiling)
-            for short, long, ceiling in zip(told, values, (U16, U32, U32), strict=True)
+            for short, long, ceiling in zip(stored, values, (U16, U32, U32), strict=True)
         )
         end = EndRecords(values[0], values[2], values[1], limit, at, trailing, agrees)
     if end.directory_offset + end.directory_size > limit:
@@ -396,7 +396,7 @@ def _header_end(fd: int, entry: _Entry) -> int:
     name = _text(entry.full_name)
     header = parse_local_header(raw, name)
     if header.name != entry.full_name:
-        raise CorruptCheckpointError("its local header bears another name", record=name)
+        raise CorruptCheckpointError("its local header has a different name", record=name)
     return entry.header_offset + header.length
 
 

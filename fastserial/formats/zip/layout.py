@@ -1,7 +1,7 @@
 """The zip container of `torch.save`: where every byte goes.
 
 torch's C++ writer is the authority. `ZipLayout` repeats its arithmetic (stored records, `FB`
-padding to the storage alignment, zip64 fields, data descriptors behind the data), and
+padding to the storage alignment, zip64 fields, data descriptors after the data), and
 `self_check` compares the result with the installed torch's own writer, zip64 included, before
 fastserial is switched on. The one thing that cannot be computed here, the half of the
 serialization id that hashes record names in the order of a C++ hash set, is asked from torch's
@@ -207,7 +207,7 @@ class ZipLayout:
     ) -> tuple[list[int], list[bytes]]:
         """Register records in a row; return offsets (bytes) and texts of their local headers.
 
-        The cursor comes to stand behind the last record's descriptor.
+        Moves the cursor past the last record's descriptor.
         """
         prefix, align, forms = self._prefix, self._alignment, self._forms
         full_names = [prefix + name.encode() for name in names]

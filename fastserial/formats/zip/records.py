@@ -80,7 +80,7 @@ def record_stream(fd: int, record: RecordEntry) -> ByteStream:
 def read_places(fd: int, size: int, stock: Any = None) -> Directory:
     """Return the central directory, local headers read only if the writer was not torch.
 
-    Of records that bear the same name, it holds the one that torch finds.
+    Of records with the same name, it holds the one that torch finds.
 
     Args:
         fd: a descriptor that can be read at any offset.

@@ -25,7 +25,7 @@ END64 = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR = struct.Struct("<4sIQI")
 END = struct.Struct("<4sHHHHIIH")
 FIELD = struct.Struct("<HH")  # before each part of an extra field: its kind and its length
-END_BYTES = END64.size + LOCATOR.size + END.size  # behind the directory that torch writes
+END_BYTES = END64.size + LOCATOR.size + END.size  # after the directory that torch writes
 
 _ZIP64 = 1  # kinds of extra field
 PADDING = int.from_bytes(b"FB", "little")
