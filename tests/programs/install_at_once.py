@@ -1,10 +1,10 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
 
 from __future__ import annotations
 
 import sys
 
-from support.patched import both, functions, same
+from support.patched import both, functions, main, same
 
 
 def threads_race_install_and_saves() -> None:
@@ -119,4 +119,4 @@ def fork() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(globals())

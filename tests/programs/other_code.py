@@ -1,11 +1,10 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 
-from support.patched import both, caught, functions, same
+from support.patched import both, caught, functions, main, same
 
 
 def replaced_before_install() -> None:
@@ -193,4 +192,4 @@ def torch_compile_does_not_trace_it(first: str = "") -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(globals())

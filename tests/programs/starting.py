@@ -1,4 +1,4 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 
-from support.patched import both, caught, functions, same
+from support.patched import both, caught, functions, main, same
 
 
 def at_the_import_of_torch(wanted: str) -> None:
@@ -161,4 +161,4 @@ def a_second_copy_knows_of_the_first(path: str) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(globals())

@@ -1,11 +1,10 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
 
 from __future__ import annotations
 
 import io
-import sys
 
-from support.patched import NAMES, both, functions, same
+from support.patched import NAMES, both, functions, main, same
 
 
 def import_orders(imports: str) -> None:
@@ -154,4 +153,4 @@ def the_copies_look_like_the_originals() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(globals())
