@@ -276,21 +276,6 @@ def test_failed_save_into_file_object(name: str, fmt: str, tmp_path: Path) -> No
     assert_like(errors["fast"], errors["stock"])
 
 
-@needs_fast
-@both_formats
-def test_interrupt_at_any_time(fmt: str, tmp_path: Path) -> None:
-    """Ctrl-C during the transfer: the old file or the new one, and no temporary file."""
-    result = child("ctrl_c.py", tmp_path, fmt, "replaced", 60)
-    assert result["wrong"] == []
-    assert result["interrupted"] >= 30, result
-
-
-@needs_fast
-def test_interrupts_tear_what_is_overwritten(tmp_path: Path) -> None:
-    """The control: the same interrupts, and a file that cannot be replaced."""
-    assert child("ctrl_c.py", tmp_path, "zip", "open", 20)["wrong"]
-
-
 @both_formats
 def test_file_grows_too_large(fmt: str, tmp_path: Path) -> None:
     """The disk says no halfway (a limit on file size stands for a full disk)."""
@@ -634,16 +619,6 @@ def test_fork_while_another_thread_saves(fmt: str, tmp_path: Path) -> None:
     for i in range(8):
         assert torch.equal(torch.load(tmp_path / f"child{i}.pt")["x"], SMALL["x"])
     assert torch.load(tmp_path / "parent.pt")["t"].numel() == 6_000_000
-
-
-@both_formats
-def test_a_signal_handler_saves_during_a_save(fmt: str, tmp_path: Path) -> None:
-    """As a job does that is told to make room (SIGTERM, SIGUSR1): both files are whole."""
-    result = child("handler_saves.py", tmp_path, fmt)
-    assert result["wrong"] == []
-    assert result["inside"] >= 10, result
-    assert result["names"] == ["a.pt", "handler.pt"]
-    assert result["same"]
 
 
 @both_formats

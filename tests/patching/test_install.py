@@ -82,11 +82,11 @@ def test_scenes(program: str) -> None:
     ],
 )
 def test_import_orders(imports: str) -> None:
-    run("switching.py", "import_orders", imports)
+    run("starting.py", "import_orders", imports)
 
 
 def test_status_tells() -> None:
-    out = run("switching.py", "status_tells")
+    out = run("starting.py", "status_tells")
     status = json.loads(out)
     assert status["installed"] is True
     assert status["exact"] is True
