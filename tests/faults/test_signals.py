@@ -54,8 +54,8 @@ def test_interrupts(what: str, handler: str, tmp_path: Path, proof: Proof, trial
     proof.outcomes["of these inside fastserial"] += found["inside"]
 
 
-def test_interrupts_leave_descriptors_that_nobody_closes(tmp_path: Path) -> None:
-    """The control: descriptors that do not close themselves."""
+def test_interrupts_leave_descriptors_where_nothing_closes_them(tmp_path: Path) -> None:
+    """The control: without the guards of `interrupts`."""
     result = interrupted(tmp_path, "save", "raise", _TRIALS, "unguarded")
     assert result["after"]["descriptors"] > result["before"]["descriptors"] + _spare(_TRIALS)
 
