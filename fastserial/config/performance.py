@@ -41,7 +41,7 @@ LARGE_FILE = 64 * MiB  # to free a replaced file of less takes 0.1 ms on ext4, n
 # Copy and checksum take turns, while the bytes are in a core's cache: 7.0 GB/s on one core, 6.2
 # with 64 KiB, 7.4 with 2 MiB where that much fits; less CPU time than with whole blocks.
 FILL_CHUNK = 256 * KiB
-# Storages of up to so many bytes on average are copied together: twice, but without a step of
+# Storages of up to this many bytes on average are copied together: twice, but without a step of
 # Python's for each, and without giving up the interpreter's lock to another thread each time.
 JOINED = 8 * KiB
 PACKED_STORAGE = 64 * KiB  # a storage up to this size may be packed with others,
@@ -77,8 +77,8 @@ INFLATE_CHUNK = 1 * MiB
 # -- huge pages ------------------------------------------------------------------------------------
 
 HUGE_PAGE = 2 * MiB
-# One huge page of so many bytes is timed. Touching one takes 0.2 to 0.5 ms, where a hypervisor took
-# the memory back 2 to 6 ms: small pages (1 to 2 ms for as many bytes) are better then.
+# One huge page of this many bytes is timed. Touching one takes 0.2 to 0.5 ms, where a hypervisor
+# took the memory back 2 to 6 ms: small pages (1 to 2 ms for as many bytes) are better then.
 TIMED_STEP = 4 * HUGE_PAGE
 SLOW_TOUCH = 1.5e-3  # seconds
 SLOW_TOUCHES = 2  # a single one may be chance

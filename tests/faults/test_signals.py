@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(7200)
 
 _PROGRAM = str(Path(__file__).parents[1] / "programs" / "interrupted.py")
 _MORE_MEMORY = 24 << 20  # bytes that the noise of an allocator may add
-_TRIALS = 60
+_TRIALS = 80
 
 
 def interrupted(folder: Path, *words: object) -> dict[str, Any]:
@@ -54,7 +54,12 @@ def test_interrupts(what: str, handler: str, tmp_path: Path, proof: Proof, trial
     proof.outcomes["of these inside fastserial"] += found["inside"]
 
 
-def test_interrupts_leave_descriptors_that_nobody_closes(tmp_path: Path) -> None:
-    """The control: descriptors that do not close themselves."""
+def test_interrupts_leave_descriptors_where_nothing_closes_them(tmp_path: Path) -> None:
+    """The control: without the guards of `interrupts`."""
     result = interrupted(tmp_path, "save", "raise", _TRIALS, "unguarded")
     assert result["after"]["descriptors"] > result["before"]["descriptors"] + _spare(_TRIALS)
+
+
+def test_interrupts_tear_what_is_overwritten(tmp_path: Path) -> None:
+    """The control: files that cannot be replaced."""
+    assert interrupted(tmp_path, "save", "raise", _TRIALS, "open")["wrong"]

@@ -48,22 +48,26 @@ def run(
 # --- on and off ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("program", "scene"),
-    [
-        ("switching.py", "on_and_off_give_back_the_same_objects"),
-        ("switching.py", "options_are_kept_and_reset"),
-        ("switching.py", "wrong_options_are_told_at_once"),
-        ("switching.py", "the_copies_look_like_the_originals"),
-        ("other_code.py", "replaced_before_install"),
-        ("other_code.py", "replaced_after_install"),
-        ("other_code.py", "reloaded_after_install"),
-        ("other_code.py", "an_unknown_version_with_known_functions"),
-        ("other_code.py", "a_failed_self_check_stays_stock"),
-    ],
-)
-def test_scene(program: str, scene: str) -> None:
-    run(program, scene)
+SCENES = {
+    "switching.py": (
+        "on_and_off_give_back_the_same_objects",
+        "options_are_kept_and_reset",
+        "wrong_options_are_told_at_once",
+        "the_copies_look_like_the_originals",
+    ),
+    "other_code.py": (
+        "replaced_before_install",
+        "replaced_after_install",
+        "reloaded_after_install",
+        "an_unknown_version_with_known_functions",
+        "a_failed_self_check_stays_stock",
+    ),
+}
+
+
+@pytest.mark.parametrize("program", SCENES)
+def test_scenes(program: str) -> None:
+    run(program, "each", *SCENES[program])
 
 
 @pytest.mark.parametrize(
@@ -78,11 +82,11 @@ def test_scene(program: str, scene: str) -> None:
     ],
 )
 def test_import_orders(imports: str) -> None:
-    run("switching.py", "import_orders", imports)
+    run("starting.py", "import_orders", imports)
 
 
 def test_status_tells() -> None:
-    out = run("switching.py", "status_tells")
+    out = run("starting.py", "status_tells")
     status = json.loads(out)
     assert status["installed"] is True
     assert status["exact"] is True

@@ -1,21 +1,23 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import sys
+import threading
+import time
 
-from support.patched import both, functions, same
+import torch
+from support.patched import both, functions, main, same
+from torch import save
+
+import fastserial
+from fastserial.patching import install as patching
 
 
 def threads_race_install_and_saves() -> None:
-    import threading
-    import time
-
-    import torch
-    from torch import save
-
-    import fastserial
-
     stock = functions()
     fastserial.install(durable=False)
     stop, errors, saves, switches = threading.Event(), [], [0] * 4, [0] * 2
@@ -54,16 +56,6 @@ def threads_race_install_and_saves() -> None:
 
 
 def fork() -> None:
-    import gc
-    import os
-    import signal
-    import threading
-
-    import torch
-
-    import fastserial
-    from fastserial.patching import install as patching
-
     stock = functions()
 
     def in_child(work):
@@ -119,4 +111,4 @@ def fork() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(globals())

@@ -1,11 +1,15 @@
 """Saves or loads that signal handlers interrupt at random moments; prints what was left behind.
 
-    python interrupted.py FOLDER save|load raise|work COUNT [unguarded]
+    python interrupted.py FOLDER save|load raise|work COUNT [unguarded|open]
 
 raise: the handler raises, once or up to three times in short order (a second Ctrl-C).
 work: it saves and loads itself, and now and then raises after that.
 Prints JSON: how often it rang, in how many of the tracebacks there were frames of fastserial, and
-before and after: descriptors, threads, the collector, memory.
+before and after: descriptors, threads, the collector, memory; and what was wrong, such as a file
+that is neither the old nor the new one, which have the same bytes here.
+
+Controls: `unguarded`, see `take_guards_away`; `open`, files that are kept open,
+so that they are overwritten and not replaced.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from typing import Any
 import torch
 
 import fastserial
+from fastserial import interrupts
 from fastserial.files import replacement
-from fastserial.interrupts import Descriptors
 
 PACKAGE = os.path.dirname(fastserial.__file__)
 BLOCKS = {"block_size": 65536, "threads": 3, "small_file": 32768, "durable": False}
@@ -68,6 +72,19 @@ def settled(before: dict[str, Any]) -> dict[str, Any]:
     return after
 
 
+def take_guards_away() -> None:
+    """Descriptors do not close themselves, and clean-up ends where it is interrupted."""
+
+    def finish_once(*steps: Callable[[], object]) -> None:
+        for step in steps:
+            step()
+
+    del interrupts.Descriptors.__del__
+    for module in list(sys.modules.values()):
+        if getattr(module, "finish", None) is interrupts.finish:
+            module.finish = finish_once  # type: ignore[attr-defined]
+
+
 class Trials:
     def __init__(self, folder: Path, what: str, dice: random.Random) -> None:
         self.folder = folder
@@ -82,12 +99,15 @@ class Trials:
             torch.save(value, folder / f"{name}.pt")
         torch.save(self.large, folder / "legacy.pt", _use_new_zipfile_serialization=False)
         self.lazy = fastserial.open(folder / "large.pt")
+        self.targets: list[Path] = []
+        self.whole: dict[Path, bytes] = {}
         self.calls = self.saves() if what == "save" else self.loads()
 
     def saves(self) -> list[Callable[[], object]]:
         folder = self.folder / "made"
         folder.mkdir()
         zipped, legacy = folder / "zip.pt", folder / "legacy.pt"
+        self.targets = [folder / "small.pt", zipped, legacy]
 
         def to_file() -> None:
             with open(folder / "file.pt", "wb") as file:
@@ -168,6 +188,16 @@ class Trials:
         self.found["inside"] += any(name.startswith(PACKAGE) for name in files)
         self.found["in clean-up"] += any(name.endswith("/interrupts.py") for name in files)
 
+    def look(self, index: int) -> None:
+        """Compare the file that a save was to write, and look for others."""
+        if index >= len(self.targets):
+            return
+        path = self.targets[index]
+        if path.read_bytes() != self.whole[path]:
+            self.wrong.append(f"{path.name} is torn")
+        if any(name.startswith(".") for name in os.listdir(path.parent)):
+            self.wrong.append(f"left beside {path.name}: {os.listdir(path.parent)}")
+
     def run(self, count: int, most: int) -> None:
         durations = []
         for call in self.calls:
@@ -175,6 +205,7 @@ class Trials:
             start = time.perf_counter()
             call()
             durations.append(time.perf_counter() - start)
+        self.whole = {path: path.read_bytes() for path in self.targets}
         first = self.found["rung"]
         while self.found["rung"] - first < count:
             faulthandler.dump_traceback_later(STUCK, exit=True)
@@ -184,17 +215,23 @@ class Trials:
             except (Interrupt, Impatience):  # in the lines around the call
                 self.left = 0
                 self.found["outside"] += 1
+            self.look(index)
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main(folder: str, what: str, handler: str, count: str, guards: str = "guarded") -> None:
-    if guards == "unguarded":  # descriptors that nobody refers to any more stay open
-        del Descriptors.__del__
+    if guards == "unguarded":
+        take_guards_away()
     torch.set_num_threads(1)
     replacement.LARGE_FILE = 1 << 20
     fastserial.install(**BLOCKS)
     trials = Trials(Path(folder), what, random.Random(SEED))
+    kept: list[Any] = []
+    if guards == "open":
+        for call in trials.calls:
+            call()
+        kept = [path.open("rb") for path in trials.targets]
     signal.signal(signal.SIGALRM, trials.raises if handler == "raise" else trials.works)
     most = MOST_IN_A_ROW if handler == "raise" else 1
     trials.run(max(20, int(count) // 10), most)  # until all memory was used once
@@ -209,7 +246,7 @@ def main(folder: str, what: str, handler: str, count: str, guards: str = "guarde
         call()
     names = sorted(os.listdir(trials.folder / "made")) if what == "save" else []
     result = {"before": before, "after": after, "names": names, "wrong": trials.wrong[:3]}
-    print(json.dumps({**result, "found": dict(trials.found)}))
+    print(json.dumps({**result, "found": dict(trials.found), "open": len(kept)}))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
 
 from __future__ import annotations
 
 import importlib
-import sys
+from pathlib import Path
 
-from support.patched import both, caught, functions, same
+import torch
+from support.patched import both, caught, functions, main, same
+
+import fastserial
+import fastserial.patching.save_hooks as hooks
+from fastserial.patching import patch_file as patchset
 
 
 def replaced_before_install() -> None:
-    import torch
-
-    import fastserial
-
     real = torch.serialization._save
 
     def theirs(*args, **kwargs):
@@ -36,10 +37,6 @@ def replaced_before_install() -> None:
 
 
 def replaced_after_install() -> None:
-    import torch
-
-    import fastserial
-
     stock = functions()
     fastserial.install()
     mine = torch.serialization._save
@@ -62,12 +59,6 @@ def replaced_after_install() -> None:
 
 
 def reloaded_after_install() -> None:
-    import importlib
-
-    import torch
-
-    import fastserial
-
     fastserial.install()
     importlib.reload(torch.serialization)
     fresh = functions()
@@ -80,10 +71,6 @@ def reloaded_after_install() -> None:
 
 
 def an_unknown_version_with_known_functions() -> None:
-    import torch
-
-    import fastserial
-
     for version in ("99.1.0", "a fork of mine"):
         torch.__version__ = version
         assert caught(fastserial.install, strict=True) == (True, [])
@@ -93,13 +80,6 @@ def an_unknown_version_with_known_functions() -> None:
 
 
 def unknown_functions_stay_stock(patches: str, version: str = "") -> None:
-    from pathlib import Path
-
-    import torch
-
-    import fastserial
-    from fastserial.patching import patch_file as patchset
-
     patchset.patches_dir = lambda: Path(patches)
     torch.__version__ = version or torch.__version__
     before = functions()
@@ -129,10 +109,6 @@ CHANGES = {
 
 
 def modified_source_stays_stock(change: str, message: str) -> None:
-    import torch
-
-    import fastserial
-
     text = torch.serialization.__spec__.loader.get_source("torch.serialization")
     changed = CHANGES[change](text)
     assert changed != text
@@ -149,9 +125,6 @@ def modified_source_stays_stock(change: str, message: str) -> None:
 
 
 def a_failed_self_check_stays_stock() -> None:
-    import fastserial
-    import fastserial.patching.save_hooks as hooks
-
     hooks.self_check = lambda: "a strange machine"
     before = functions()
     result, warned = caught(fastserial.install)
@@ -162,10 +135,6 @@ def a_failed_self_check_stays_stock() -> None:
 def torch_compile_does_not_trace_it(first: str = "") -> None:
     if first:
         importlib.import_module(first)
-    import torch
-
-    import fastserial
-
     fastserial.install()
     graphs = []
 
@@ -186,11 +155,9 @@ def torch_compile_does_not_trace_it(first: str = "") -> None:
     assert len(graphs) == 2, graphs
     from torch._dynamo import trace_rules
 
-    import fastserial.patching.save_hooks
-
     assert trace_rules.check(fastserial.patching.save_hooks.open_zip_writer)
     assert trace_rules.check(torch.serialization._save)
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(globals())

@@ -1,4 +1,4 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 
-from support.patched import both, caught, functions, same
+from support.patched import both, caught, functions, main, same
 
 
 def at_the_import_of_torch(wanted: str) -> None:
@@ -160,5 +160,31 @@ def a_second_copy_knows_of_the_first(path: str) -> None:
     assert same(functions(), stock)
 
 
+def import_orders(imports: str) -> None:
+    names = {}
+    exec(imports, names)
+    fastserial = names["fastserial"]
+    fastserial.install(strict=True)
+    assert both()
+    assert both(names.get("save"))
+    assert fastserial.installed()
+    fastserial.uninstall()
+    assert not both()
+    assert not fastserial.installed()
+
+
+def status_tells() -> None:
+    import json
+
+    import fastserial
+
+    before = fastserial.status()
+    assert before.torch is None and not before.installed and "not been called" in before.reason
+    fastserial.install()
+    print(json.dumps(fastserial.status().as_dict()))
+    fastserial.uninstall()
+    assert "uninstall()" in fastserial.status().reason
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(globals())

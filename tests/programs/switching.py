@@ -1,33 +1,24 @@
-"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+"""Scenes of patching torch: `SCENE ARGUMENTS`, or `each SCENE...`."""
 
 from __future__ import annotations
 
+import inspect
 import io
-import sys
+import linecache
+import os
+import pickle
+import traceback
 
-from support.patched import NAMES, both, functions, same
+import torch
+from support.patched import NAMES, both, functions, main, same
+from torch import save
 
-
-def import_orders(imports: str) -> None:
-    names = {}
-    exec(imports, names)
-    fastserial = names["fastserial"]
-    fastserial.install(strict=True)
-    assert both()
-    assert both(names.get("save"))
-    assert fastserial.installed()
-    fastserial.uninstall()
-    assert not both()
-    assert not fastserial.installed()
+import fastserial
+from fastserial.config import current
+from fastserial.patching import install as patching
 
 
 def on_and_off_give_back_the_same_objects() -> None:
-    import torch
-    from torch import save
-
-    import fastserial
-    from fastserial.patching import install as patching
-
     stock = functions()
     aliases = dict(stock)
     assert fastserial.uninstall() is False
@@ -57,9 +48,6 @@ def on_and_off_give_back_the_same_objects() -> None:
 
 
 def options_are_kept_and_reset() -> None:
-    import fastserial
-    from fastserial.config import current
-
     fastserial.install(durable=False)
     fastserial.install()
     assert current().durable is False
@@ -74,11 +62,6 @@ def options_are_kept_and_reset() -> None:
 
 
 def wrong_options_are_told_at_once() -> None:
-    import os
-
-    import fastserial
-    from fastserial.config import current
-
     def refused(**options):
         try:
             fastserial.install(**options)
@@ -99,29 +82,7 @@ def wrong_options_are_told_at_once() -> None:
     assert current().engine == "null" and fastserial.installed()  # as before
 
 
-def status_tells() -> None:
-    import json
-
-    import fastserial
-
-    before = fastserial.status()
-    assert before.torch is None and not before.installed and "not been called" in before.reason
-    fastserial.install()
-    print(json.dumps(fastserial.status().as_dict()))
-    fastserial.uninstall()
-    assert "uninstall()" in fastserial.status().reason
-
-
 def the_copies_look_like_the_originals() -> None:
-    import inspect
-    import linecache
-    import pickle
-    import traceback
-
-    import torch
-
-    import fastserial
-
     stock = functions()
     fastserial.install()
     linecache.checkcache()
@@ -154,4 +115,4 @@ def the_copies_look_like_the_originals() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(globals())

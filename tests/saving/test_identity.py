@@ -21,7 +21,6 @@ import pytest
 import torch
 from support.corpus import CASES, FORMATS, MIB, Case, Counting, noise
 from support.identity import (
-    STOCK_ONLY,
     TARGETS,
     attempt,
     both,
@@ -33,7 +32,6 @@ from support.identity import (
     saver,
     stock,
 )
-from torch import save as save_bound_before_install
 
 # Blocks so small, and no buffered way out, that even the smallest file takes the direct path.
 DIRECT = {"small_file": 0, "direct": True, "durable": False}
@@ -198,20 +196,6 @@ def test_beyond_4_gib(sizes: str, fmt: str, kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_name_bound_before_install(fmt: str, folder: Path) -> None:
-    """``from torch import save`` in the user's own module is covered."""
-    live = CASES["checkpoint"].build()
-    written = []
-    for side, context in (("stock", stock()), ("fast", fast(small_file=0))):
-        path = folder / side / "archive.pt"
-        path.parent.mkdir()
-        with context:
-            save_bound_before_install(live, path, _use_new_zipfile_serialization=fmt == "zip")
-        written.append(path.read_bytes())
-    assert difference(*written) is None
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
 def test_pickled_once(fmt: str, folder: Path) -> None:
     """Objects with side effects are reduced as often as by stock."""
     live = CASES["reduce_counts"].build()
@@ -237,7 +221,6 @@ def test_memory_is_released(fmt: str, folder: Path) -> None:
     assert gone == [1]
 
 
-@pytest.mark.skipif(STOCK_ONLY, reason="both sides are stock")
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind", ["path", "file"])
 def test_fast_side_is_fast(kind: str, fmt: str, folder: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
+import traceback
 import warnings
 
 
@@ -54,3 +57,26 @@ def caught(function, **kwargs):
         warnings.simplefilter("always")
         result = function(**kwargs)
     return result, [str(w.message) for w in found if "fastserial" in str(w.message)]
+
+
+def main(scenes):
+    """Run the scene that the command line names, or `each` in a fork of one process with torch."""
+    name, *arguments = sys.argv[1:]
+    if name != "each":
+        scenes[name](*arguments)
+        return
+    import torch  # noqa: F401
+
+    for name in arguments:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                scenes[name]()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0, name
