@@ -279,8 +279,11 @@ class Snapshot:
         with self.lock:
             if self.taken:
                 return
-            self.torn |= any(_version(tensor) != seen for tensor, seen in self._watched)
+            self.torn |= self._has_changed()
             self._set_taken()
+
+    def _has_changed(self) -> bool:
+        return any(_version(tensor) != seen for tensor, seen in self._watched)
 
     def _set_taken(self) -> None:
         with self.lock:
