@@ -28,11 +28,15 @@ if TYPE_CHECKING:
         LoadMismatchError,
         PatchError,
         StorageChangedError,
+        TornSnapshotError,
         UnreadableCheckpointError,
         UnreadableTensorError,
         UnsupportedTorchWarning,
         WriteError,
     )
+    from fastserial.overlap.asynchronous import save_async
+    from fastserial.overlap.checkpointer import Checkpointer
+    from fastserial.overlap.pending import PendingSave, wait_all
     from fastserial.patching.install import install, installed, status, uninstall
     from fastserial.reports import LoadReport, SaveReport, last_load_report, last_save_report
     from fastserial.saving.writer import FastFileWriter
@@ -41,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointKeyError",
+    "Checkpointer",
     "Config",
     "ConfigError",
     "ConvertError",
@@ -51,8 +56,10 @@ __all__ = [
     "LoadMismatchError",
     "LoadReport",
     "PatchError",
+    "PendingSave",
     "SaveReport",
     "StorageChangedError",
+    "TornSnapshotError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
@@ -68,9 +75,11 @@ __all__ = [
     "load_into",
     "open",
     "options",
+    "save_async",
     "status",
     "uninstall",
     "verify",
+    "wait_all",
 ]
 
 # By module, so that `import fastserial` alone costs nothing: with `FASTSERIAL=1` every process of
@@ -85,9 +94,12 @@ _HOMES = {
     "config": "Config options",
     "errors": (
         "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError EngineUnavailableError "
-        "FastserialError LoadMismatchError PatchError StorageChangedError "
+        "FastserialError LoadMismatchError PatchError StorageChangedError TornSnapshotError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
+    "overlap.asynchronous": "save_async",
+    "overlap.checkpointer": "Checkpointer",
+    "overlap.pending": "PendingSave wait_all",
     "patching.install": "install installed status uninstall",
     "reports": "LoadReport SaveReport last_load_report last_save_report",
     "saving.writer": "FastFileWriter",

@@ -23,6 +23,7 @@ __all__ = [
     "PatchError",
     "PickleLimitError",
     "StorageChangedError",
+    "TornSnapshotError",
     "TransferAbandonedError",
     "TruncatedCheckpointError",
     "UnreadableCheckpointError",
@@ -156,6 +157,24 @@ class StorageChangedError(FastserialError, RuntimeError):
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.path, super().__str__()) if part)
+
+
+class TornSnapshotError(FastserialError, RuntimeError):
+    """What was being saved in place was changed before all its bytes were taken.
+
+    Nothing was saved; a file that was there is intact.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path}: tensors were changed or resized while they were being saved in place, so "
+            'nothing was saved. Save with snapshot="copy", or call `wait_snapshot()` of the '
+            "pending save before you change them"
+        )
+        self.path = path
 
 
 def name_in(error: BaseException, path: str) -> None:

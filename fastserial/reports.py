@@ -14,6 +14,7 @@ __all__ = [
     "LoadReport",
     "Report",
     "SaveReport",
+    "SnapshotReport",
     "format_bandwidth",
     "format_bytes",
     "last_load_report",
@@ -141,6 +142,29 @@ def _hand_over(report: _AnyReport, take: Callable[[_AnyReport], None] | None, na
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotReport:
+    """How a save beside the program got hold of bytes that the program goes on to change.
+
+    Attributes:
+        kind: `copy` or `in_place`; `blocking`: it was saved before the call returned.
+        stall: seconds that the call took.
+        copied: bytes copied at the call.
+        budget: bytes of staging memory that the copies might take; None: half of what was free.
+        late_copied: bytes copied when a step was about to change them.
+        held: seconds that such steps were held up, copying and waiting.
+        waited: whether they waited for bytes to be written.
+    """
+
+    kind: str
+    stall: float
+    copied: int = 0
+    budget: int | None = None
+    late_copied: int = 0
+    held: float = 0.0
+    waited: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
     """One finished save.
 
@@ -150,13 +174,18 @@ class SaveReport(Report):
         direct: whether direct I/O was used.
         durable: whether file and directory were synced.
         phases: `serialize`, `transfer`, `sync`, `commit`.
+        snapshot: of a save beside the program (`save_async`), else None.
     """
 
     direct: bool
     durable: bool
+    snapshot: SnapshotReport | None = None
 
     def __str__(self) -> str:
-        return self.line("WRITE", f"direct={int(self.direct)}, durable={int(self.durable)}")
+        details = f"direct={int(self.direct)}, durable={int(self.durable)}"
+        if self.snapshot is not None:
+            details += f", stall={self.snapshot.stall * 1000:.0f}msec"
+        return self.line("WRITE", details)
 
 
 _last_save: SaveReport | None = None

@@ -13,7 +13,7 @@ from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.errors import name_in
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.memory.batch import storage_batch
+from fastserial.memory.batch import Batch, storage_batch
 from fastserial.memory.storages import HostMemory, Memory, host_bytes, storage_memory, synchronize
 from fastserial.saving import torch_writer
 
@@ -105,9 +105,12 @@ class ZipArchive:
     @trace.traced("layout")
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
-        batch = storage_batch(storages)
         synchronize(storages)
-        self._layout.add_storages(names, batch)
+        self._layout.add_storages(names, self._batch(storages))
+
+    def _batch(self, storages: Sequence[torch.UntypedStorage]) -> Batch:
+        """Return the memory that the storages' bytes are read from."""
+        return storage_batch(storages)
 
     def _add_memory(self, name: str, memory: Memory) -> None:
         head = host_bytes(memory, _HEAD) if memory.nbytes >= _HEAD else b""

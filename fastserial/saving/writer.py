@@ -6,7 +6,6 @@ The protocol is that of DeepSpeed's FastPersist (arXiv 2406.13768): a writable f
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
@@ -22,7 +21,7 @@ from fastserial.config.performance import GATHERED
 from fastserial.errors import WriteError, name_in
 from fastserial.files import linux
 from fastserial.files.in_place import open_target
-from fastserial.files.targets import FileTarget, Target, writable_target
+from fastserial.files.targets import FileTarget, PathTarget, Target, writable_target
 from fastserial.formats.extents import Extent, Hole, Literal
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipPlan
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["FastFileWriter"]
 
 _log = logging.getLogger("fastserial")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FastFileWriter:
@@ -138,6 +136,11 @@ class FastFileWriter:
     def report(self) -> SaveReport | None:
         """What the save did, once the writer is closed."""
         return self._report
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a new file is made, so that the previous one is there until `close`."""
+        return isinstance(self._target, PathTarget)
 
     def file_path(self) -> str:
         """Return the `name`; DeepSpeed's name for it."""

@@ -1,0 +1,1 @@
+"""Saves beside a running program: snapshots, pending saves, the Checkpointer."""

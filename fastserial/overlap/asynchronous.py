@@ -1,0 +1,351 @@
+"""`save_async`: pickled at the call, written beside the program.
+
+torch pickles in the calling thread, so the pickle and everything that is no tensor are of the
+moment of the call. What is left are the storages' bytes, and a layout that says where each goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from fastserial import config
+from fastserial.checkpoints.save import save
+from fastserial.config import options
+from fastserial.errors import (
+    ConfigError,
+    FastserialError,
+    LayoutError,
+    StorageChangedError,
+    TornSnapshotError,
+)
+from fastserial.formats.zip.layout import ZipPlan, archive_name
+from fastserial.memory.batch import Batch
+from fastserial.overlap import guard, pending
+from fastserial.overlap.pending import PendingSave
+from fastserial.overlap.snapshot import Snapshot
+from fastserial.overlap.watch import Reached, noting
+from fastserial.patching import save_hooks
+from fastserial.patching.install import patched
+from fastserial.reports import SaveReport, SnapshotReport, publish_save
+from fastserial.saving.archive import ZipArchive
+from fastserial.saving.writer import FastFileWriter
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
+
+__all__ = ["Kind", "save_async", "size_of", "start_save"]
+
+Kind = Literal["copy", "in_place"]
+
+_KINDS = ("copy", "in_place")
+_ARGUMENTS = {
+    "pickle_module": pickle,
+    "pickle_protocol": 2,
+    "_use_new_zipfile_serialization": True,
+    "_disable_byteorder_record": False,
+}
+_log = logging.getLogger("fastserial")
+
+
+def save_async(
+    obj: object,
+    path: str | os.PathLike[str],
+    *,
+    snapshot: Kind = "copy",
+    snapshot_budget: int | None = None,
+    **torch_save_arguments: Any,
+) -> PendingSave:
+    """Save as `torch.save(obj, path)` does, and return before the file is written.
+
+    The file becomes what `torch.save` would have made of the object at the call, or stays as it
+    was. A save to a target waits for the one before it; at most two are under way.
+
+    Args:
+        obj: what to save. It is pickled at the call.
+        path: the file. What is not one that can be replaced is saved before the call returns.
+        snapshot: `copy`: tensors are copied, and may be changed as soon as the call returns.
+            `in_place`: they are read while the program goes on; optimizers wait before a step
+            until what they change is taken. Small tensors are copied.
+        snapshot_budget: bytes that copies may take, of all saves together; by default half of the
+            memory that is free. With `copy`, what does not fit is written before the call returns.
+        torch_save_arguments: as `torch.save`.
+
+    Returns:
+        A handle. `wait()` returns the report, or raises the error of the save.
+
+    Raises:
+        WriteError: the target cannot be written.
+        Exception: the object cannot be pickled, or the last save to this target failed and nobody
+            has asked.
+    """
+    if snapshot not in _KINDS:
+        raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
+    if snapshot_budget is not None and snapshot_budget < 0:
+        raise ConfigError(f"snapshot_budget must not be negative, not {snapshot_budget}")
+    if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
+        raise TypeError(f"save_async() got an unexpected argument {min(unknown)!r}")
+    arguments = {**_ARGUMENTS, **torch_save_arguments}
+    return start_save(obj, path, snapshot, snapshot_budget, arguments)
+
+
+def start_save(
+    obj: object,
+    path: str | os.PathLike[str],
+    kind: Kind,
+    budget: int | None,
+    arguments: Mapping[str, Any] = _ARGUMENTS,
+    copied: Set[int] = frozenset(),
+    then: Callable[[], object] | None = None,
+    began: float | None = None,
+) -> PendingSave:
+    """Start a save; as `save_async`.
+
+    Args:
+        copied: identities of storages to be copied at the call in any case.
+        then: called on the saving thread once the file is in place.
+        began: when the user's call did (`perf_counter`).
+    """
+    began = perf_counter() if began is None else began
+    torch.serialization._check_dill_version(arguments["pickle_module"])
+    name: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(name, str):
+        return _blocking(obj, path, "", arguments, "not a path", then)
+    target = os.path.realpath(name) if "\0" not in name else name
+    pending.admit(target)
+    if patched("_save") is None:
+        return _blocking(obj, name, target, arguments, "this torch stays stock", then)
+    if not arguments["_use_new_zipfile_serialization"]:
+        reason = "the legacy container is saved before the call returns"
+        return _blocking(obj, name, target, arguments, reason, then)
+    told = _Told(config.current().on_report)
+    with options(on_report=told):
+        archive = save_hooks.open_zip_writer(name)
+    writer = archive.writer if isinstance(archive, ZipArchive) else None
+    if not isinstance(archive, ZipArchive) or not isinstance(writer, FastFileWriter):
+        return _blocking(obj, name, target, arguments, "not a file that can be replaced", then)
+    try:
+        taken = Snapshot(name, kind, budget, Reached(), copied)
+        layout = _lay_out(obj, archive.archive_name(), taken, arguments)
+    except BaseException:
+        writer.abort()
+        raise
+    save = PendingSave(name, target, taken)
+    beside = writer.replaces and layout.whole
+    told.know(taken, kind if beside else "blocking", budget, began)
+    work = _Work(writer, layout.plan, taken, told, then)
+    del obj, archive, writer, layout
+    if not beside:
+        return pending.finished(name, target, work)
+    if kind == "in_place":
+        guard.protect(taken)
+    if not pending.run_beside(save, work):
+        return pending.finished(name, target, work)
+    taken.wait_unwatched()
+    told.stall = perf_counter() - began
+    return save
+
+
+def _lay_out(
+    obj: object, archive: str, taken: Snapshot, arguments: Mapping[str, Any]
+) -> _SnapshotArchive:
+    """Pickle an object; what is to be copied of its storages is."""
+    function: Any = patched("_save")
+    layout = _SnapshotArchive(archive, taken)
+    with layout, noting(arguments["pickle_module"], taken.reached) as module:
+        function(
+            obj,
+            layout,
+            module,
+            arguments["pickle_protocol"],
+            arguments["_disable_byteorder_record"],
+        )
+    taken.begin()
+    return layout
+
+
+def size_of(obj: object, path: str) -> int | None:
+    """Return the bytes of the file that would be written, None where torch writes it.
+
+    Raises:
+        Exception: the object cannot be pickled.
+    """
+    function = patched("_save")
+    if function is None:
+        return None
+    sink = _PlanSink(path)
+    with ZipArchive(sink, archive_name(path), owns_writer=False) as layout:
+        function(obj, layout, pickle, _ARGUMENTS["pickle_protocol"], False)
+    return sink.plan.nbytes if sink.plan is not None else None
+
+
+class _SnapshotArchive(ZipArchive):
+    """Makes the layout of an archive; its storages' bytes come from a snapshot.
+
+    Attributes:
+        whole: torch handed all storages over together; those that it did not are not copied.
+    """
+
+    def __init__(self, archive: str, taken: Snapshot) -> None:
+        self._sink = _PlanSink(taken.path)
+        super().__init__(self._sink, archive, owns_writer=False)
+        self.whole = True
+        self._taken = taken
+
+    @property
+    def plan(self) -> ZipPlan:
+        """The layout, once it is finished."""
+        if self._sink.plan is None:
+            raise LayoutError(f"{self._sink.name}: not laid out yet")
+        return self._sink.plan
+
+    def write_record(self, name: str, data: str | bytes | int | UntypedStorage, size: int) -> None:
+        self.whole &= isinstance(data, str | bytes)
+        super().write_record(name, data, size)
+
+    def _batch(self, storages: Sequence[UntypedStorage]) -> Batch:
+        return self._taken.batch(storages)
+
+
+@dataclass(slots=True)
+class _PlanSink:
+    """Keeps a layout instead of writing it."""
+
+    name: str
+    plan: ZipPlan | None = None
+
+    def write_plan(self, plan: ZipPlan) -> None:
+        self.plan = plan
+
+    def release_sources(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+class _Told:
+    """Takes the writer's report, adds what it does not know, and hands it on.
+
+    Attributes:
+        stall: seconds that the call took, once it is over.
+    """
+
+    def __init__(self, on_report: Callable[[SaveReport], None] | None) -> None:
+        self.stall: float | None = None
+        self.report: SaveReport | None = None
+        self._on_report = on_report
+
+    def know(self, taken: Snapshot, kind: str, budget: int | None, began: float) -> None:
+        """Note what there is to tell of the snapshot."""
+        self._taken = taken
+        self._kind = kind
+        self._budget = budget
+        self._began = began
+
+    def __call__(self, report: SaveReport) -> None:
+        taken = self._taken
+        snapshot = SnapshotReport(
+            kind=self._kind,
+            stall=perf_counter() - self._began if self.stall is None else self.stall,
+            copied=taken.copied,
+            budget=self._budget,
+            late_copied=taken.late_copied,
+            held=taken.held,
+            waited=taken.waited,
+        )
+        self.report = replace(report, snapshot=snapshot)
+        publish_save(self.report)
+        if self._on_report is not None:
+            self._on_report(self.report)
+
+
+@dataclass(slots=True)
+class _Work:
+    """Writes what was laid out."""
+
+    writer: FastFileWriter
+    plan: ZipPlan
+    taken: Snapshot
+    told: _Told
+    then: Callable[[], object] | None
+
+    def __call__(self) -> SaveReport:
+        writer, taken = self.writer, self.taken
+        try:
+            writer.write_plan(self.plan)
+            writer.release_sources()
+            taken.verify()
+            writer.close()
+        except StorageChangedError as error:
+            writer.abort()
+            raise TornSnapshotError(taken.path) from error
+        except BaseException:
+            writer.abort()
+            raise
+        finally:
+            taken.end()
+        if self.then is not None:
+            self.then()
+        report = self.told.report
+        if report is None:
+            raise FastserialError(f"{taken.path}: the save has ended without a report")
+        return report
+
+
+def _blocking(
+    obj: object,
+    path: Any,
+    target: str,
+    arguments: Mapping[str, Any],
+    reason: str,
+    then: Callable[[], object] | None,
+) -> PendingSave:
+    """Save as `torch.save` does, before the call returns, and say why."""
+
+    def work() -> SaveReport:
+        began = perf_counter()
+        zip_container = arguments["_use_new_zipfile_serialization"]
+        writer = None
+        if target and not arguments["_disable_byteorder_record"]:
+            module, protocol = arguments["pickle_module"], arguments["pickle_protocol"]
+            writer = save(
+                obj,
+                path,
+                zip_container=zip_container,
+                pickle_module=module,
+                pickle_protocol=protocol,
+            )
+        else:
+            torch.save(obj, path, **arguments)
+        seconds = perf_counter() - began
+        told = writer.report if writer is not None else None
+        if told is None:
+            told = SaveReport(
+                path=str(path),
+                container="zip" if zip_container else "legacy",
+                bytes=os.path.getsize(path) if target and os.path.isfile(path) else 0,
+                seconds=seconds,
+                engine="torch",
+                direct=False,
+                durable=False,
+            )
+        snapshot = SnapshotReport(kind="blocking", stall=seconds)
+        report = replace(told, fallback=told.fallback or reason, snapshot=snapshot)
+        publish_save(report)
+        if then is not None:
+            then()
+        return report
+
+    _log.debug("%s: saved before the call returns: %s", path, reason)
+    return pending.finished(str(path), target, work)

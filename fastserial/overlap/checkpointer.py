@@ -1,0 +1,325 @@
+"""`Checkpointer`: the one object of a training script that saves, prunes and resumes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from types import FrameType, TracebackType
+from typing import Any
+
+from fastserial.checkpoints.load import load
+from fastserial.checkpoints.verify import verify
+from fastserial.errors import (
+    REMEDIES,
+    ConfigError,
+    CorruptCheckpointError,
+    WriteError,
+    write_error,
+)
+from fastserial.files import linux
+from fastserial.overlap import guard
+from fastserial.overlap.asynchronous import Kind, size_of, start_save
+from fastserial.overlap.folder import CheckpointFolder
+from fastserial.overlap.generators import generator_states, restore_generators
+from fastserial.overlap.parts import expected_bytes, restless, restore, states
+from fastserial.overlap.pending import PendingSave
+
+__all__ = ["Checkpointer"]
+
+_OWN = "checkpointer"  # the key of what is not the user's
+_log = logging.getLogger("fastserial")
+
+
+def _too_small(path: str, keep: int, needed: int, free: int) -> WriteError:
+    text = (
+        f"{keep + 1} checkpoints need about {needed} bytes, {free} are free. "
+        + REMEDIES[errno.ENOSPC]
+    )
+    found = write_error(errno.ENOSPC, path, text)
+    found.bytes_needed, found.bytes_free = needed, free
+    return found
+
+
+class Checkpointer:
+    """Saves the state of a training run beside it, and finds it again.
+
+    Each checkpoint is one ordinary torch file, `step-00000100.pt`, written whole or not at all.
+    Parameters and optimizer states are read while training goes on; a step of an optimizer waits
+    until what it changes is taken, or it is copied. Everything else is copied at the call.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        keep: int = 3,
+        every: int | None = None,
+        snapshot: Kind = "in_place",
+        snapshot_budget: int | None = None,
+        rng: bool = True,
+        weights_only: bool = True,
+    ) -> None:
+        """Make the folder, if there is none.
+
+        Args:
+            folder: where the files are. What is not called like one of them is left alone.
+            state: what is saved, by name: modules, optimizers, schedulers, whatever has
+                `state_dict` and `load_state_dict`, tensors and plain values. `resume` puts plain
+                values back into this mapping.
+            keep: how many checkpoints to keep; older ones go once a new one is in place.
+            every: save only each so many steps; None: at each call of `save`.
+            snapshot, snapshot_budget: as `save_async`.
+            rng: save and restore the random generators (Python, torch, NumPy, CUDA).
+            weights_only: as `torch.load`.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        if keep < 1:
+            raise ConfigError(f"keep must be at least 1, not {keep}")
+        if every is not None and every < 1:
+            raise ConfigError(f"every must be at least 1, not {every}")
+        if snapshot not in ("copy", "in_place"):
+            raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
+        if _OWN in state:
+            raise ConfigError(f"the name {_OWN!r} in `state` is taken; use another")
+        self._state = state
+        self._keep = keep
+        self._every = every
+        self._kind = snapshot
+        self._budget = snapshot_budget
+        self._rng = rng
+        self._weights_only = weights_only
+        self._folder = CheckpointFolder(os.path.abspath(os.fspath(folder)))
+        self._damaged: set[int] = set()
+        self._last: PendingSave | None = None
+        self._handlers: dict[int, Any] = {}
+        self._asked = False
+        os.makedirs(self._folder.path, exist_ok=True)
+        guard.hold(self)
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(self, step: int) -> PendingSave | None:
+        """Start a checkpoint of this step, or return None if `every` says that it is not its turn.
+
+        Waits for the checkpoint before, if that is still being written. One that a signal asked
+        for is made whatever `every` says, and waited for.
+
+        Raises:
+            Exception: the checkpoint before failed, or this one cannot be started.
+        """
+        began = perf_counter()
+        asked = self._asked
+        if not asked and self._every is not None and step % self._every:
+            return None
+        self.wait()
+        folder, damaged, keep = self._folder, self._damaged, self._keep
+        found = states(self._state)
+        own: dict[str, Any] = {"version": 1, "step": step}
+        if self._rng:
+            own["rng"] = generator_states()
+
+        def written() -> None:
+            damaged.discard(step)
+            try:
+                folder.prune(step, keep, damaged)
+            except OSError as error:
+                _log.warning("an old checkpoint in %s stays: %s", folder.path, error)
+
+        self._last = save = start_save(
+            {**found, _OWN: own},
+            folder.file(step),
+            self._kind,
+            self._budget,
+            copied=restless(self._state, found),
+            then=written,
+            began=began,
+        )
+        if asked:
+            self._asked = False
+            self.wait()
+        return save
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that was started last is in place.
+
+        Raises:
+            Exception: it failed.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    def check(self) -> int | None:
+        """Try at the start what would go wrong later: can the state be saved, and is there room?
+
+        Returns:
+            About how many bytes a checkpoint has; None where that is not known.
+
+        Raises:
+            WriteError: the folder cannot be written, or is too small for `keep` + 1 checkpoints.
+            Exception: an object cannot be pickled.
+        """
+        path = self._folder.path
+        try:
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise write_error(error.errno or errno.EIO, path) from error
+        own: dict[str, Any] = {"rng": generator_states()} if self._rng else {}
+        nbytes = size_of({**states(self._state), _OWN: own}, self._folder.file(0))
+        if nbytes is None:
+            return None
+        nbytes += expected_bytes(self._state)
+        there = sum(os.path.getsize(self._folder.file(step)) for step in self._folder.steps())
+        needed, free = nbytes * (self._keep + 1), linux.free_bytes(path)
+        if needed > free + there:
+            raise _too_small(path, self._keep, needed, free)
+        return nbytes
+
+    def save_on(self, *signals: int) -> None:
+        """Let signals ask for a checkpoint: the next `save` makes it, and waits for it.
+
+        A handler that was there is called, too. `asked` tells whether to end the loop after that.
+        """
+        for number in signals:
+            before = signal.signal(number, self._ask)
+            self._handlers.setdefault(number, before)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal asked for a checkpoint that is not made yet."""
+        return self._asked
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        before: Callable[[int, FrameType | None], object] | Any = self._handlers.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    # -- resuming ------------------------------------------------------------------------------
+
+    def resume(self, step: int | None = None) -> int:
+        """Put the newest whole checkpoint into the objects, and return its step; 0 if none.
+
+        A damaged one is passed over, with a warning that names it.
+
+        Args:
+            step: take the checkpoint of this step, and no other.
+
+        Raises:
+            FileNotFoundError: there is none of that step.
+            CorruptCheckpointError: it is damaged, or all are.
+            LoadMismatchError: it is a checkpoint of other objects.
+        """
+        self.wait()
+        self._folder.sweep()
+        there = self._folder.steps()
+        if step is not None:
+            found = self._load(step)
+            self._warn_of_later(step, there)
+            return self._restore(step, found)
+        for candidate in there:
+            try:
+                found = self._load(candidate)
+            except FileNotFoundError:
+                continue
+            except CorruptCheckpointError as error:
+                self._damaged.add(candidate)
+                text = f"{self._folder.file(candidate)} is damaged; the one before is used: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                continue
+            return self._restore(candidate, found)
+        if self._damaged:
+            raise CorruptCheckpointError(
+                "every checkpoint there is damaged; move them away to start anew",
+                path=self._folder.path,
+            )
+        return 0
+
+    def latest(self) -> str | None:
+        """Return the path of the newest checkpoint that is not cut off; None if there is none."""
+        for step in self._folder.steps():
+            path = self._folder.file(step)
+            if step not in self._damaged and self._folder.is_complete(step):
+                return path
+        return None
+
+    def _load(self, step: int) -> dict[str, Any]:
+        """Return what a file holds.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+        """
+        path = self._folder.file(step)
+        try:
+            found = load(path, map_location="cpu", weights_only=self._weights_only, verify=True)
+        except (FileNotFoundError, PermissionError, CorruptCheckpointError, MemoryError):
+            raise
+        except Exception as error:
+            report = verify(path)
+            if report.ok:  # torch refuses what is in it
+                raise
+            reason = report.problems[0].message if report.problems else "; ".join(report.notes)
+            raise CorruptCheckpointError(reason, path=path) from error
+        if not isinstance(found, dict) or _OWN not in found:
+            raise CorruptCheckpointError("no checkpoint that a Checkpointer wrote", path=path)
+        return found
+
+    def _restore(self, step: int, found: dict[str, Any]) -> int:
+        own = found.pop(_OWN)
+        restore(self._state, found, self._folder.file(step))
+        if self._rng and "rng" in own:
+            restore_generators(own["rng"])
+        return step
+
+    def _warn_of_later(self, step: int, there: list[int]) -> None:
+        later = [found for found in there if found > step]
+        if later:
+            text = (
+                f"{self._folder.path} holds later checkpoints, up to step {later[0]}; they stay, "
+                "and `resume()` takes the latest. Move them away to go on from here"
+            )
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and give signal handlers back. Idempotent.
+
+        Raises:
+            Exception: the last checkpoint failed.
+        """
+        handlers, self._handlers = self._handlers, {}
+        for number, before in handlers.items():
+            if signal.getsignal(number) == self._ask:
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+        try:
+            self.wait()
+        finally:
+            guard.unhold(self)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as another:  # it must not hide the first
+            _log.error("the last checkpoint was not saved: %s", another)

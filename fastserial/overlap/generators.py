@@ -1,0 +1,42 @@
+"""The states of the random generators, as values that `weights_only` loads."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["generator_states", "restore_generators"]
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of Python's, torch's, NumPy's and CUDA's generators."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        states["cuda"] = cuda.get_rng_state_all()
+    return states
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Give the generators their states back, as far as they are there."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        try:
+            import numpy
+        except ImportError:  # then nothing here draws from it
+            pass
+        else:
+            name, keys, *rest = states["numpy"]
+            numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        torch.cuda.set_rng_state_all(states["cuda"][:count])

@@ -1,0 +1,133 @@
+"""Makes the optimizer step that would change what is being saved wait, or copy what is left.
+
+torch calls a global hook before the step of every optimizer. It is there while something is read
+in place, or a `Checkpointer` lives.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fastserial.overlap.snapshot import Snapshot
+
+__all__ = ["hold", "is_registered", "protect", "tidy", "unhold"]
+
+_lock = threading.RLock()
+_protected: list[Snapshot] = []
+_holders: set[int] = set()  # who wants the hook to stay
+_hook: Any = None
+_came_by: set[int] = set()  # threads whose steps called the hook,
+_inside: set[int] = set()  # and those that are in it
+
+
+def protect(snapshot: Snapshot) -> None:
+    """Guard a snapshot until its bytes are taken."""
+    with _lock:
+        if snapshot.taken:
+            return
+        _protected.append(snapshot)
+        snapshot.on_taken = lambda: _done(snapshot)
+        _register()
+
+
+def hold(holder: object) -> None:
+    """Let the hook stay until `unhold`: adding and removing it may make a step compile again."""
+    with _lock:
+        _holders.add(id(holder))
+        _register()
+
+
+def unhold(holder: object) -> None:
+    """End `hold`. Idempotent."""
+    with _lock:
+        _holders.discard(id(holder))
+    tidy()
+
+
+def is_registered() -> bool:
+    """Tell whether torch calls the hook."""
+    return _hook is not None
+
+
+def tidy() -> None:
+    """Take the hook away if nothing needs it.
+
+    torch walks through its hooks while it calls them, and an exception ends a step if one goes
+    meanwhile. So it is the thread that trains which takes it away, outside of its steps; where
+    several threads do, the hook stays, and does nothing.
+    """
+    global _hook
+    with _lock:
+        if _hook is None or _protected or _holders:
+            return
+        if _came_by <= {threading.get_ident()} and not _inside:
+            _hook.remove()
+            _hook = None
+            _came_by.clear()
+
+
+def _register() -> None:
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def _done(snapshot: Snapshot) -> None:
+    with _lock:
+        _protected[:] = [other for other in _protected if other is not snapshot]
+
+
+def _before_step(optimizer: Any, _arguments: Any, _named: Any) -> None:
+    me = threading.get_ident()
+    _came_by.add(me)
+    if not _protected:
+        return
+    _inside.add(me)
+    try:
+        for snapshot in tuple(_protected):
+            if snapshot.concerns(_storages(optimizer)):
+                snapshot.release()
+    finally:
+        _inside.discard(me)
+
+
+def _storages(optimizer: Any) -> Iterator[int]:
+    """Yield the identities of the storages that a step may change."""
+    for group in optimizer.param_groups:
+        yield from _all_of(group["params"])
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from _all_of(state.values())
+
+
+def _all_of(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield from _made_of(value)
+
+
+def _made_of(tensor: Any) -> Iterator[int]:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        yield from _all_of([getattr(tensor, name) for name in names])
+    else:
+        yield tensor.untyped_storage()._cdata
+
+
+def _forget() -> None:
+    """Begin anew in a forked child: what is pending is the parent's."""
+    global _lock
+    _lock = threading.RLock()
+    _protected.clear()
+    _inside.clear()
+    _came_by.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,105 @@
+"""What a checkpoint is made of: the user's objects, their states, and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from fastserial.errors import LoadMismatchError
+
+__all__ = ["expected_bytes", "restless", "restore", "states"]
+
+
+def states(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of each object; what has none is its own."""
+    return {name: _state(value) for name, value in objects.items()}
+
+
+def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:
+    """Put states into the objects: plain values into the mapping, tensors into the tensors.
+
+    Raises:
+        LoadMismatchError: the checkpoint has others.
+    """
+    if missing := sorted(objects.keys() - found.keys()):
+        raise LoadMismatchError(f"{path}: it holds no state of {', '.join(missing)}")
+    for name, value in objects.items():
+        target, state = _plain(value), found[name]
+        if hasattr(target, "load_state_dict"):
+            target.load_state_dict(state)
+        elif isinstance(target, torch.Tensor):
+            if target.shape != state.shape:
+                raise LoadMismatchError(
+                    f"{path}: {name} has the shape {tuple(state.shape)}, not {tuple(target.shape)}"
+                )
+            with torch.no_grad():
+                target.copy_(state)
+        elif isinstance(objects, MutableMapping):
+            objects[name] = state
+        else:
+            raise LoadMismatchError(f"{path}: {name} cannot be put back: state is no dictionary")
+
+
+def restless(objects: Mapping[str, Any], found: Mapping[str, Any]) -> set[int]:
+    """Return the identities of the storages that change outside of an optimizer's step.
+
+    Parameters and what belongs to an optimizer change in its step, which waits. A forward pass
+    changes buffers; and whatever else there is may change at any time.
+
+    Args:
+        objects: the user's.
+        found: their `states`.
+    """
+    storages: set[int] = set()
+    for name, value in objects.items():
+        if not isinstance(value, torch.optim.Optimizer):
+            storages.update(_identities(_tensors(found[name])))
+    for value in objects.values():
+        if isinstance(value, torch.nn.Module):
+            storages.difference_update(_identities(value.parameters()))
+    for value in objects.values():
+        if isinstance(value, torch.nn.Module):
+            storages.update(_identities(value.buffers()))
+    return storages
+
+
+def _identities(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # they are copied anyway
+            yield tensor.untyped_storage()._cdata
+
+
+def expected_bytes(objects: Mapping[str, Any]) -> int:
+    """Return how many bytes optimizers will have that make their state in the first step."""
+    nbytes = 0
+    for value in objects.values():
+        if isinstance(value, torch.optim.Optimizer) and not value.state:
+            each = 2 if "betas" in value.defaults else bool(value.defaults.get("momentum"))
+            parameters = [one for group in value.param_groups for one in group["params"]]
+            nbytes += each * sum(one.numel() * one.element_size() for one in parameters)
+    return nbytes
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _plain(value: Any) -> Any:
+    """Return the module that `torch.compile` wraps, so that files are the same with and without."""
+    inner = getattr(value, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else value
+
+
+def _state(value: Any) -> Any:
+    value = _plain(value)
+    return value.state_dict() if hasattr(value, "state_dict") else value

@@ -1,0 +1,259 @@
+"""Saves under way: one at a time for each target, few in all, and no error is lost.
+
+An error is raised where somebody waits for the save, else at the next save to the same target,
+else logged when the interpreter exits. It does not exit before the saves have ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+from fastserial.errors import FastserialError
+from fastserial.overlap import guard
+from fastserial.overlap.snapshot import Snapshot
+from fastserial.overlap.threads_at import at_rest
+from fastserial.reports import SaveReport
+
+__all__ = ["PendingSave", "admit", "finished", "run_beside", "wait_all"]
+
+_log = logging.getLogger("fastserial")
+_MOST = 2  # one is written, one waits for its turn
+
+
+class PendingSave:
+    """A save that may still be under way."""
+
+    def __init__(self, path: str, target: str, snapshot: Snapshot | None = None) -> None:
+        """Note a save to come.
+
+        Args:
+            path: as the user gave it.
+            target: the file it leads to.
+            snapshot: what it saves, as long as that is not taken.
+        """
+        self._path = path
+        self._target = target
+        self._snapshot = snapshot
+        self._end = threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._thread = 0
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done() else "failed" if self._error else "saved"
+        return f"<PendingSave {self._path!r}: {state}>"
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self._path
+
+    @property
+    def report(self) -> SaveReport | None:
+        """What the save did, once it has ended well."""
+        return self._report
+
+    def done(self) -> bool:
+        """Tell whether the save has ended, well or not."""
+        return self._end.is_set()
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Wait for the end of the save, and return its report.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it has not ended by then. It goes on.
+            TornSnapshotError: what was saved in place was changed meanwhile.
+            WriteError: the file could not be written.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        if self._report is None:
+            raise FastserialError(f"{self._path}: the save has ended without a report")
+        return self._report
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end of the save, and return the error that ended it, or None.
+
+        Raises:
+            TimeoutError: it has not ended after so many seconds. It goes on.
+        """
+        if self._thread == threading.get_ident() and not self.done():
+            raise FastserialError(f"{self._path}: a save cannot wait for itself")
+        with at_rest():
+            if not self._end.wait(timeout):
+                raise TimeoutError(f"{self._path}: not saved within {timeout} seconds")
+        guard.tidy()
+        _seen(self)
+        return self._error
+
+    def wait_snapshot(self, timeout: float | None = None) -> None:
+        """Return when what is saved may be changed: all of it is written, or copied now.
+
+        Optimizers do it by themselves before a step. Call it before other changes in place.
+
+        Raises:
+            TimeoutError: that was not so after so many seconds.
+        """
+        snapshot = self._snapshot
+        if snapshot is None:
+            return
+        if timeout is None:
+            snapshot.release()
+        elif not snapshot.wait(timeout):
+            raise TimeoutError(f"{self._path}: not all bytes taken within {timeout} seconds")
+
+    def _finish(self, report: SaveReport | None, error: BaseException | None) -> None:
+        self._report = report
+        self._error = error
+        self._snapshot = None
+        if error is not None:
+            _forget_frames(error)
+        with _lock:
+            if _pending.get(self._target) is self:
+                del _pending[self._target]
+            if error is not None:
+                _failed[self._target] = self
+        self._end.set()
+
+
+_lock = threading.RLock()
+_pending: dict[str, PendingSave] = {}  # by target, in the order of the calls
+_failed: dict[str, PendingSave] = {}  # whose errors nobody has seen
+
+
+def wait_all() -> None:
+    """Wait for all saves under way.
+
+    Raises:
+        Exception: the error of one that failed, and that nobody has seen; the next call raises
+            the next one.
+    """
+    while True:
+        with _lock:
+            waiting = list(_pending.values())
+        if not waiting:
+            break
+        for save in waiting:
+            with at_rest():
+                save._end.wait()
+    guard.tidy()
+    with _lock:
+        failed = next(iter(_failed.values()), None)
+    if failed is not None:
+        failed.wait()
+
+
+def admit(target: str) -> None:
+    """Wait until a save to a target may start.
+
+    Raises:
+        Exception: the error of the last save to this target, if nobody has seen it.
+    """
+    guard.tidy()
+    while True:
+        with _lock:
+            before = _pending.get(target)
+            if before is None and len(_pending) >= _MOST:
+                before = next(iter(_pending.values()))
+        if before is None:
+            break
+        with at_rest():
+            before._end.wait()
+    with _lock:
+        failed = _failed.get(target)
+    if failed is not None:
+        failed.wait()
+
+
+def run_beside(save: PendingSave, work: Callable[[], SaveReport]) -> bool:
+    """Do the work of a save on a thread, after those before it; False if there is none to be had.
+
+    The interpreter waits for such threads when it exits, also after an uncaught exception.
+    """
+    if not threading.main_thread().is_alive():  # it does not wait any more
+        return False
+    with _lock:
+        before = list(_pending.values())
+        _pending[save._target] = save
+    run = partial(contextvars.copy_context().run, _run, save, work, before)
+    thread = threading.Thread(target=run, name=f"fastserial: {save.path}", daemon=False)
+    try:
+        thread.start()
+    except RuntimeError:  # a limit on threads
+        with _lock:
+            _pending.pop(save._target, None)
+        return False
+    return True
+
+
+def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingSave:
+    """Do the work of a save here and now."""
+    save = PendingSave(path, target)
+    save._report = work()
+    save._end.set()
+    return save
+
+
+def _run(save: PendingSave, work: Callable[[], SaveReport], before: list[PendingSave]) -> None:
+    save._thread = threading.get_ident()
+    while before:
+        before.pop(0)._end.wait()
+    report: SaveReport | None = None
+    error: BaseException | None = None
+    try:
+        report = work()
+    except BaseException as found:
+        error = found
+    finally:
+        del work
+        save._finish(report, error)
+        del error
+
+
+def _seen(save: PendingSave) -> None:
+    with _lock:
+        if _failed.get(save._target) is save:
+            del _failed[save._target]
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop what an error's tracebacks hold: the error may be kept for long, and that is a state."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _at_exit() -> None:
+    """Tell what was not saved, where nobody asked."""
+    for save in list(_pending.values()):
+        _log.error("%s: the process ends before it was saved; given up", save.path)
+    for save in list(_failed.values()):
+        _log.error("%s: it was not saved: %s", save.path, save._error)
+
+
+def _in_child() -> None:
+    """What is pending is the parent's: nothing here waits for it."""
+    global _lock
+    _lock = threading.RLock()
+    for save in _pending.values():
+        save._end = threading.Event()
+        save._snapshot = None
+        save._error = FastserialError(f"{save.path}: this save is the parent process's")
+        save._end.set()
+    _pending.clear()
+    _failed.clear()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_child)

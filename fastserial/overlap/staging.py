@@ -1,0 +1,106 @@
+"""Memory for copies of storages: kept between saves, and given to the kernel when it needs it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+
+from fastserial.files.meminfo import available_bytes
+
+__all__ = ["Region", "Staging", "staging"]
+
+_LARGER = 2  # a kept region is used for as few as one part in so many of its bytes,
+_LITTLE = 1024 * 1024  # or up to so many more
+_SHARE = 2  # without a budget, copies take at most one part in so many of the memory that is free
+
+
+class Region:
+    """Anonymous memory at `address`. What refers to it keeps it."""
+
+    __slots__ = ("_anchor", "_map", "address", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        """Map at least `nbytes` bytes.
+
+        Raises:
+            OSError: there is no room for them (`ulimit -v`).
+        """
+        self.nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(self._map, mmap.MADV_HUGEPAGE)
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+
+    def forget(self) -> None:
+        """Let the kernel take the pages when it is short of memory; else they are used again."""
+        _advise(self._map, mmap.MADV_FREE)
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    try:
+        memory.madvise(advice)
+    except OSError:  # a kernel without it; nothing is lost but time
+        return
+
+
+class Staging:
+    """The regions of a process: those in use, and those kept for the next save."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._free: list[Region] = []
+        self._in_use = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes mapped, whether in use or not."""
+        return self._in_use + sum(region.nbytes for region in self._free)
+
+    def room(self, wanted: int, budget: int | None) -> int:
+        """Return how many of the wanted bytes may be taken.
+
+        Args:
+            wanted: bytes.
+            budget: of all regions in use (bytes); None: half of what is available.
+        """
+        if budget is not None:
+            return min(wanted, max(0, budget - self._in_use))
+        available = available_bytes()
+        return wanted if available is None else min(wanted, max(0, available // _SHARE))
+
+    def take(self, nbytes: int) -> Region:
+        """Return a region of at least `nbytes` bytes, a kept one if there is one large enough.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        with self._lock:
+            most = nbytes * _LARGER + _LITTLE
+            fitting = [region for region in self._free if nbytes <= region.nbytes <= most]
+            if fitting:
+                region = min(fitting, key=lambda found: found.nbytes)
+                self._free.remove(region)
+            else:
+                self._free.clear()  # never more than was in use at a time
+                region = Region(nbytes)
+            self._in_use += region.nbytes
+            return region
+
+    def give(self, region: Region) -> None:
+        """Take a region back."""
+        with self._lock:
+            self._in_use -= region.nbytes
+            region.forget()
+            self._free.append(region)
+
+    def forget(self) -> None:
+        """Begin anew in a forked child: whoever uses the regions is not there."""
+        self._lock = threading.RLock()
+        self._free.clear()
+        self._in_use = 0
+
+
+staging = Staging()
+os.register_at_fork(after_in_child=staging.forget)

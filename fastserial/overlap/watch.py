@@ -1,0 +1,107 @@
+"""Which tensors a save reaches, and what torch's version counters said of them at the time.
+
+A counter belongs to tensors, not to their storage: it is shared by a tensor, its views and what
+`detach` returns of it, and counts the changes in place that are made through these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["Reached", "noting"]
+
+_PLAIN: Any = torch._C._disabled_torch_dispatch_impl
+_PARTS = ("_indices", "_values")  # of a sparse tensor
+_COMPRESSED = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values")
+
+
+class Reached:
+    """The tensors that a pickler came by, with their counters.
+
+    Attributes:
+        opaque: a tensor came by of which it cannot be told what storages it is made of.
+    """
+
+    def __init__(self) -> None:
+        self.opaque = False
+        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by storage
+        self._unwatched: set[int] = set()
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Note a tensor, and its counter."""
+        try:
+            if _is_plain(tensor):
+                storage = tensor.untyped_storage()._cdata
+                self._versions.setdefault(storage, []).append((tensor, tensor._version))
+            else:
+                self._unwatched.update(_storages(tensor))
+        except (RuntimeError, NotImplementedError):
+            self.opaque = True
+
+    def versions(self, storage: torch.UntypedStorage) -> list[tuple[torch.Tensor, int]] | None:
+        """Return the tensors to watch for changes of a storage; None if there is no telling.
+
+        It may belong to another program's memory, or one of its tensors has no counter.
+        """
+        if self.opaque or storage._cdata in self._unwatched:
+            return None
+        if storage.is_shared() and storage.device.type == "cpu":
+            return None
+        return self._versions.get(storage._cdata) if storage.resizable() else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor).__torch_dispatch__ is _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+    )
+
+
+def _storages(tensor: Any) -> Iterable[int]:
+    """Return the identities of the storages that a tensor is made of.
+
+    Raises:
+        RuntimeError: that cannot be told.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [found for name in names for found in _storages(getattr(tensor, name))]
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()._cdata]
+    names = _PARTS if tensor.layout is torch.sparse_coo else _COMPRESSED
+    made_of = (_part(tensor, name) for name in names)
+    return [part.untyped_storage()._cdata for part in made_of if part is not None]
+
+
+def _part(tensor: Any, name: str) -> torch.Tensor | None:
+    method: Callable[[], torch.Tensor] = getattr(tensor, name)
+    try:
+        return method()
+    except RuntimeError:  # the other one of the compressed layouts
+        return None
+
+
+@contextlib.contextmanager
+def noting(pickle_module: Any, reached: Reached) -> Iterator[Any]:
+    """Give a pickle module like another, whose pickler tells what tensors it comes by."""
+    told = [reached]  # emptied at the end: a class lives until the garbage collector finds it
+
+    class Pickler(pickle_module.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor):
+                told[0].note(obj)
+            inherited = getattr(super(), "reducer_override", None)
+            return NotImplemented if inherited is None else inherited(obj)
+
+    try:
+        yield SimpleNamespace(Pickler=Pickler)
+    finally:
+        told.clear()

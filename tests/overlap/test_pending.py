@@ -1,0 +1,321 @@
+"""The handle of a save beside the program: what it tells, and that no error is lost."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Gate
+from support.identity import stock
+
+import fastserial
+from fastserial.overlap import asynchronous
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+KINDS = ("copy", "in_place")
+
+
+def bytes_of(obj: Any, folder: Path, name: str = "state.pt") -> bytes:
+    """What stock torch writes under that name."""
+    path = folder / "stock" / name
+    path.parent.mkdir(exist_ok=True)
+    with stock():
+        torch.save(obj, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [None, 0, 500_000])
+@pytest.mark.parametrize("small_file", [0, 8 << 20])
+def test_the_file_is_the_one_that_torch_writes(
+    tmp_path: Path, state: Any, kind: Any, budget: int | None, small_file: int
+) -> None:
+    path = tmp_path / "state.pt"
+    with fastserial.options(small_file=small_file, block_size=65536):
+        saving = fastserial.save_async(state, path, snapshot=kind, snapshot_budget=budget)
+        report = saving.wait()
+    assert path.read_bytes() == bytes_of(state, tmp_path)
+    assert saving.done()
+    assert saving.exception() is None
+    assert saving.report is report
+    assert fastserial.last_save_report() is report
+    assert report.path == str(path)
+    assert report.bytes == path.stat().st_size
+    assert report.snapshot is not None
+    assert report.snapshot.kind == kind
+    assert 0 < report.snapshot.stall <= report.seconds + report.snapshot.stall
+
+
+ODD = {
+    "module": lambda: torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200)),
+    "views": lambda: [(base := torch.randn(50_000)), base[10:], base.view(100, 500).t()],
+    "sparse": lambda: torch.eye(300).to_sparse(),
+    "sparse_csr": lambda: torch.eye(300).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(40_000), 0.1, 3, torch.qint8),
+    "numpy": lambda: torch.from_numpy(torch.randn(40_000).numpy()),
+    "storage": lambda: torch.randn(40_000).untyped_storage(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(3), torch.randn(4)]),
+    "empty": lambda: [torch.empty(0), torch.empty(0, 3)],
+    "no tensor": lambda: {"a": 1},
+    "meta": lambda: [torch.randn(30_000), torch.empty(9, device="meta")],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_every_kind(tmp_path: Path, name: str, kind: Any) -> None:
+    obj = ODD[name]()
+    fastserial.save_async(obj, tmp_path / "state.pt", snapshot=kind).wait()
+    assert (tmp_path / "state.pt").read_bytes() == bytes_of(obj, tmp_path)
+
+
+def test_it_returns_before_the_file_is_there(tmp_path: Path, state: Any, gate: Gate) -> None:
+    path = tmp_path / "state.pt"
+    saving = fastserial.save_async(state, path)
+    assert gate.stopped.wait(60)
+    assert not saving.done()
+    assert saving.report is None
+    assert not path.exists()
+    with pytest.raises(TimeoutError, match=r"state\.pt"):
+        saving.wait(0.01)
+    with pytest.raises(TimeoutError):
+        saving.exception(timeout=0)
+    gate.open.set()
+    saving.wait(60)
+    assert path.exists()
+
+
+def test_a_copy_may_be_changed_at_once(tmp_path: Path, state: Any, gate: Gate) -> None:
+    expected = bytes_of(state, tmp_path)
+    saving = fastserial.save_async(state, tmp_path / "state.pt", snapshot="copy")
+    for tensor in (*state["weights"], *state["small"]):
+        tensor.fill_(1)
+    state["step"] = 4
+    gate.open.set()
+    saving.wait()
+    assert (tmp_path / "state.pt").read_bytes() == expected
+
+
+def test_saves_to_one_target_come_in_order(tmp_path: Path, gate: Gate) -> None:
+    gate.open.set()
+    path = tmp_path / "state.pt"
+    for number in range(20):
+        fastserial.save_async([number, torch.full((70_000,), number)], path)
+    fastserial.wait_all()
+    assert torch.load(path)[0] == 19
+
+
+def test_few_are_under_way(tmp_path: Path, state: Any, gate: Gate) -> None:
+    saves = [fastserial.save_async(state, tmp_path / f"{n}.pt") for n in range(2)]
+    third: list[fastserial.PendingSave] = []
+
+    def save() -> None:
+        third.append(fastserial.save_async(state, tmp_path / "2.pt"))
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join(0.2)
+    assert not third
+    assert not any(saving.done() for saving in saves)
+    gate.open.set()
+    thread.join(60)
+    third[0].wait(60)
+    fastserial.wait_all()
+
+
+def test_what_cannot_be_pickled_fails_at_the_call(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"old")
+    with pytest.raises(Exception, match="pickle"):
+        fastserial.save_async([torch.ones(3), lambda: 0], path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["state.pt"]
+
+
+def test_a_missing_folder_fails_at_the_call(tmp_path: Path) -> None:
+    with pytest.raises(fastserial.WriteError, match="does not exist"):
+        fastserial.save_async([1], tmp_path / "none" / "state.pt")
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        fastserial.save_async([1], tmp_path / "a.pt", nonsense=1)
+    with pytest.raises(fastserial.ConfigError, match="snapshot"):
+        fastserial.save_async([1], tmp_path / "a.pt", snapshot="later")  # type: ignore[arg-type]
+    with pytest.raises(fastserial.ConfigError, match="negative"):
+        fastserial.save_async([1], tmp_path / "a.pt", snapshot_budget=-1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_shows_at_wait(small_disk: Path, state: Any) -> None:
+    path = small_disk / "state.pt"
+    path.write_bytes(b"old")
+    saving = fastserial.save_async(state, path)
+    error = saving.exception()
+    assert isinstance(error, fastserial.WriteError)
+    assert error.bytes_needed is not None
+    with pytest.raises(fastserial.WriteError, match=r"state\.pt"):
+        saving.wait()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(small_disk) == ["state.pt"]
+
+
+def test_an_error_shows_at_the_next_save_to_the_target(small_disk: Path, state: Any) -> None:
+    path = small_disk / "state.pt"
+    fastserial.save_async(state, path)
+    fastserial.save_async([1], small_disk / "other.pt").wait()
+    with pytest.raises(fastserial.WriteError):
+        fastserial.save_async([1], path)
+    fastserial.save_async([2], path).wait()
+    assert torch.load(path) == [2]
+
+
+def test_wait_all_raises_each_error_once(small_disk: Path, state: Any) -> None:
+    fastserial.save_async(state, small_disk / "a.pt")
+    fastserial.save_async(state, small_disk / "b.pt")
+    for name in ("a", "b"):
+        with pytest.raises(fastserial.WriteError, match=rf"{name}\.pt"):
+            fastserial.wait_all()
+    fastserial.wait_all()
+
+
+def test_an_error_keeps_nothing_alive(small_disk: Path) -> None:
+    import gc
+    import weakref
+
+    obj = torch.randn(1_000_000)
+    storage = weakref.ref(obj)
+    saving = fastserial.save_async(obj, small_disk / "a.pt", snapshot="in_place")
+    error = saving.exception()
+    assert error is not None
+    del obj
+    gc.collect()
+    assert storage() is None
+
+
+@pytest.mark.parametrize("end", ["normally", "uncaught", "exit", "failing"])
+def test_the_interpreter_waits_at_its_exit(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "state.pt"
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "leave.py", path, end], capture_output=True, text=True
+    )
+    if end == "failing":
+        assert not path.exists()
+        assert f"{path}: it was not saved" in done.stderr
+    else:
+        assert torch.load(path)["x"].eq(7).all()
+    assert (done.returncode == 0) == (end != "uncaught"), done.stderr
+
+
+def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "leave.py", tmp_path / "state.pt", "fork"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["child", "saved"]
+
+
+BLOCKING: dict[str, Any] = {
+    "the legacy container": {"_use_new_zipfile_serialization": False},
+}
+
+
+def test_what_is_saved_before_the_call_returns(tmp_path: Path, state: Any) -> None:
+    saving = fastserial.save_async(state, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    assert saving.done()
+    report = saving.wait()
+    assert report.container == "legacy"
+    assert report.snapshot is not None
+    assert report.snapshot.kind == "blocking"
+    assert report.fallback is not None
+    buffer = io.BytesIO()
+    report = fastserial.save_async(state, buffer).wait()  # type: ignore[arg-type]
+    assert report.fallback == "not a path"
+    assert torch.load(io.BytesIO(buffer.getvalue()))["step"] == 3
+
+
+def test_an_unknown_torch(tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchronous, "patched", lambda name: None)
+    saving = fastserial.save_async(state, tmp_path / "a.pt", snapshot="in_place")
+    state["weights"][0].zero_()
+    assert saving.wait().fallback == "this torch stays stock"
+
+
+def test_a_file_that_cannot_be_replaced_is_saved_at_once(tmp_path: Path, state: Any) -> None:
+    path = tmp_path / "state.pt"
+    with path.open("wb"):
+        saving = fastserial.save_async(state, path)
+        assert saving.done()
+    assert saving.wait().fallback is not None
+    assert path.read_bytes() == bytes_of(state, tmp_path)
+
+
+def test_no_thread_to_be_had(tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    expected = bytes_of(state, tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    saving = fastserial.save_async(state, tmp_path / "state.pt")
+    monkeypatch.undo()
+    assert saving.done()
+    saving.wait()
+    assert (tmp_path / "state.pt").read_bytes() == expected
+
+
+def test_on_report_gets_the_whole_report(tmp_path: Path, state: Any) -> None:
+    told: list[fastserial.SaveReport] = []
+    with fastserial.options(on_report=told.append):
+        report = fastserial.save_async(state, tmp_path / "a.pt").wait()
+    assert told == [report]
+    assert report.snapshot is not None
+    assert report.to_dict()["snapshot"]["kind"] == "copy"
+
+
+def test_the_options_of_the_call_count(tmp_path: Path, state: Any) -> None:
+    with fastserial.options(durable=False, small_file=0, engine="null"):
+        saving = fastserial.save_async(state, tmp_path / "a.pt")
+    assert saving.wait().engine == "null"
+
+
+def test_deep_copies_are_not_needed(tmp_path: Path, state: Any) -> None:
+    before = copy.deepcopy(state)
+    saving = fastserial.save_async(state, tmp_path / "a.pt")
+    state.clear()
+    saving.wait()
+    found = torch.load(tmp_path / "a.pt")
+    assert all(map(torch.equal, found["weights"], before["weights"]))
+
+
+def test_nothing_is_logged_of_a_save_that_went_well(
+    tmp_path: Path, state: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        fastserial.save_async(state, tmp_path / "a.pt").wait()
+    assert not caplog.records
