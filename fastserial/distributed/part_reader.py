@@ -1,0 +1,234 @@
+"""The parts of the file that this rank reads: straight to their targets, or into a window's buffer.
+
+With `verify`, records are read whole as far as they lie in what this rank reads, and checksummed;
+what the ranks know of a record is put together at the end.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from fastserial.checksums import CrcLedger, crc32
+from fastserial.distributed.boxes import Box, run_of
+from fastserial.distributed.file_index import Record
+from fastserial.distributed.owners import NeedMap
+from fastserial.distributed.tiles import Piece, Range, Target, Window, spans_of
+from fastserial.loading.reader import FastFileReader
+from fastserial.loading.sinks import HostSink, PartsSink, ReadExtent, Sink
+
+__all__ = ["PartReader", "straight_reads"]
+
+_NEAR = 64 * 1024  # bytes nobody wants that are read rather than split a read in two
+
+Run = tuple[int, int]
+
+
+def straight_reads(
+    targets: Sequence[Target], runs: Sequence[Run], file_size: int, block: int
+) -> tuple[list[ReadExtent], list[Run], list[Run]]:
+    """Find what can be read straight to its target: in the file and there it is one range.
+
+    Args:
+        targets: of this rank.
+        runs: what this rank reads for itself alone: whole blocks, in order.
+        file_size, block: in bytes.
+
+    Returns:
+        What can, in order; the runs it lies in; and the runs of blocks of which something cannot.
+    """
+    reads: list[ReadExtent] = []
+    others = NeedMap(file_size, block)
+    for first, stop, extent in _parts(targets, runs):
+        if extent is None:
+            others.add(first, min(stop, file_size))
+        else:
+            reads.append(extent)
+    reads.sort(key=lambda one: one.offset)
+    end = 0
+    for one in reads:
+        if one.offset < end:  # wanted twice, to be read once
+            others.add(one.offset, min(one.offset + one.length, end))
+        end = max(end, one.offset + one.length)
+    left = others.runs()
+    kept = list(_without(runs, left))
+    if left:
+        reads = [extent for *_, extent in _parts(targets, kept) if extent is not None]
+        reads.sort(key=lambda one: one.offset)
+    return reads, kept, left
+
+
+def _parts(
+    targets: Sequence[Target], runs: Sequence[Run]
+) -> Iterator[tuple[int, int, ReadExtent | None]]:
+    """Yield the parts of targets in runs: where they lie, and how they are read straight."""
+    stops = [stop for _, stop in runs]
+    for target in targets:
+        begin, end = target.grid.span(target.box)
+        place = bisect.bisect_right(stops, begin)
+        while place < len(runs) and runs[place][0] < end:
+            first, stop = runs[place]
+            for box in target.grid.between(target.box, first, stop):
+                low, high = target.grid.span(box)
+                yield low, high, _extent(target, box) if high <= stop else None
+            place += 1
+
+
+def _extent(target: Target, box: Box) -> ReadExtent | None:
+    grid = target.grid
+    view, tensor = target.view, grid.tensor
+    if view is None or view.device.type != "cpu" or view.dtype != tensor.dtype or tensor.pending:
+        return None
+    if run_of(grid.shape, box) is None or view.is_conj() or view.is_neg():
+        return None
+    into = grid.part_of(view, target.box, box)
+    if not into.is_contiguous() or into.numel() != box.numel:
+        return None
+    nbytes = into.numel() * into.itemsize
+    return ReadExtent(grid.position(box.offsets), nbytes, HostSink(into.data_ptr(), nbytes, view))
+
+
+def _without(runs: Sequence[Run], others: Sequence[Run]) -> Iterator[Run]:
+    """Yield what of the runs is in none of the others, both in order."""
+    place = 0
+    for first, stop in runs:
+        while place < len(others) and others[place][1] <= first:
+            place += 1
+        number = place
+        while number < len(others) and others[number][0] < stop:
+            if first < others[number][0]:
+                yield first, others[number][0]
+            first = max(first, others[number][1])
+            number += 1
+        if first < stop:
+            yield first, stop
+
+
+class PartReader:
+    """Reads what this rank reads of the file, each byte once."""
+
+    def __init__(self, reader: FastFileReader, records: Sequence[Record], verify: bool) -> None:
+        self._reader = reader
+        self.records = [record for record in records if record.crc is not None] if verify else []
+        self._stops = [record.offset + record.nbytes for record in self.records]
+        sizes = [record.nbytes for record in self.records]
+        self.ledger = CrcLedger(sizes, [None] * len(sizes))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read so far."""
+        counts = self._reader.blocks.counts
+        return counts.direct + counts.cached
+
+    def read_straight(self, extents: Sequence[ReadExtent], runs: Sequence[Run]) -> None:
+        """Read extents that are in order, without overlaps, in runs of blocks.
+
+        Raises:
+            CorruptCheckpointError: the file changed meanwhile.
+            OSError: it cannot be read.
+        """
+        if not self.records:
+            self._reader.read_into(extents)
+            return
+        checked: list[ReadExtent] = []
+        left = list(extents)
+        offsets = [extent.offset for extent in left]
+        taken: set[int] = set()
+        for first, stop in runs:
+            for number, low, high in self._in_records(first, stop):
+                place = max(0, bisect.bisect_right(offsets, low) - 1)
+                parts: list[tuple[int, int, Sink]] = []
+                while place < len(left) and left[place].offset < high:
+                    one = left[place]
+                    if one.offset >= low and one.offset + one.length <= high:
+                        parts.append((one.offset - low, one.length, one.sink))
+                        taken.add(place)
+                    place += 1
+                if parts:
+                    whole = len(parts) == 1 and parts[0][1] == high - low
+                    sink = parts[0][2] if whole else PartsSink(parts)
+                    checked.append(self._checked(number, low, high, sink))
+        checked += [extent for place, extent in enumerate(left) if place not in taken]
+        self._reader.read_into(checked)
+
+    def read_window(self, window: Window, pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+        """Read what pieces need of a window into its buffer.
+
+        Raises:
+            CorruptCheckpointError: the file changed meanwhile.
+            OSError: it cannot be read.
+        """
+        spans = spans_of(pieces, _NEAR)
+        extents: list[ReadExtent] = []
+        if self.records:
+            spans = list(self._check_records(window, spans, buffer, extents))
+        for span in spans:
+            extents.append(
+                ReadExtent(span.first, span.stop - span.first, _into(buffer, span.at, span))
+            )
+        self._reader.read_into(extents)
+
+    def _check_records(
+        self,
+        window: Window,
+        spans: Sequence[Range],
+        buffer: torch.Tensor,
+        extents: list[ReadExtent],
+    ) -> Iterator[Range]:
+        """Read the parts of records in a window of which something is needed; yield the rest."""
+        firsts = [span.first for span in spans]
+        wholes: list[Range] = []
+        for one in window.ranges:
+            for number, low, high in self._in_records(one.first, one.stop):
+                place = bisect.bisect_left(firsts, high) - 1  # the last that begins before the end
+                if place >= 0 and spans[place].stop > low:
+                    whole = Range(low, high, one.at + low - one.first)
+                    sink = _into(buffer, whole.at, whole)
+                    extents.append(self._checked(number, low, high, sink))
+                    wholes.append(whole)
+        begins = [whole.first for whole in wholes]
+        for span in spans:
+            place = bisect.bisect_right(begins, span.first) - 1
+            if place < 0 or not _lies_in(span, wholes[place]):
+                yield span
+
+    def _in_records(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what records have in a range of the file: number, first byte, end."""
+        number = bisect.bisect_right(self._stops, first)
+        while number < len(self.records) and self.records[number].offset < stop:
+            yield number, max(first, self.records[number].offset), min(stop, self._stops[number])
+            number += 1
+
+    def _checked(self, number: int, low: int, high: int, sink: Sink) -> ReadExtent:
+        start = low - self.records[number].offset
+        return ReadExtent(low, high - low, _CheckedPart(sink, self.ledger, number, start))
+
+
+def _into(buffer: torch.Tensor, at: int, span: Range) -> HostSink:
+    return HostSink(buffer.data_ptr() + at, span.stop - span.first, buffer)
+
+
+def _lies_in(span: Range, whole: Range) -> bool:
+    return (
+        whole.first <= span.first
+        and span.stop <= whole.stop
+        and span.at - whole.at == span.first - whole.first
+    )
+
+
+class _CheckedPart:
+    """Passes on the bytes of a record from byte `start` on, and enters their CRC-32."""
+
+    __slots__ = ("_ledger", "_record", "_sink", "_start")
+
+    def __init__(self, sink: Sink, ledger: CrcLedger, record: int, start: int) -> None:
+        self._sink = sink
+        self._ledger = ledger
+        self._record = record
+        self._start = start
+
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
+        self._ledger.add(self._record, self._start + start, len(view), crc32(view))
+        self._sink.deliver(view, address, start)
