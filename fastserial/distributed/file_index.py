@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import zlib
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from fastserial.checksums import crc32
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.formats.zip.records import read_places
 
-__all__ = ["FileIndex", "FileTensor", "Record", "fingerprint", "index_of_file"]
+__all__ = ["FileIndex", "FileTensor", "Record", "fingerprint", "index_of_file", "unpack"]
 
 _ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
 _ELEMENT_WISE = (torch.Tensor, torch.nn.Parameter)
@@ -82,15 +83,21 @@ class FileIndex:
     records: tuple[Record, ...] = field(default=())
 
     def pack(self) -> bytes:
-        """Return the index as bytes for the other ranks.
+        """Return the index as bytes for the other ranks; see `unpack`.
 
         Raises:
             ConvertError: it holds something that cannot be pickled.
         """
         try:
-            return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+            return zlib.compress(pickle.dumps(self, pickle.HIGHEST_PROTOCOL), 1)
         except Exception as error:
             raise ConvertError(f"what is in the file cannot be sent to others: {error}") from error
+
+
+def unpack(data: bytes) -> FileIndex:
+    """Return the index that rank 0 packed."""
+    index: FileIndex = pickle.loads(zlib.decompress(data))
+    return index
 
 
 def fingerprint(fd: int, size: int) -> int:

@@ -15,7 +15,7 @@ from fastserial import config as config_module
 from fastserial.checksums import CrcLedger
 from fastserial.checksums import Piece as CrcPiece
 from fastserial.config import Config
-from fastserial.distributed.file_index import FileIndex, Record, fingerprint, index_of_file
+from fastserial.distributed.file_index import FileIndex, Record, fingerprint, index_of_file, unpack
 from fastserial.distributed.flow import Flow
 from fastserial.distributed.group import Traffic, traffic_of
 from fastserial.distributed.load_report import DistributedLoadReport, RankLoad
@@ -208,7 +208,7 @@ class _Load:
             reader = self._open()
             return index_of_file(reader.fd, self.path).pack()
 
-        index: FileIndex = pickle.loads(self._traffic.consult(b"", read))
+        index = unpack(self._traffic.consult(b"", read))
         reader = self._open()
         if reader.size != index.size or fingerprint(reader.fd, reader.size) != index.fingerprint:
             raise CorruptCheckpointError(

@@ -111,6 +111,8 @@ class Match:
                 f"{path_name(path)}: the file numbers its parameters, and there are not as many"
             )
             return
+        if not there["state"]:
+            self.used.add((*path, "state"))
         for name, mine in live.entries.items():
             key = names.get(name, name)
             if key in there["state"]:
@@ -122,7 +124,7 @@ class Match:
         if not isinstance(there, Mapping):
             self._mismatch(path, "a dictionary", there)
             return
-        if not into and not there:
+        if not there:
             self.used.add(path)
         for key, item in into.items():
             if key in there:
@@ -134,7 +136,7 @@ class Match:
         if not isinstance(there, list | tuple):
             self._mismatch(path, "a list", there)
             return
-        if not into and not there:
+        if not there:
             self.used.add(path)
         new = list(into)  # a tuple is replaced, if something in it is
         changed = False

@@ -36,7 +36,7 @@ class NeedMap:
     def add(self, first: int, stop: int) -> None:
         """Mark the file's bytes [first, stop)."""
         if first < stop:
-            low, high = first // self.block, -(-stop // self.block)
+            low, high = first // self.block, min(len(self.blocks), -(-stop // self.block))
             self.blocks[low:high] = _YES * (high - low)
 
     def runs(self) -> list[tuple[int, int]]:

@@ -39,25 +39,24 @@ def straight_reads(
     Returns:
         What can, in order; the runs it lies in; and the runs of blocks of which something cannot.
     """
-    reads: list[ReadExtent] = []
     others = NeedMap(file_size, block)
-    for first, stop, extent in _parts(targets, runs):
-        if extent is None:
-            others.add(first, min(stop, file_size))
-        else:
-            reads.append(extent)
-    reads.sort(key=lambda one: one.offset)
-    end = 0
-    for one in reads:
-        if one.offset < end:  # wanted twice, to be read once
-            others.add(one.offset, min(one.offset + one.length, end))
-        end = max(end, one.offset + one.length)
-    left = others.runs()
-    kept = list(_without(runs, left))
-    if left:
-        reads = [extent for *_, extent in _parts(targets, kept) if extent is not None]
+    while True:
+        left = others.runs()
+        kept = list(_without(runs, left))
+        reads: list[ReadExtent] = []
+        for first, stop, extent in _parts(targets, kept):
+            if extent is None:
+                others.add(first, stop)
+            else:
+                reads.append(extent)
         reads.sort(key=lambda one: one.offset)
-    return reads, kept, left
+        end = 0
+        for one in reads:
+            if one.offset < end:  # wanted twice, to be read once
+                others.add(one.offset, min(one.offset + one.length, end))
+            end = max(end, one.offset + one.length)
+        if others.runs() == left:
+            return reads, kept, left
 
 
 def _parts(
@@ -164,10 +163,10 @@ class PartReader:
         extents: list[ReadExtent] = []
         if self.records:
             spans = list(self._check_records(window, spans, buffer, extents))
-        for span in spans:
-            extents.append(
-                ReadExtent(span.first, span.stop - span.first, _into(buffer, span.at, span))
-            )
+        extents += [
+            ReadExtent(span.first, span.stop - span.first, _into(buffer, span.at, span))
+            for span in spans
+        ]
         self._reader.read_into(extents)
 
     def _check_records(

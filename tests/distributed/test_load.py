@@ -47,3 +47,10 @@ def test_a_rank_that_is_lost(tmp_path: Path, how: str) -> None:
         assert "filled in part" in text
         assert ("not heard from for 5 seconds" if how == "stop" else "its process ended") in text
         assert float(seconds) < 20
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, count: int) -> None:
+    for out in ranks.run("load_memory", count, tmp_path, 320):
+        for name, nbytes in ast.literal_eval(out).items():
+            assert nbytes < 128 * 2**20, (name, nbytes)

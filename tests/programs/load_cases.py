@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -176,7 +177,7 @@ def each_byte_is_read_by_one_rank() -> None:
         everyone: list[Any] = [None] * COUNT
         dist.all_gather_object(everyone, asked)
         extents = sorted(extent for one in everyone for extent in one)
-        assert all(a[1] <= b[0] for a, b in zip(extents, extents[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(extents))
         wanted = sum(value.numel() * 4 for value in state.values())
         # Between two tensors less than 4 KiB may be read along, rather than left out.
         assert wanted <= sum(b - a for a, b in extents) <= wanted + 4096 * len(state)
@@ -243,7 +244,7 @@ def a_file_that_is_missing_on_one_rank() -> None:
     raw[raw.index(rows(90).numpy().tobytes()) + 100] ^= RANK
     copy.write_bytes(raw)
     dist.barrier()
-    with pytest.raises(DistributedError, match="rank 1: .*not the file that rank 0 sees"):
+    with pytest.raises(DistributedError, match=r"rank 1: .*not the file that rank 0 sees"):
         load(copy, into)
 
 
@@ -253,7 +254,7 @@ def files_that_are_no_checkpoints() -> None:
     if RANK == 0:
         path.write_text("no checkpoint, but long enough to be read as one " * 9)
     dist.barrier()
-    with pytest.raises(DistributedError, match="rank 0: .*neither a zip"):
+    with pytest.raises(DistributedError, match=r"rank 0: .*neither a zip"):
         load(path, {"a": torch.zeros(2)})
     path = written("code", {"a": os.system, "b": rows(2)})
     with pytest.raises(DistributedError, match="rank 0: ConvertError"):

@@ -45,7 +45,7 @@ def saved(chance: random.Random) -> dict[str, Any]:
         elif kept and odd < 0.65:
             full = chance.choice(kept)
         elif full.is_complex() and odd < 0.8:
-            full = full.conj()
+            full = torch.ones_like(full).mul_(complex(chance.random(), 2)).conj()  # without NaNs
         kept.append(full)
         if chance.random() < 0.3:
             nest["deep"]["list"].append(full)
@@ -63,8 +63,11 @@ def flat_shard(full: torch.Tensor, cuts: list[int], place: int) -> FlatShard:
 class Maker:
     """Makes a target for each tensor; the same choices each time for the same seed."""
 
-    def __init__(self, seed: int, count: int, rank: int, grids: list[Any]) -> None:
+    def __init__(
+        self, seed: int, count: int, rank: int, grids: list[Any], zeros: bool = False
+    ) -> None:
         self.chance = random.Random(seed)
+        self.zeros = zeros
         self.count, self.rank, self.grids = count, rank, grids
 
     def target(self, full: torch.Tensor) -> Any:
@@ -73,6 +76,8 @@ class Maker:
         seed, mesh = chance.randrange(2**31), chance.choice(self.grids)
         cuts = sorted(chance.randrange(full.numel() + 1) for _ in range(self.count - 1))
         full = full.resolve_conj().contiguous().clone()
+        if self.zeros:
+            full.zero_()
         if kind < 0.15:
             return full
         if kind < 0.25 and full.dim() > 1:
@@ -125,12 +130,7 @@ def main() -> None:
         dist.barrier()
         if rank >= count:
             continue
-        into = like(
-            nest,
-            lambda full, make=Maker(choices, count, rank, grids[count]): make.target(
-                torch.zeros_like(full.resolve_conj())
-            ),
-        )
+        into = like(nest, Maker(choices, count, rank, grids[count], zeros=True).target)
         into["step"] = into["deep"]["name"] = None
         want = like(nest, Maker(choices, count, rank, grids[count]).target)
         with (
