@@ -153,7 +153,7 @@ class _Outliner:
             return self._made[id(value)]
         new = self._made[id(value)] = copy.copy(value)
         new.clear()
-        if isinstance(new, MutableMapping):
+        if isinstance(value, MutableMapping):
             new.update((key, self.without_bytes(item)) for key, item in value.items())
         else:
             new.extend(map(self.without_bytes, value))

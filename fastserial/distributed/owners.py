@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 __all__ = ["NeedMap", "Share", "block_bytes", "share_out"]
 
-_FINEST = 4096  # bytes of the smallest block
+# Bytes of the smallest block: more than the gaps that `loading.read_plan` reads along, so that
+# nobody reads what others own.
+_FINEST = 256 * 1024
 _MOST_BLOCKS = 32 * 1024
 _MOST_GATHERED = 32 * 1024 * 1024  # bytes of all ranks' maps together
 _YES = b"\x01"
