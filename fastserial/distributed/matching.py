@@ -242,7 +242,8 @@ def _objection(held: Holding, there: FileTensor, cast: bool) -> str | None:
         return "it has no memory yet (device meta): use to_empty() first"
     if local.layout is not torch.strided or local.is_quantized or local.is_nested:
         return "only plain tensors can be filled in place"
-    if any(size > 1 and step == 0 for size, step in zip(local.shape, local.stride(), strict=True)):
+    steps = zip(local.shape, local.stride(), strict=True)
+    if local.numel() and any(size > 1 and step == 0 for size, step in steps):
         return "several of its elements are one in memory (expand): clone() it first"
     return None
 
