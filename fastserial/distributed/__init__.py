@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.saver import save
 
-__all__ = ["FlatShard"]
+__all__ = ["FlatShard", "save"]

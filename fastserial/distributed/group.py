@@ -61,6 +61,7 @@ class Traffic:
         rank, size: of this process in the group, and of the group.
         ranks: the group's rank of each global rank.
         timeout: seconds after which a rank that is not heard from counts as lost.
+        kept: what calls keep for the next one.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, timeout: float) -> None:
@@ -71,6 +72,7 @@ class Traffic:
         self.size = len(ranks)
         self.ranks = {number: index for index, number in enumerate(ranks)}
         self.timeout = timeout
+        self.kept: dict[str, object] = {}
         self._closed = False
         name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         # A generation whose connections broke is never used again: the store remembers it.
