@@ -183,13 +183,13 @@ class _Saving:
             records = pickled.records
 
         def decide(messages: list[bytes]) -> bytes:
-            hellos = [_Hello(*pickle.loads(text)) for text in messages]
+            hellos = [pickle.loads(text) for text in messages]
             return self._decide(hellos, records, container, place)
 
         hello = _Hello(
             table.digest(), table.ranges(), table.misfits, self._kept.name, _node()
         )
-        orders = _Orders(*pickle.loads(traffic.consult(pickle.dumps(tuple(hello)), decide)))
+        orders: _Orders = pickle.loads(traffic.consult(pickle.dumps(hello), decide))
         plan, made = self._plan(orders, table)
         if self._new is None:
             self._opened = OpenedFile(orders.place)
@@ -223,7 +223,7 @@ class _Saving:
         reports: list[RankReport] = []
 
         def conclude(messages: list[bytes]) -> bytes:
-            done = [_Done(*pickle.loads(text)) for text in messages]
+            done = [pickle.loads(text) for text in messages]
             reports.extend(found.report for found in done)
             if self._new is not None and sealing is not None and container is not None:
                 for found in done:
@@ -235,7 +235,7 @@ class _Saving:
 
         done = _Done(writer.crcs(), writer.heads, writer.sealed, mine)
         try:
-            traffic.consult(pickle.dumps(tuple(done)), conclude)
+            traffic.consult(pickle.dumps(done), conclude)
         except OSError as error:
             raise self._explained(error) from error
         self._close()
@@ -289,7 +289,7 @@ class _Saving:
             checksums,
             nodes > 1,
         )
-        return pickle.dumps((*orders[:4], tuple(place), *orders[5:]))
+        return pickle.dumps(orders)
 
     def _plan(self, orders: _Orders, table: Table) -> tuple[FilePlan, Schedule]:
         """Return the plan and what this rank does; those kept if nothing changed."""
@@ -300,7 +300,7 @@ class _Saving:
             return kept.plan, kept.made
         if orders.plan is None:
             raise ValueError("rank 0 sent no plan")
-        plan = FilePlan(*orders.plan)
+        plan = orders.plan
         table.complete(orders.ranges, set(orders.misfits))
         specs = [source.spec for source in table.sources]
         made = schedule(plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
