@@ -44,9 +44,7 @@ class _Archive:
     """Stands where torch's PyTorchFileWriter stands: takes the records, and writes nothing."""
 
     def __init__(self, archive: str, table: Table, made: dict[int, int]) -> None:
-        self.layout = ZipLayout(
-            archive, torch_writer.alignment(), torch_writer.checksums_wanted()
-        )
+        self.layout = ZipLayout(archive, torch_writer.alignment(), torch_writer.checksums_wanted())
         self.sources: list[int | None] = []
         self.rest: list[torch.UntypedStorage] = []
         self._archive = archive

@@ -61,7 +61,9 @@ class _Gathered:
         """Copy bytes [start, start + length) to host memory at `address`."""
         item = self._view.element_size()
         begin = (start - self._base) // item
-        target = torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
+        target = torch.frombuffer(
+            (ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8
+        )
         shape = tuple(self._view.shape)
         whole = Box((0,) * len(shape), shape)
         at = 0

@@ -35,7 +35,7 @@ from fastserial.distributed.group import Traffic, traffic_of
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.shard_writer import Head, ShardWriter
 from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
-from fastserial.distributed.tables import Table, table_of
+from fastserial.distributed.tables import Table, difference, table_of
 from fastserial.distributed.walk import states
 from fastserial.errors import WriteError, write_error
 from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
@@ -77,6 +77,7 @@ class _Orders(NamedTuple):
     place: Place
     checksums: bool
     sync_alone: bool  # the ranks are on several nodes: each syncs what it wrote
+    alike: bool  # False: the ranks' states differ, and all tell theirs
 
 
 class _Done(NamedTuple):
@@ -186,10 +187,10 @@ class _Saving:
             hellos = [pickle.loads(text) for text in messages]
             return self._decide(hellos, records, container, place)
 
-        hello = _Hello(
-            table.digest(), table.ranges(), table.misfits, self._kept.name, _node()
-        )
+        hello = _Hello(table.digest(), table.ranges(), table.misfits, self._kept.name, _node())
         orders: _Orders = pickle.loads(traffic.consult(pickle.dumps(hello), decide))
+        if not orders.alike:
+            traffic.consult(marshal.dumps(table.rows, 2), self._blame)
         plan, made = self._plan(orders, table)
         if self._new is None:
             self._opened = OpenedFile(orders.place)
@@ -264,9 +265,6 @@ class _Saving:
         place: Place,
     ) -> bytes:
         """Return rank 0's orders to all ranks."""
-        for rank, hello in enumerate(hellos):
-            if hello.digest != hellos[0].digest:
-                self._blame(rank)
         ranges: dict[int, list[tuple[int, int, int]]] = {}
         for rank, hello in enumerate(hellos):
             for source, first, stop in hello.ranges:
@@ -288,6 +286,7 @@ class _Saving:
             place,
             checksums,
             nodes > 1,
+            len({hello.digest for hello in hellos}) == 1,
         )
         return pickle.dumps(orders)
 
@@ -325,12 +324,14 @@ class _Saving:
         count = min(self._writers, len(hellos))
         return sorted({index * len(hellos) // count for index in range(count)})
 
-    def _blame(self, rank: int) -> None:
-        raise self._traffic.fail(
-            rank,
-            "its state differs from that of rank 0: other keys, shapes, dtypes, placements or "
-            "meshes",
-        )
+    def _blame(self, messages: list[bytes]) -> bytes:
+        """Say which rank's state differs from rank 0's, and where."""
+        tables = [marshal.loads(text) for text in messages]
+        for rank, rows in enumerate(tables):
+            found = difference(tables[0], rows)
+            if found is not None:
+                raise self._traffic.fail(rank, found)
+        return b""
 
     def _explained(self, error: OSError) -> WriteError:
         if isinstance(error, WriteError):

@@ -134,8 +134,7 @@ class ShardWriter:
             return self._container.source_bytes(piece.source, piece.start, piece.length)
         for whole, view in self._sources[piece.source].parts:
             if all(
-                a <= x and x + n <= a + m
-                for a, m, x, n in zip(*whole, *overlap.part, strict=True)
+                a <= x and x + n <= a + m for a, m, x, n in zip(*whole, *overlap.part, strict=True)
             ):
                 return view_in_box(view, whole, overlap)
         raise ValueError(f"this rank has no {overlap.part} of {self._sources[piece.source].key}")

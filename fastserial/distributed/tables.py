@@ -20,11 +20,12 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.pieces import Flat, Mesh, TensorSpec, as_dtensor, holding
 from fastserial.distributed.walk import leaves
 
-__all__ = ["SHARED_FROM", "Source", "Table", "bytes_of", "table_of"]
+__all__ = ["SHARED_FROM", "Source", "Table", "bytes_of", "difference", "table_of"]
 
 # Bytes of a storage from which on every rank writes a part of it. Below it counts what rank 0 has:
 # buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
 SHARED_FROM = 1024 * 1024
+_REMEDY = ' (merge="union" saves the tensors of all ranks)'
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
     torch.Tensor,
     torch.nn.Parameter,
@@ -93,6 +94,27 @@ class Table:
                 source.spec = replace(spec, held=Flat(found))  # type: ignore[arg-type]
             elif number in misfits and isinstance(spec.held, Mesh):
                 source.spec = replace(spec, held=spec.held._replace(right_first=False))
+
+
+def difference(mine: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> str | None:
+    """Return in words how the rows of another rank differ from rank 0's, None if they do not."""
+    if mine == other:
+        return None
+    ours, theirs = {row[0]: row for row in mine}, {row[0]: row for row in other}
+    for key in ours.keys() ^ theirs.keys():
+        has, lacks = ("rank 0 has", "it has") if key in ours else ("it has", "rank 0 has")
+        return f"{has} the tensor {key!r}, which {lacks} not" + _REMEDY
+    for key, row in ours.items():
+        there = theirs[key]
+        if row[2:4] != there[2:4]:
+            return f"its {key!r} is {_words(there)}, that of rank 0 {_words(row)}"
+        if row[4:] != there[4:]:
+            return f"its {key!r} is placed otherwise than that of rank 0"
+    return "its tensors are in another order, or share their memory otherwise, than those of rank 0"
+
+
+def _words(row: tuple[Any, ...]) -> str:
+    return f"{row[3]} of shape {row[2]}"
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

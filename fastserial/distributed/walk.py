@@ -104,9 +104,7 @@ def _state(value: Any, modules: list[torch.nn.Module]) -> Any:
     return get_optimizer_state_dict(module_of(value, modules), value)
 
 
-def module_of(
-    optimizer: torch.optim.Optimizer, modules: list[torch.nn.Module]
-) -> torch.nn.Module:
+def module_of(optimizer: torch.optim.Optimizer, modules: list[torch.nn.Module]) -> torch.nn.Module:
     """Return the module whose parameters an optimizer has.
 
     Raises:

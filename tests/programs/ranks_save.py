@@ -74,7 +74,9 @@ def main() -> None:
             a, b = path.read_bytes(), stock.read_bytes()
             if a != b:
                 at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-                raise AssertionError(f"case {case}: {len(a)} and {len(b)} bytes, differ at {at}: {whole}")
+                raise AssertionError(
+                    f"case {case}: {len(a)} and {len(b)} bytes, differ at {at}: {whole}"
+                )
             left = [name.name for name in folder.iterdir() if name.name not in ("file.pt", "stock")]
             assert not left, left
     dist.barrier()

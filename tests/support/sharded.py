@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["meshes", "random_dtensor", "random_placements", "random_tensor", "same_bytes", "strided"]
+__all__ = [
+    "meshes",
+    "random_dtensor",
+    "random_placements",
+    "random_tensor",
+    "same_bytes",
+    "strided",
+]
 
 _GRIDS = {
     1: [(1,), (1, 1)],
