@@ -12,6 +12,7 @@ from fastserial.printable import printable
 __all__ = [
     "Latency",
     "LoadReport",
+    "RankReport",
     "Report",
     "SaveReport",
     "format_bandwidth",
@@ -128,6 +129,34 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank's part of a save of many ranks.
+
+    Attributes:
+        rank: in the group.
+        node: what tells the nodes apart.
+        bytes: how many it wrote.
+        sent_bytes, received_bytes: how many it exchanged with other ranks.
+        phases: seconds of `plan`, `wait` (for the other ranks), `exchange`, `write`, `sync`.
+    """
+
+    rank: int
+    node: str
+    bytes: int
+    sent_bytes: int
+    received_bytes: int
+    phases: dict[str, float]
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name}={s * 1000:.0f}msec" for name, s in self.phases.items())
+        return (
+            f"rank {self.rank}: wrote={format_bytes(self.bytes)}, "
+            f"sent={format_bytes(self.sent_bytes)}, "
+            f"received={format_bytes(self.received_bytes)}, {phases}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
     """One finished save.
 
@@ -137,13 +166,16 @@ class SaveReport(Report):
         direct: whether direct I/O was used.
         durable: whether file and directory were synced.
         phases: `serialize`, `transfer`, `sync`, `commit`.
+        ranks: of a save of many ranks, each rank's part; on rank 0.
     """
 
     direct: bool
     durable: bool
+    ranks: tuple[RankReport, ...] = ()
 
     def __str__(self) -> str:
-        return self.line("WRITE", f"direct={int(self.direct)}, durable={int(self.durable)}")
+        line = self.line("WRITE", f"direct={int(self.direct)}, durable={int(self.durable)}")
+        return "\n  ".join([line, *map(str, self.ranks)])
 
 
 _last_save: SaveReport | None = None

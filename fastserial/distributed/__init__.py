@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.loader import load
+from fastserial.distributed.saver import save
 
-__all__ = ["FlatShard", "load"]
+__all__ = ["FlatShard", "load", "save"]

@@ -24,10 +24,12 @@ from fastserial.errors import DistributedError
 
 __all__ = ["Traffic", "traffic_of"]
 
+_FAILED = "failed"  # key of the failure in the store
 _HEADER = 8  # bytes of a message's length
 _GRACE = 2.0  # seconds in which a rank that failed says why
 
-_made: weakref.WeakKeyDictionary[Any, Traffic] = weakref.WeakKeyDictionary()
+# By the job's group of all ranks, and the ranks.
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Traffic]] = weakref.WeakKeyDictionary()
 
 
 def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
@@ -45,12 +47,14 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
         raise RuntimeError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group first"
         )
-    key: Any = group if group is not None else dist.group.WORLD
-    traffic = _made.get(key)
-    if traffic is None or traffic.is_broken():
-        ranks = tuple(dist.get_process_group_ranks(key))
-        traffic = _made[key] = Traffic(ranks, dist.get_rank(key), timeout)
-    traffic.timeout = timeout
+    world: Any = dist.group.WORLD
+    key = group if group is not None else world
+    ranks = tuple(dist.get_process_group_ranks(key))
+    made = _made.setdefault(world, {})
+    traffic = made.get(ranks)
+    if traffic is None:
+        traffic = made[ranks] = Traffic(ranks, dist.get_rank(key))
+    traffic.begin(timeout)
     return traffic
 
 
@@ -61,47 +65,77 @@ class Traffic:
         rank, size: of this process in the group, and of the group.
         ranks: the group's rank of each global rank.
         timeout: seconds after which a rank that is not heard from counts as lost.
+        kept: what calls keep for the next one.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, timeout: float) -> None:
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         store: Any = dist.distributed_c10d._get_default_store()
         if store is None:
             raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
         self.rank = rank
         self.size = len(ranks)
         self.ranks = {number: index for index, number in enumerate(ranks)}
+        self.timeout = 0.0
+        self.kept: dict[str, object] = {}
+        self._calls = 0
+        self._generation = 0
+        self._name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        self._job_store = store
+        self._store: Any = None
+        self._group: Any = None
+        self._closed = False
+
+    def begin(self, timeout: float) -> None:
+        """Get ready for a collective call. Collective.
+
+        Raises:
+            DistributedError: it has failed on another rank already.
+        """
+        self._calls += 1
         self.timeout = timeout
         self._closed = False
-        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        # A generation whose connections broke is never used again: the store remembers it.
-        generation = 0
         while True:
-            prefix = f"fastserial/{name}/{generation}"
-            if not store.check([f"{prefix}/failed"]):
+            if self._store is None:
+                prefix = f"fastserial/{self._name}/{self._generation}"
+                self._store = dist.PrefixStore(prefix, self._job_store)
+            if not self._failed():
                 break
-            generation += 1
-        self._store: Any = dist.PrefixStore(prefix, store)
-        self._group: Any = None
-        if self.size > 1:
-            make: Any = dist.ProcessGroupGloo
-            with self._blaming(None):
-                self._group = make(
-                    dist.PrefixStore("gloo", self._store), rank, self.size, _delta(timeout)
-                )
+            call, rank, cause = json.loads(bytes(self._store.get(_FAILED)).decode())
+            if call >= self._calls:
+                self._closed = True
+                raise DistributedError(rank, cause)
+            self._store = self._group = None  # connections that broke are never used again
+            self._generation += 1
+        if self._group is None and self.size > 1:
+            self._group = self._connect()
 
-    def is_broken(self) -> bool:
-        """Return whether a rank failed, so that the connections cannot be used any more."""
-        return self._closed or bool(self._store.check(["failed"]))
+    def _connect(self) -> Any:
+        """Return connections to all ranks, once all have come.
+
+        Raises:
+            DistributedError: a rank did not.
+        """
+        make: Any = dist.ProcessGroupGloo
+        self._store.set(f"came/{self.rank}", "1")
+        try:
+            store = dist.PrefixStore("gloo", self._store)
+            return make(store, self.rank, self.size, _delta(self.timeout))
+        except RuntimeError as error:
+            for rank in range(self.size):
+                if not self._store.check([f"came/{rank}"]):
+                    text = f"it did not come to the save or load within {self.timeout:g} seconds"
+                    raise self.fail(rank, text) from error
+            raise self.fail(self.rank, f"it cannot connect to the other ranks: {error}") from error
 
     def fail(self, rank: int, cause: str) -> DistributedError:
         """Tell all ranks of a failure and close the connections; return the error to raise.
 
         Who was first is right: the error may be an older one.
         """
-        text = json.dumps([rank, cause])
+        text = json.dumps([self._calls, rank, cause])
         with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
-            told = self._store.compare_set("failed", "", text)
-            rank, cause = json.loads(bytes(told).decode())
+            told = self._store.compare_set(_FAILED, "", text)
+            _, rank, cause = json.loads(bytes(told).decode())
         self._closed = True
         self._group = None
         return DistributedError(rank, cause)
@@ -182,7 +216,7 @@ class Traffic:
         return wait
 
     @contextlib.contextmanager
-    def _blaming(self, rank: int | None) -> Iterator[None]:
+    def _blaming(self, rank: int) -> Iterator[None]:
         """Turn gloo's error into one that names the rank that failed first."""
         if self._closed:
             raise self.fail(self.rank, "it had failed before")
@@ -192,20 +226,18 @@ class Traffic:
         except RuntimeError as error:
             raise self._failure(rank, error, time.monotonic() - began) from error
 
-    def _failure(self, rank: int | None, error: RuntimeError, seconds: float) -> DistributedError:
+    def _failure(self, rank: int, error: RuntimeError, seconds: float) -> DistributedError:
         silent = seconds > 0.9 * self.timeout
         until = time.monotonic() + (0 if silent else _GRACE)
         while time.monotonic() < until and not self._failed():
             time.sleep(0.02)
-        if rank is None:
-            return self.fail(self.rank, f"no connection to the other ranks: {error}")
         if silent:
             return self.fail(rank, f"not heard from for {self.timeout:g} seconds")
         return self.fail(rank, f"its process ended or closed the connection ({error})")
 
     def _failed(self) -> bool:
         try:
-            return bool(self._store.check(["failed"]))
+            return bool(self._store.check([_FAILED]))
         except RuntimeError:  # the store's host may be the one that died
             return True
 

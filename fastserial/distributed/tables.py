@@ -1,0 +1,178 @@
+"""What a state consists of, on this rank: its tensors as sources of bytes, and a digest.
+
+A source is what becomes one record of the file: a sharded tensor as a whole, or the storage of
+plain tensors, which may be views of it. Ranks whose tables are alike know each other's sources by
+number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fastserial.distributed.boxes import Box
+from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.pieces import Flat, Mesh, TensorSpec, as_dtensor, holding
+from fastserial.distributed.walk import leaves
+
+__all__ = ["SHARED_FROM", "Source", "Table", "bytes_of", "difference", "table_of"]
+
+# Bytes of a storage from which on every rank writes a part of it. Below it counts what rank 0 has:
+# buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
+SHARED_FROM = 1024 * 1024
+_REMEDY = ' (merge="union" saves the tensors of all ranks)'
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
+    torch.Tensor,
+    torch.nn.Parameter,
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Source:
+    """Bytes of one record-to-be.
+
+    Attributes:
+        key: the name of the first leaf that has it.
+        spec: the whole; a storage counts as bytes.
+        parts: what this rank holds of it.
+        leaf: the sharded tensor, or the storage.
+    """
+
+    key: str
+    spec: TensorSpec
+    parts: list[tuple[Box, torch.Tensor]]
+    leaf: Any
+
+
+@dataclass(slots=True)
+class Table:
+    """The tensors of a state on this rank.
+
+    Attributes:
+        sources: in the order in which the state has them.
+        rows: of each leaf, what has to be the same on all ranks, as plain values.
+        by_leaf: number of the source of a sharded leaf, by its `id`.
+        by_storage: number of the source of a plain storage, by its `_cdata`.
+        misfits: sources whose shards were made from left to right (`Mesh.right_first`).
+    """
+
+    sources: list[Source] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    by_leaf: dict[int, int] = field(default_factory=dict)
+    by_storage: dict[int, int] = field(default_factory=dict)
+    misfits: list[int] = field(default_factory=list)
+
+    def digest(self) -> bytes:
+        """Return what is the same on all ranks if and only if their tables are alike."""
+        return hashlib.sha256(marshal.dumps(self.rows, 2)).digest()
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """Return what this rank holds of each FlatShard: source, first element, end."""
+        return [
+            (number, first, stop)
+            for number, source in enumerate(self.sources)
+            if isinstance(source.spec.held, Flat) and isinstance(source.leaf, FlatShard)
+            for _, first, stop in source.spec.held.ranges
+        ]
+
+    def complete(self, ranges: Mapping[int, list[tuple[int, int, int]]], misfits: set[int]) -> None:
+        """Enter what the other ranks told.
+
+        Args:
+            ranges: what the ranks hold of each FlatShard: rank, first element, end.
+            misfits: see the attribute; of any rank.
+        """
+        for number, source in enumerate(self.sources):
+            spec = source.spec
+            if isinstance(source.leaf, FlatShard):
+                found = tuple(sorted(map(tuple, ranges.get(number, ()))))
+                source.spec = replace(spec, held=Flat(found))  # type: ignore[arg-type]
+            elif number in misfits and isinstance(spec.held, Mesh):
+                source.spec = replace(spec, held=spec.held._replace(right_first=False))
+
+
+def difference(mine: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> str | None:
+    """Return in words how the rows of another rank differ from rank 0's, None if they do not."""
+    if mine == other:
+        return None
+    ours, theirs = {row[0]: row for row in mine}, {row[0]: row for row in other}
+    for key in ours.keys() ^ theirs.keys():
+        has, lacks = ("rank 0 has", "it has") if key in ours else ("it has", "rank 0 has")
+        return f"{has} the tensor {key!r}, which {lacks} not" + _REMEDY
+    for key, row in ours.items():
+        there = theirs[key]
+        if row[2:4] != there[2:4]:
+            return f"its {key!r} is {_words(there)}, that of rank 0 {_words(row)}"
+        if row[4:] != there[4:]:
+            return f"its {key!r} is placed otherwise than that of rank 0"
+    return "its tensors are in another order, or share their memory otherwise, than those of rank 0"
+
+
+def _words(row: tuple[Any, ...]) -> str:
+    return f"{row[3]} of shape {row[2]}"
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a storage as a one-dimensional tensor of bytes."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage)  # type: ignore[call-overload,no-any-return]
+
+
+def table_of(obj: object, rank: int, ranks: Mapping[int, int]) -> Table:
+    """Return the table of a state.
+
+    Args:
+        rank: this rank in the group.
+        ranks: the group's rank of each global rank.
+
+    Raises:
+        LoadMismatchError: a tensor has a placement that cannot be in a file.
+    """
+    table = Table()
+    meshes: dict[Mesh, int] = {}
+    for key, leaf in leaves(obj):
+        if isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
+            _add_sharded(table, key, leaf, rank, ranks, meshes)
+        elif type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.device.type != "meta":
+            _add_plain(table, key, leaf)
+    return table
+
+
+def _add_sharded(
+    table: Table, key: str, leaf: Any, rank: int, ranks: Mapping[int, int], meshes: dict[Mesh, int]
+) -> None:
+    number = table.by_leaf.get(id(leaf))
+    if number is None:
+        spec, _, parts = holding(leaf, key, rank, ranks)
+        number = table.by_leaf[id(leaf)] = len(table.sources)
+        table.sources.append(Source(key, spec, parts, leaf))
+        if isinstance(spec.held, Mesh) and not spec.held.right_first:
+            table.misfits.append(number)
+    spec = table.sources[number].spec
+    how: Any = None
+    if isinstance(spec.held, Mesh):
+        mesh = spec.held._replace(right_first=True)
+        how = meshes.setdefault(mesh, len(meshes))
+        if how == len(meshes) - 1:
+            how = (how, mesh.shape, mesh.ranks, tuple(map(tuple, mesh.splits)))
+    table.rows.append((key, number, spec.shape, str(spec.dtype), how))
+
+
+def _add_plain(table: Table, key: str, leaf: torch.Tensor) -> None:
+    storage = leaf.untyped_storage()
+    nbytes = storage.nbytes()
+    number = table.by_storage.get(storage._cdata)
+    if number is None:
+        number = table.by_storage[storage._cdata] = len(table.sources)
+        spec = TensorSpec((nbytes,), torch.uint8)
+        if nbytes < SHARED_FROM:
+            spec = replace(spec, held=Flat(((0, 0, nbytes),) if nbytes else ()))
+        parts = [(Box((0,), (nbytes,)), bytes_of(storage))] if nbytes else []
+        table.sources.append(Source(key, spec, parts, storage))
+    view = (nbytes, leaf.storage_offset(), leaf.stride()) if nbytes >= SHARED_FROM else None
+    table.rows.append((key, number, tuple(leaf.shape), str(leaf.dtype), view))
