@@ -130,14 +130,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank's part of a save of many ranks.
+    """One rank's part of a save or a load of many ranks.
 
     Attributes:
         rank: in the group.
         node: what tells the nodes apart.
-        bytes: how many it wrote.
+        bytes: how many it wrote or read.
         sent_bytes, received_bytes: how many it exchanged with other ranks.
-        phases: seconds of `plan`, `wait` (for the other ranks), `exchange`, `write`, `sync`.
+        phases: seconds; of a save `plan`, `wait` (for the other ranks), `exchange`, `write`,
+            `sync`; of a load `plan` (until the first byte was read), `own` (reading what this
+            rank alone wanted), `share` (reading and exchanging what several wanted).
     """
 
     rank: int
@@ -150,7 +152,7 @@ class RankReport:
     def __str__(self) -> str:
         phases = ", ".join(f"{name}={s * 1000:.0f}msec" for name, s in self.phases.items())
         return (
-            f"rank {self.rank}: wrote={format_bytes(self.bytes)}, "
+            f"rank {self.rank}: io={format_bytes(self.bytes)}, "
             f"sent={format_bytes(self.sent_bytes)}, "
             f"received={format_bytes(self.received_bytes)}, {phases}"
         )
@@ -204,13 +206,24 @@ class LoadReport(Report):
             the page cache.
         verified: every record that was read has the CRC-32 its file tells.
         phases: `directory`, `wait` (the unpickler waited for bytes).
+        ranks: of a load of many ranks, each rank's part; then `bytes` are those of all together,
+            without the index of the file.
+        missing_keys: of a load of many ranks with `strict=False`, what this rank wanted and the
+            file lacks; unchanged.
+        unexpected_keys: likewise, what the file holds and no rank wanted.
     """
 
     direct_bytes: int = 0
     cached_bytes: int = 0
     verified: bool = False
+    ranks: tuple[RankReport, ...] = ()
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        return "\n  ".join([self._summary(), *map(str, self.ranks)])
+
+    def _summary(self) -> str:
         if not self.bytes:  # nothing of which to tell a speed
             who = "by torch itself" if self.engine == "torch" else "no tensor's bytes"
             return self._with_file(f"READ: {who}, run={self.seconds * 1000:.0f}msec")

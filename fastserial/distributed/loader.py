@@ -18,8 +18,8 @@ from fastserial.config import Config
 from fastserial.distributed.file_index import FileIndex, Record, fingerprint, index_of_file, unpack
 from fastserial.distributed.flow import Flow
 from fastserial.distributed.group import Traffic, traffic_of
-from fastserial.distributed.load_report import DistributedLoadReport, RankLoad
 from fastserial.distributed.matching import Match, file_leaves, path_name, unused
+from fastserial.distributed.nodes import node_name
 from fastserial.distributed.owners import Share, block_bytes, share_out
 from fastserial.distributed.part_reader import PartReader
 from fastserial.distributed.wishes import Wishes, grids_of
@@ -27,7 +27,7 @@ from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMism
 from fastserial.interrupts import finish
 from fastserial.loading.reader import FastFileReader
 from fastserial.memory.gc_pause import paused_collection
-from fastserial.reports import Latency, publish_load
+from fastserial.reports import Latency, LoadReport, RankReport, publish_load
 
 __all__ = ["load"]
 
@@ -44,7 +44,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     timeout: float = 600.0,
-) -> DistributedLoadReport:
+) -> LoadReport:
     """Fill what the ranks hold, in place, from one file of `torch.save`. Collective.
 
     Any file that `torch.load` reads with `weights_only=True` will do, whoever wrote it: stock
@@ -124,7 +124,7 @@ class _Finding(NamedTuple):
 class _Done(NamedTuple):
     """What a rank did, and the checksums of what it read."""
 
-    line: RankLoad
+    line: RankReport
     pieces: list[CrcPiece]
 
 
@@ -133,7 +133,7 @@ class _Verdict(NamedTuple):
 
     damage: str
     verified: bool
-    ranks: tuple[RankLoad, ...]
+    ranks: tuple[RankReport, ...]
 
 
 class _Load:
@@ -257,14 +257,17 @@ class _Load:
     def judge(self) -> _Verdict:
         """Compare the checksums with what all ranks read, and gather what they did."""
         exchange = self._flow.exchange
-        line = RankLoad(
+        line = RankReport(
             rank=self._traffic.rank,
-            read=self._parts.bytes_read,
-            sent=exchange.sent_bytes,
-            received=exchange.received_bytes,
-            plan=self._planned - self._began,
-            own=self._own_read - self._planned,
-            share=self._filled - self._own_read,
+            node=node_name(),
+            bytes=self._parts.bytes_read,
+            sent_bytes=exchange.sent_bytes,
+            received_bytes=exchange.received_bytes,
+            phases={
+                "plan": self._planned - self._began,
+                "own": self._own_read - self._planned,
+                "share": self._filled - self._own_read,
+            },
         )
         message = pickle.dumps(_Done(line, self._parts.ledger.pieces()))
         verdict: _Verdict = pickle.loads(self._traffic.consult(message, self._decide_on_checksums))
@@ -298,14 +301,14 @@ class _Load:
         self._match.finish()
         self._traffic.agree()
 
-    def report(self, verdict: _Verdict) -> DistributedLoadReport:
+    def report(self, verdict: _Verdict) -> LoadReport:
         """Return what happened, and make it this process's last report."""
         blocks, config = self._open().blocks, self._config
         counts = blocks.counts
-        report = DistributedLoadReport(
+        report = LoadReport(
             path=self.path,
             container=self._index.container,
-            bytes=sum(line.read for line in verdict.ranks),
+            bytes=sum(line.bytes for line in verdict.ranks),
             seconds=perf_counter() - self._began,
             engine=blocks.engine_name,
             direct_bytes=counts.direct,

@@ -21,6 +21,7 @@ def test_any_placement_loads_from_any_file(tmp_path: Path, count: int, cases: in
     seen = ast.literal_eval(out[0])
     assert seen["moved"] > 100_000 * cases / 200
     assert seen["verified"] > cases / 20
+    assert seen["sharded"] > cases / 5
 
 
 @pytest.mark.parametrize("count", [2, 3])

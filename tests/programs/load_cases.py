@@ -185,8 +185,8 @@ def each_byte_is_read_by_one_rank() -> None:
         wanted = sum(value.numel() * 4 for value in state.values())
         # Between two tensors less than 4 KiB may be read along, rather than left out.
         assert wanted <= sum(b - a for a, b in extents) <= wanted + 4096 * len(state)
-        assert report.bytes == sum(line.read for line in report.ranks)
-        assert all(line.read > wanted / COUNT / 2 for line in report.ranks)
+        assert report.bytes == sum(line.bytes for line in report.ranks)
+        assert all(line.bytes > wanted / COUNT / 2 for line in report.ranks)
         assert all(torch.equal(full(into[key]), value) for key, value in state.items())
 
 
@@ -204,7 +204,7 @@ def the_disk_is_read_once() -> None:
         with fastserial.options(direct=direct):
             report = load(path, into)
         assert wanted <= report.bytes <= path.stat().st_size
-        assert all(line.read > wanted / COUNT * 0.8 for line in report.ranks)
+        assert all(line.bytes > wanted / COUNT * 0.8 for line in report.ranks)
     assert all(torch.equal(full(into[key]), value) for key, value in state.items())
 
 
@@ -221,7 +221,7 @@ def only_what_is_needed_is_read() -> None:
     assert report.bytes < 2**16 * COUNT
     report = load(path, {"b": mine}, strict=False, broadcast=False)
     assert report.bytes >= COUNT * mine.nbytes
-    assert not any(line.sent or line.received for line in report.ranks)
+    assert not any(line.sent_bytes or line.received_bytes for line in report.ranks)
 
 
 @case

@@ -17,7 +17,7 @@ from support.ranks import join
 from support.sharded import meshes, noise, random_dtensor, random_tensor, same_bytes
 
 import fastserial
-from fastserial.distributed import FlatShard, flow, load, owners
+from fastserial.distributed import FlatShard, flow, load, owners, save
 
 _LARGE = [[300, 70], [5000], [64, 65, 9], [1, 9000], [2500, 3]]
 
@@ -116,7 +116,7 @@ def main() -> None:
     counts = [count for count in (1, 2, 3, 4, 6, 8) if count <= world]
     groups = {count: dist.new_group(list(range(count))) for count in counts}
     grids = {count: meshes(count) for count in counts}
-    moved = verified = 0
+    moved = verified = saved_sharded = 0
     for case in range(cases):
         chance = random.Random(f"{seed}/{case}")
         count = chance.choice(counts)
@@ -124,28 +124,35 @@ def main() -> None:
         path = folder / f"{case}.pt"
         legacy, broadcast, check = (chance.random() < p for p in (0.25, 0.7, 0.5))
         block, window = chance.choice([64, 256, 4096]), chance.choice([4096, 65536])
-        choices = chance.randrange(2**31)
-        if rank == 0:
+        choices, sources = chance.randrange(2**31), chance.randrange(2**31)
+        sharded, writers = chance.random() < 0.4, chance.choice(counts)
+        if sharded and rank < writers:
+            source = like(nest, Maker(sources, writers, rank, grids[writers]).target)
+            with fastserial.options(durable=False):
+                save(source, path, group=groups[writers], timeout=60)
+        elif not sharded and rank == 0:
             torch.save(nest, path, _use_new_zipfile_serialization=not legacy)
         dist.barrier()
         if rank >= count:
             continue
+        direct = chance.choice(["auto", True])
         into = like(nest, Maker(choices, count, rank, grids[count], zeros=True).target)
         into["step"] = into["deep"]["name"] = None
         want = like(nest, Maker(choices, count, rank, grids[count]).target)
         with (
             mock.patch.object(owners, "_FINEST", block),
             mock.patch.object(flow, "_LARGEST_WINDOW", window),
-            fastserial.options(verify_on_load=check, direct=chance.choice(["auto", True])),
+            fastserial.options(verify_on_load=check, direct=direct),
         ):
             report = load(path, into, group=groups[count], broadcast=broadcast, timeout=60)
         for key in differing(into, want):
             raise AssertionError(f"seed {seed}, case {case}, {count} ranks: {key} of {nest}")
         assert report.verified <= check
-        assert broadcast or not any(line.sent for line in report.ranks), report
-        moved += sum(line.sent for line in report.ranks)
+        assert broadcast or not any(line.sent_bytes for line in report.ranks), report
+        saved_sharded += sharded
+        moved += sum(line.sent_bytes for line in report.ranks)
         verified += report.verified
-    print({"moved": moved, "verified": verified})
+    print({"moved": moved, "verified": verified, "sharded": saved_sharded})
 
 
 main()
