@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fastserial.distributed.boxes import Box, Overlap, overlaps
 from fastserial.distributed.covers import Cover, Held, cover_of
-from fastserial.distributed.division import FileRun, divide
+from fastserial.distributed.division import FileRun, Owned, divide
 from fastserial.distributed.pieces import TensorSpec
 
 __all__ = ["CONTAINER", "FilePlan", "Move", "Piece", "Round", "Schedule", "schedule"]

@@ -7,8 +7,7 @@ from time import perf_counter
 
 import torch
 
-from fastserial.checksums import CrcLedger, crc32_combine
-from fastserial.checksums import Piece as Crc
+from fastserial.checksums import CrcLedger, Piece as Crc, crc32_combine
 from fastserial.config import Config
 from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange, view_in_box, view_in_range
