@@ -82,11 +82,10 @@ def cover_of(spec: TensorSpec, size: int) -> Cover:
         held = [Held(box, run.ranks) for run in runs for box in run.boxes]
     elif isinstance(spec.held, Mesh):
         boxes: dict[Box, list[int]] = {}
-        for rank in spec.held.ranks:
-            if rank >= 0:
-                for box in boxes_on(spec, rank):
-                    boxes.setdefault(box, []).append(rank)
-        held = [Held(box, tuple(sorted(set(ranks)))) for box, ranks in boxes.items()]
+        for rank in spec.held.members():
+            for box in boxes_on(spec, rank):
+                boxes.setdefault(box, []).append(rank)
+        held = [Held(box, tuple(ranks)) for box, ranks in boxes.items()]
         found = ((run_of(spec.shape, box), ranks, box) for box, ranks in held)
         runs = sorted(Run(*run, ranks, (box,)) for run, ranks, box in found if run is not None)
     else:

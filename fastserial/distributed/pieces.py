@@ -52,7 +52,8 @@ class Mesh(NamedTuple):
 
     Attributes:
         shape: of the grid.
-        ranks: of the group, in row-major order; -1 for one that the group lacks.
+        grids: its ranks of the group, in row-major order; -1 for one that the group lacks. There
+            are several where each of some sub-meshes has the whole tensor.
         splits: what each dimension of the grid does to the tensor.
         right_first: shards of one tensor dimension were made from the right dimension of the mesh
             to the left, as FSDP2 over tensor parallelism does; False: as `distribute_tensor` does.
@@ -60,9 +61,20 @@ class Mesh(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    ranks: tuple[int, ...]
+    grids: tuple[tuple[int, ...], ...]
     splits: tuple[Split, ...]
     right_first: bool = True
+
+    def place(self, rank: int) -> int | None:
+        """Return a rank's row-major place in its grid, None if it is in none."""
+        for grid in self.grids:
+            if rank in grid:
+                return grid.index(rank)
+        return None
+
+    def members(self) -> list[int]:
+        """Return all ranks that hold something."""
+        return sorted({rank for grid in self.grids for rank in grid if rank >= 0})
 
 
 class Flat(NamedTuple):
@@ -164,15 +176,16 @@ def is_ambiguous(spec: TensorSpec) -> bool:
     if not isinstance(held, Mesh) or not any(split.factor > 1 for split in held.splits):
         return False
     other = in_other_order(spec)
-    return any(boxes_on(spec, rank) != boxes_on(other, rank) for rank in held.ranks if rank >= 0)
+    return any(boxes_on(spec, rank) != boxes_on(other, rank) for rank in held.members())
 
 
 def fits(spec: TensorSpec, rank: int, shape: tuple[int, ...]) -> bool:
     """Return whether a rank's local tensor has the shape that the spec says."""
     held = spec.held
-    if not isinstance(held, Mesh) or rank not in held.ranks:
+    place = held.place(rank) if isinstance(held, Mesh) else None
+    if not isinstance(held, Mesh) or place is None:
         return True
-    ranges = _ranges_at(spec.shape, held, held.ranks.index(rank))
+    ranges = _ranges_at(spec.shape, held, place)
     return shape == tuple(sum(stop - first for first, stop in cut) for cut in ranges)
 
 
@@ -187,9 +200,8 @@ def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:
             for box in boxes_of_range(spec.shape, first, stop)
         ]
     if isinstance(held, Mesh):
-        if rank not in held.ranks:
-            return []
-        return _boxes_at(spec.shape, held._replace(ranks=()), held.ranks.index(rank))
+        place = held.place(rank)
+        return [] if place is None else _boxes_at(spec.shape, held._replace(grids=()), place)
     return [Box((0,) * len(spec.shape), spec.shape)] if spec.numel else []
 
 
@@ -314,7 +326,7 @@ def _mesh(sharded: Any, key: str, ranks: Mapping[int, int]) -> Mesh:
     splits = tuple(_split(placement, key) for placement in sharded.placements)
     grid = mesh.mesh
     found = tuple(ranks.get(rank, -1) for rank in grid.flatten().tolist())
-    return Mesh(tuple(grid.shape), found, splits)
+    return Mesh(tuple(grid.shape), (found,), splits)
 
 
 def _split(placement: Any, key: str) -> Split:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import marshal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +59,8 @@ class Table:
         by_leaf: number of the source of a sharded leaf, by its `id`.
         by_storage: number of the source of a plain storage, by its `_cdata`.
         misfits: sources whose shards were made from left to right (`Mesh.right_first`).
+        grids: the ranks of each mesh that is in the rows. Ranks may be on different meshes of one
+            shape: then each mesh has the whole tensor.
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -66,6 +68,8 @@ class Table:
     by_leaf: dict[int, int] = field(default_factory=dict)
     by_storage: dict[int, int] = field(default_factory=dict)
     misfits: list[int] = field(default_factory=list)
+    grids: list[tuple[int, ...]] = field(default_factory=list)
+    meshes: dict[Mesh, int] = field(default_factory=dict)
 
     def digest(self) -> bytes:
         """Return what is the same on all ranks if and only if their tables are alike."""
@@ -80,20 +84,28 @@ class Table:
             for _, first, stop in source.spec.held.ranges
         ]
 
-    def complete(self, ranges: Mapping[int, list[tuple[int, int, int]]], misfits: set[int]) -> None:
+    def complete(
+        self,
+        ranges: Mapping[int, list[tuple[int, int, int]]],
+        misfits: set[int],
+        grids: Sequence[tuple[tuple[int, ...], ...]],
+    ) -> None:
         """Enter what the other ranks told.
 
         Args:
             ranges: what the ranks hold of each FlatShard: rank, first element, end.
             misfits: see the attribute; of any rank.
+            grids: of each mesh, those of all ranks.
         """
         for number, source in enumerate(self.sources):
             spec = source.spec
             if isinstance(source.leaf, FlatShard):
                 found = tuple(sorted(map(tuple, ranges.get(number, ()))))
                 source.spec = replace(spec, held=Flat(found))  # type: ignore[arg-type]
-            elif number in misfits and isinstance(spec.held, Mesh):
-                source.spec = replace(spec, held=spec.held._replace(right_first=False))
+            elif isinstance(spec.held, Mesh):
+                mesh = self.meshes[spec.held._replace(right_first=True)]
+                held = spec.held._replace(grids=grids[mesh], right_first=number not in misfits)
+                source.spec = replace(spec, held=held)
 
 
 def difference(mine: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> str | None:
@@ -134,18 +146,15 @@ def table_of(obj: object, rank: int, ranks: Mapping[int, int]) -> Table:
         LoadMismatchError: a tensor has a placement that cannot be in a file.
     """
     table = Table()
-    meshes: dict[Mesh, int] = {}
     for key, leaf in leaves(obj):
         if isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
-            _add_sharded(table, key, leaf, rank, ranks, meshes)
+            _add_sharded(table, key, leaf, rank, ranks)
         elif type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.device.type != "meta":
             _add_plain(table, key, leaf)
     return table
 
 
-def _add_sharded(
-    table: Table, key: str, leaf: Any, rank: int, ranks: Mapping[int, int], meshes: dict[Mesh, int]
-) -> None:
+def _add_sharded(table: Table, key: str, leaf: Any, rank: int, ranks: Mapping[int, int]) -> None:
     number = table.by_leaf.get(id(leaf))
     if number is None:
         spec, _, parts = holding(leaf, key, rank, ranks)
@@ -157,9 +166,10 @@ def _add_sharded(
     how: Any = None
     if isinstance(spec.held, Mesh):
         mesh = spec.held._replace(right_first=True)
-        how = meshes.setdefault(mesh, len(meshes))
-        if how == len(meshes) - 1:
-            how = (how, mesh.shape, mesh.ranks, tuple(map(tuple, mesh.splits)))
+        index = table.meshes.setdefault(mesh, len(table.meshes))
+        if index == len(table.grids):
+            table.grids.append(mesh.grids[0])
+        how = (index, mesh.shape, tuple(map(tuple, mesh.splits)))
     table.rows.append((key, number, spec.shape, str(spec.dtype), how))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.pieces import as_dtensor
 
 __all__ = ["is_leaf", "leaves", "states"]
 
@@ -100,8 +101,17 @@ def _state(value: Any, modules: list[torch.nn.Module]) -> Any:
     )
 
     if isinstance(value, torch.nn.Module):
-        return get_model_state_dict(value)
-    return get_optimizer_state_dict(module_of(value, modules), value)
+        return _rebuilt(get_model_state_dict(value))
+    return _rebuilt(get_optimizer_state_dict(module_of(value, modules), value))
+
+
+def _rebuilt(value: Any) -> Any:
+    """Return a state dict in the containers that torch gives a full one, each shard by itself."""
+    if isinstance(value, dict):
+        return {key: _rebuilt(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_rebuilt(item) for item in value)
+    return value.detach() if as_dtensor(value) is not None else value
 
 
 def module_of(optimizer: torch.optim.Optimizer, modules: list[torch.nn.Module]) -> torch.nn.Module:

@@ -60,7 +60,12 @@ def placement(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
     if rank == 2:
         local = torch.zeros(3072, 340, dtype=torch.int64)
         state["rows"] = DTensor.from_local(
-            local, mesh, [Shard(1)], run_check=False, shape=torch.Size((3072, 1024)), stride=(1024, 1)
+            local,
+            mesh,
+            [Shard(1)],
+            run_check=False,
+            shape=torch.Size((3072, 1024)),
+            stride=(1024, 1),
         )
 
 
