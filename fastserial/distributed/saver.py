@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
 from fastserial.distributed import merging
@@ -36,7 +38,7 @@ from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
 from fastserial.distributed.tables import Table, difference, table_of
 from fastserial.distributed.walk import states
 from fastserial.errors import WriteError, write_error
-from fastserial.formats.zip.layout import archive_name
+from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
 from fastserial.interrupts import finish
 from fastserial.reports import RankReport, SaveReport, publish_save
 from fastserial.saving import torch_writer
@@ -61,6 +63,7 @@ class _Hello(NamedTuple):
     digest: bytes
     ranges: list[tuple[int, int, int]]
     misfits: list[int]
+    grids: list[tuple[int, ...]]
     kept: bytes
     node: str
 
@@ -72,6 +75,7 @@ class _Orders(NamedTuple):
     plan: FilePlan | None
     ranges: dict[int, list[tuple[int, int, int]]]
     misfits: list[int]
+    grids: list[tuple[tuple[int, ...], ...]]
     place: Place
     checksums: bool
     sync_alone: bool  # the ranks are on several nodes: each syncs what it wrote
@@ -185,7 +189,9 @@ class _Saving:
             hellos = [pickle.loads(text) for text in messages]
             return self._decide(hellos, records, container, place)
 
-        hello = _Hello(table.digest(), table.ranges(), table.misfits, self._kept.name, node_name())
+        hello = _Hello(
+            table.digest(), table.ranges(), table.misfits, table.grids, self._kept.name, node_name()
+        )
         orders: _Orders = pickle.loads(traffic.consult(pickle.dumps(hello), decide))
         if not orders.alike:
             traffic.consult(marshal.dumps(table.rows, 2), self._blame)
@@ -268,11 +274,16 @@ class _Saving:
             for source, first, stop in hello.ranges:
                 ranges.setdefault(source, []).append((rank, first, stop))
         misfits = sorted({source for hello in hellos for source in hello.misfits})
+        grids = [
+            tuple(sorted(set(found))) for found in zip(*(h.grids for h in hellos), strict=False)
+        ]
         end = container.end if container is not None else 0
         plan = FilePlan(end, records, self._chosen(hellos))
         checksums = torch_writer.checksums_wanted()
         name = hashlib.sha256(
-            marshal.dumps((tuple(plan), sorted(ranges.items()), misfits, hellos[0].digest), 2)
+            marshal.dumps(
+                (tuple(plan), sorted(ranges.items()), misfits, grids, hellos[0].digest), 2
+            )
         ).digest()
         same = all(hello.kept == name for hello in hellos)
         nodes = len({hello.node for hello in hellos})
@@ -281,6 +292,7 @@ class _Saving:
             None if same else plan,
             {} if same else ranges,
             [] if same else misfits,
+            [] if same else grids,
             place,
             checksums,
             nodes > 1,
@@ -298,10 +310,10 @@ class _Saving:
         if orders.plan is None:
             raise ValueError("rank 0 sent no plan")
         plan = orders.plan
-        table.complete(orders.ranges, set(orders.misfits))
+        table.complete(orders.ranges, set(orders.misfits), orders.grids)
         specs = [source.spec for source in table.sources]
         made = schedule(plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
-        told = sorted(orders.ranges.items()), orders.misfits, table.digest()
+        told = sorted(orders.ranges.items()), orders.misfits, orders.grids, table.digest()
         name = hashlib.sha256(marshal.dumps((tuple(plan), *told), 2)).digest()
         traffic.kept["save"] = _Kept(name, b"", plan, made, specs)
         return plan, made
