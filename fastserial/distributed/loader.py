@@ -15,7 +15,7 @@ from fastserial import config as config_module
 from fastserial.checksums import CrcLedger
 from fastserial.checksums import Piece as CrcPiece
 from fastserial.config import Config
-from fastserial.distributed.file_index import FileIndex, Record, fingerprint, index_of_file, unpack
+from fastserial.distributed.file_index import FileIndex, fingerprint, index_of_file, unpack
 from fastserial.distributed.flow import Flow
 from fastserial.distributed.group import Traffic, traffic_of
 from fastserial.distributed.matching import Match, file_leaves, path_name, unused
@@ -126,6 +126,7 @@ class _Done(NamedTuple):
 
     line: RankReport
     pieces: list[CrcPiece]
+    all_checked: bool
 
 
 class _Verdict(NamedTuple):
@@ -269,32 +270,46 @@ class _Load:
                 "share": self._filled - self._own_read,
             },
         )
-        message = pickle.dumps(_Done(line, self._parts.ledger.pieces()))
+        all_checked = self._parts.all_checked and not self._wishes.odd
+        message = pickle.dumps(_Done(line, self._parts.ledger.pieces(), all_checked))
         verdict: _Verdict = pickle.loads(self._traffic.consult(message, self._decide_on_checksums))
         return verdict
 
     def _decide_on_checksums(self, told: Sequence[bytes]) -> bytes:
         done: list[_Done] = [pickle.loads(message) for message in told]
+        # Without broadcast every rank has read what it wants: what they know is no puzzle.
+        groups = [done] if self._broadcast else [[one] for one in done]
+        damage = ""
+        verified = all(one.all_checked for one in done)
+        for group in groups:
+            found, whole = self._compare_checksums(group)
+            damage = damage or found
+            verified = verified and whole
+        return pickle.dumps(_Verdict(damage, verified, tuple(one.line for one in done)))
+
+    def _compare_checksums(self, done: Sequence[_Done]) -> tuple[str, bool]:
+        """Return what is damaged, if anything is, and whether all records are known as a whole."""
         records = self._parts.records
         ledger = CrcLedger([record.nbytes for record in records], [None] * len(records))
-        readers: dict[int, set[int]] = {}
+        readers: dict[int, list[str]] = {}
         for one in done:
             ledger.merge(one.pieces)
-            for piece in one.pieces:
-                readers.setdefault(piece.record, set()).add(one.line.rank)
-        found = {piece.record: piece.crc for piece in ledger.pieces() if _is_whole(piece, records)}
-        damage = ""
+            for number in sorted({piece.record for piece in one.pieces}):
+                readers.setdefault(number, []).append(str(one.line.rank))
+        found = {
+            piece.record: piece.crc
+            for piece in ledger.pieces()
+            if piece.length == records[piece.record].nbytes
+        }
         for number, crc in sorted(found.items()):
             record = records[number]
             if crc != record.crc:
-                ranks = ", ".join(map(str, sorted(readers[number])))
                 damage = (
                     f"record {record.name} is damaged: its CRC-32 is {crc:#010x}, not "
-                    f"{record.crc:#010x} (read by rank {ranks}). {_HALFWAY}"
+                    f"{record.crc:#010x} (read by rank {', '.join(readers[number])}). {_HALFWAY}"
                 )
-                break
-        verified = bool(records) and set(readers) <= set(found)
-        return pickle.dumps(_Verdict(damage, verified, tuple(one.line for one in done)))
+                return damage, False
+        return "", set(readers) <= set(found)
 
     def finish(self) -> None:
         """Put in place what is not a tensor's memory."""
@@ -326,10 +341,6 @@ class _Load:
         )
         publish_load(report, config.on_load)
         return report
-
-
-def _is_whole(piece: CrcPiece, records: Sequence[Record]) -> bool:
-    return piece.length == records[piece.record].nbytes
 
 
 def _by_rank(told: Sequence[Sequence[str]]) -> list[str]:

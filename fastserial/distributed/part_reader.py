@@ -106,7 +106,13 @@ def _without(runs: Sequence[Run], others: Sequence[Run]) -> Iterator[Run]:
 
 
 class PartReader:
-    """Reads what this rank reads of the file, each byte once."""
+    """Reads what this rank reads of the file, each byte once.
+
+    Attributes:
+        records: those whose checksums are compared.
+        ledger: what is known of these checksums.
+        all_checked: whether all that was read is part of such records.
+    """
 
     def __init__(self, reader: FastFileReader, records: Sequence[Record], verify: bool) -> None:
         self._reader = reader
@@ -114,6 +120,7 @@ class PartReader:
         self._stops = [record.offset + record.nbytes for record in self.records]
         sizes = [record.nbytes for record in self.records]
         self.ledger = CrcLedger(sizes, [None] * len(sizes))
+        self.all_checked = verify
 
     @property
     def bytes_read(self) -> int:
@@ -129,6 +136,7 @@ class PartReader:
             OSError: it cannot be read.
         """
         if not self.records:
+            self.all_checked = False
             self._reader.read_into(extents)
             return
         checked: list[ReadExtent] = []
@@ -149,8 +157,9 @@ class PartReader:
                     whole = len(parts) == 1 and parts[0][1] == high - low
                     sink = parts[0][2] if whole else PartsSink(parts)
                     checked.append(self._checked(number, low, high, sink))
-        checked += [extent for place, extent in enumerate(left) if place not in taken]
-        self._reader.read_into(checked)
+        rest = [extent for place, extent in enumerate(left) if place not in taken]
+        self.all_checked &= not rest
+        self._reader.read_into([*checked, *rest])
 
     def read_window(self, window: Window, pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
         """Read what pieces need of a window into its buffer.
@@ -163,6 +172,7 @@ class PartReader:
         extents: list[ReadExtent] = []
         if self.records:
             spans = list(self._check_records(window, spans, buffer, extents))
+        self.all_checked &= not spans
         extents += [
             ReadExtent(span.first, span.stop - span.first, _into(buffer, span.at, span))
             for span in spans

@@ -45,6 +45,7 @@ class Wishes:
 
     Attributes:
         targets: what is read by windows or straight.
+        odd: what `read_odd` reads.
     """
 
     def __init__(self, jobs: Sequence[Job], grids: dict[int, Grid]) -> None:
@@ -60,7 +61,7 @@ class Wishes:
                     else _Odd(job.tensor, box, view)
                 )
         self.targets = [wish for wish in last.values() if isinstance(wish, Target)]
-        self._odd = [wish for wish in last.values() if isinstance(wish, _Odd)]
+        self.odd = [wish for wish in last.values() if isinstance(wish, _Odd)]
 
     def need(self, file_size: int, block: int) -> NeedMap:
         """Return which blocks of the file the targets need."""
@@ -77,7 +78,7 @@ class Wishes:
             CorruptCheckpointError: the file changed meanwhile.
             OSError: it cannot be read.
         """
-        for wish in self._odd:
+        for wish in self.odd:
             tensor, view = wish.tensor, wish.view
             meta = torch.empty_strided(
                 tensor.shape, tensor.stride, dtype=tensor.dtype, device="meta"

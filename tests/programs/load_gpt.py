@@ -1,7 +1,8 @@
 """A rank: trains a small GPT. Arguments: checkpoint, data ranks, tensor ranks, `save` or `load`.
 
-`save` trains ten steps and saves after five. `load` begins with other weights and a new optimizer,
-loads them and trains the last five. Rank 0 prints the losses.
+`save` trains ten steps and saves after five, and once more as stock does, after a gather. `load`
+begins with other weights and a new optimizer, loads, and trains the last five. Rank 0 prints the
+losses.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from support.gpt import GPT, parallel, train
 from support.ranks import join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from fastserial.distributed import load
+from fastserial.distributed import load, save
 
 
 def main() -> None:
@@ -29,7 +30,9 @@ def main() -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
         if rank == 0:
-            torch.save({"model": model_state, "optimizer": optimizer_state, "step": 5}, path)
+            gathered = {"model": model_state, "optimizer": optimizer_state, "step": 5}
+            torch.save(gathered, f"{path}.gathered")
+        save({"model": model, "optimizer": optimizer, "step": 5}, path)
     else:
         step = {"model": model, "optimizer": optimizer, "step": 0}
         load(path, step)

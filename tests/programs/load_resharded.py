@@ -100,9 +100,10 @@ def like(value: Any, make: Any) -> Any:
 def differing(a: Any, b: Any, key: str = "") -> list[str]:
     """Return the keys at which two nests differ."""
     if isinstance(a, FlatShard):
-        return [] if same_bytes(a.tensor, b.tensor) else [key]
+        a, b = a.tensor, b.tensor
     if isinstance(a, torch.Tensor):
         a, b = (getattr(one, "_local_tensor", one) for one in (a, b))
+        a, b = (one.clone(memory_format=torch.contiguous_format) for one in (a, b))
         return [] if same_bytes(a, b) else [key]
     if isinstance(a, dict | list):
         items = a.items() if isinstance(a, dict) else enumerate(a)
