@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import ranks
 
-FULL = os.environ.get("FASTSERIAL_FAULTS", "") == "full"
+FULL = "full" in map(os.environ.get, ("FASTSERIAL_FAULTS", "FASTSERIAL_DISTRIBUTED"))
 SEED = int(os.environ.get("FASTSERIAL_FAULTS_SEED", "20261122"))
 
 
