@@ -168,10 +168,10 @@ class PartReader:
             CorruptCheckpointError: the file changed meanwhile.
             OSError: it cannot be read.
         """
-        spans = spans_of(pieces, _NEAR)
         extents: list[ReadExtent] = []
         if self.records:
-            spans = list(self._check_records(window, spans, buffer, extents))
+            pieces = self._check_records(window, pieces, buffer, extents)
+        spans = spans_of(pieces, _NEAR)
         self.all_checked &= not spans
         extents += [
             ReadExtent(span.first, span.stop - span.first, _into(buffer, span.at, span))
@@ -182,26 +182,29 @@ class PartReader:
     def _check_records(
         self,
         window: Window,
-        spans: Sequence[Range],
+        pieces: Sequence[Piece],
         buffer: torch.Tensor,
         extents: list[ReadExtent],
-    ) -> Iterator[Range]:
-        """Read the parts of records in a window of which something is needed; yield the rest."""
-        firsts = [span.first for span in spans]
-        wholes: list[Range] = []
-        for one in window.ranges:
+    ) -> list[Piece]:
+        """Read what a window has of the records that pieces are in; return the other pieces."""
+        places = [one.at for one in window.ranges]
+        rest: list[Piece] = []
+        wanted: set[tuple[int, int]] = set()
+        for piece in pieces:
+            place = bisect.bisect_right(places, piece.source) - 1
+            first, last = piece.target.grid.span(piece.box)
+            number = bisect.bisect_right(self._stops, first)
+            known = number < len(self.records) and self.records[number].offset <= first
+            if known:
+                wanted.add((place, number))
+            if not known or last > window.ranges[place].stop:
+                rest.append(piece)
+        for place, one in enumerate(window.ranges):
             for number, low, high in self._in_records(one.first, one.stop):
-                place = bisect.bisect_left(firsts, high) - 1  # the last that begins before the end
-                if place >= 0 and spans[place].stop > low:
-                    whole = Range(low, high, one.at + low - one.first)
-                    sink = _into(buffer, whole.at, whole)
-                    extents.append(self._checked(number, low, high, sink))
-                    wholes.append(whole)
-        begins = [whole.first for whole in wholes]
-        for span in spans:
-            place = bisect.bisect_right(begins, span.first) - 1
-            if place < 0 or not _lies_in(span, wholes[place]):
-                yield span
+                if (place, number) in wanted:
+                    span = Range(low, high, one.at + low - one.first)
+                    extents.append(self._checked(number, low, high, _into(buffer, span.at, span)))
+        return rest
 
     def _in_records(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield what records have in a range of the file: number, first byte, end."""
@@ -217,14 +220,6 @@ class PartReader:
 
 def _into(buffer: torch.Tensor, at: int, span: Range) -> HostSink:
     return HostSink(buffer.data_ptr() + at, span.stop - span.first, buffer)
-
-
-def _lies_in(span: Range, whole: Range) -> bool:
-    return (
-        whole.first <= span.first
-        and span.stop <= whole.stop
-        and span.at - whole.at == span.first - whole.first
-    )
 
 
 class _CheckedPart:
