@@ -61,7 +61,7 @@ class Model(nn.Module):
 def made(kind: str, count: int) -> nn.Module:
     """Return a model in the way of a kind of parallelism."""
     torch.manual_seed(1)
-    width = 257 if "large" in kind else 24
+    width = 258 if "large" in kind else 24
     model: nn.Module = Model(width, "tied" in kind)
     if kind.startswith("fsdp-tp"):
         mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("dp", "tp"))
