@@ -63,7 +63,7 @@ class _Hello(NamedTuple):
     digest: bytes
     ranges: list[tuple[int, int, int]]
     misfits: list[int]
-    grids: list[tuple[int, ...]]
+    grids: list[tuple[tuple[int, ...], ...]]
     kept: bytes
     node: str
 
@@ -275,7 +275,8 @@ class _Saving:
                 ranges.setdefault(source, []).append((rank, first, stop))
         misfits = sorted({source for hello in hellos for source in hello.misfits})
         grids = [
-            tuple(sorted(set(found))) for found in zip(*(h.grids for h in hellos), strict=False)
+            tuple(sorted({grid for several in found for grid in several}))
+            for found in zip(*(hello.grids for hello in hellos), strict=False)
         ]
         end = container.end if container is not None else 0
         plan = FilePlan(end, records, self._chosen(hellos))

@@ -101,3 +101,7 @@ def test_memory_does_not_grow_with_the_state(count: int, tmp_path: Path) -> None
     size = 1024 if FULL else 160
     for out in ranks.run("ranks_memory", count, tmp_path, size):
         assert int(out) <= 128 * MIB
+
+
+def test_pipeline_stages_are_saved_as_one_state(tmp_path: Path) -> None:
+    assert int(ranks.run("ranks_union", 4, tmp_path)[0]) > 12 * MIB
