@@ -206,7 +206,7 @@ class _Saving:
         writer = ShardWriter(plan, made, table.sources, container, orders.checksums)
         fd = self._new.fd if self._new is not None else self._opened.fd if self._opened else -1
         try:
-            out = writer.write(fd, self._config, exchange, _tile_bytes(traffic.size))
+            out = writer.write(fd, self._config, exchange, lambda nbytes: traffic.alive())
             syncing = perf_counter()
             if orders.sync_alone and self._opened is not None and self._config.durable:
                 self._opened.sync()

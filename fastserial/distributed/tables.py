@@ -63,6 +63,7 @@ class Table:
         meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different meshes of one
             shape: then each mesh has the whole tensor.
         joined: number of the source of a merged tensor.
+        known: see `holding`.
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -73,6 +74,7 @@ class Table:
     grids: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     meshes: dict[Mesh, int] = field(default_factory=dict)
     joined: dict[Any, int] = field(default_factory=dict)
+    known: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def digest(self) -> bytes:
         """Return what is the same on all ranks if and only if their tables are alike."""
@@ -162,7 +164,7 @@ def table_of(obj: object, rank: int, ranks: Mapping[int, int]) -> Table:
 def _add_sharded(table: Table, key: str, leaf: Any, rank: int, ranks: Mapping[int, int]) -> None:
     number = table.by_leaf.get(id(leaf))
     if number is None:
-        spec, _, parts = holding(leaf, key, rank, ranks)
+        spec, _, parts = holding(leaf, key, rank, ranks, table.known)
         number = table.by_leaf[id(leaf)] = len(table.sources)
         table.sources.append(Source(key, spec, parts, leaf))
         _note_mesh(table, number, spec)
@@ -198,7 +200,7 @@ def _add_joined(
             if joined.leaf is not None and rank in having and nbytes:
                 parts = [(Box((0,), (nbytes,)), bytes_of(joined.leaf.untyped_storage()))]
         elif joined.leaf is not None:
-            spec, _, parts = holding(joined.leaf, key, rank, ranks)
+            spec, _, parts = holding(joined.leaf, key, rank, ranks, table.known)
         if told.kind == "flat" and joined.leaf is None:
             spec = replace(spec, held=Flat(()))
         elif told.mesh is not None:
