@@ -88,9 +88,7 @@ def distributed(session: nox.Session) -> None:
     """One file from many ranks: identity, failures, kills, memory, in their long forms."""
     install(session, TORCH, "test")
     default = ["tests/distributed"]
-    session.run(
-        "pytest", *(session.posargs or default), env={"FASTSERIAL_DISTRIBUTED": "full"}
-    )
+    session.run("pytest", *(session.posargs or default), env={"FASTSERIAL_DISTRIBUTED": "full"})
 
 
 @nox.session

@@ -18,11 +18,8 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import torch
 
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
@@ -32,13 +29,14 @@ from fastserial.distributed.exchange import Exchange
 from fastserial.distributed.finishing import finish_file
 from fastserial.distributed.full_pickle import full_pickle
 from fastserial.distributed.group import Traffic, traffic_of
+from fastserial.distributed.nodes import node_name
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.shard_writer import Head, ShardWriter
 from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
 from fastserial.distributed.tables import Table, difference, table_of
 from fastserial.distributed.walk import states
 from fastserial.errors import WriteError, write_error
-from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
+from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.reports import RankReport, SaveReport, publish_save
 from fastserial.saving import torch_writer
@@ -190,7 +188,7 @@ class _Saving:
             return self._decide(hellos, records, container, place)
 
         hello = _Hello(
-            table.digest(), table.ranges(), table.misfits, table.grids, self._kept.name, _node()
+            table.digest(), table.ranges(), table.misfits, table.grids, self._kept.name, node_name()
         )
         orders: _Orders = pickle.loads(traffic.consult(pickle.dumps(hello), decide))
         if not orders.alike:
@@ -214,7 +212,7 @@ class _Saving:
             raise self._explained(error) from error
         mine = RankReport(
             rank=traffic.rank,
-            node=_node(),
+            node=node_name(),
             bytes=made.nbytes,
             sent_bytes=exchange.sent_bytes,
             received_bytes=exchange.received_bytes,
@@ -367,12 +365,3 @@ class _Saving:
 
 def _tile_bytes(size: int) -> int:
     return max(_SMALLEST_TILE, min(_TILE, _TILES // size // _SMALLEST_TILE * _SMALLEST_TILE))
-
-
-def _node() -> str:
-    """Return what tells this node's kernel from others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return f"{os.uname().nodename} {boot}" if not boot else boot

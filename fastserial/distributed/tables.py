@@ -27,10 +27,7 @@ __all__ = ["SHARED_FROM", "Source", "Table", "bytes_of", "difference", "table_of
 # buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
 SHARED_FROM = 1024 * 1024
 _REMEDY = ' (merge="union" saves the tensors of all ranks)'
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
-    torch.Tensor,
-    torch.nn.Parameter,
-)  # fmt: skip
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 @dataclass(slots=True)
@@ -60,8 +57,8 @@ class Table:
         by_leaf: number of the source of a sharded leaf, by its `id`.
         by_storage: number of the source of a plain storage, by its `_cdata`.
         misfits: sources whose shards were made from left to right (`Mesh.right_first`).
-        meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different meshes of one
-            shape: then each mesh has the whole tensor.
+        meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
+            meshes of one shape: then each mesh has the whole tensor.
         joined: number of the source of a merged tensor.
         known: see `holding`.
     """
