@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from fastserial.distributed.boxes import Box, boxes_of_range, run_of
@@ -101,7 +102,7 @@ def _sweep(flat: Flat) -> list[Run]:
     """Return disjoint ranges with all ranks that hold them."""
     ends = sorted({end for _, first, stop in flat.ranges for end in (first, stop)})
     found = []
-    for first, stop in zip(ends, ends[1:], strict=False):
+    for first, stop in pairwise(ends):
         ranks = {rank for rank, begin, end in flat.ranges if begin <= first and stop <= end}
         if ranks:
             found.append(Run(first, stop, tuple(sorted(ranks)), ()))

@@ -11,6 +11,7 @@ import torch
 
 from fastserial.checksums import crc32
 from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import TensorSpec, as_dtensor
 from fastserial.distributed.tables import Source, Table
 from fastserial.distributed.untouched import Untouched
@@ -122,11 +123,14 @@ def _stand_ins(
     """
     found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
     for number, source in enumerate(table.sources):
-        storage = source.leaf
-        if isinstance(storage, torch.UntypedStorage):
-            if storage.device.type == "cpu":
+        leaf = source.leaf
+        plain = isinstance(leaf, torch.UntypedStorage) or (
+            isinstance(leaf, Joined) and leaf.told.storage is not None
+        )
+        if plain:
+            if isinstance(leaf, torch.UntypedStorage) and leaf.device.type == "cpu":
                 continue
-            found[number] = stand_in = untouched.storage(storage.nbytes())
+            found[number] = stand_in = untouched.storage(source.spec.nbytes)
             address = stand_in.data_ptr()
         else:
             found[number] = tensor = _whole(source, untouched)
@@ -139,7 +143,8 @@ def _stand_ins(
 def _whole(source: Source, untouched: Untouched) -> torch.Tensor:
     spec: TensorSpec = source.spec
     whole = untouched.tensor(spec.shape, spec.dtype)
-    if not isinstance(source.leaf, FlatShard) and source.leaf.requires_grad:
+    leaf = source.leaf.told if isinstance(source.leaf, Joined) else source.leaf
+    if not isinstance(leaf, FlatShard) and leaf.requires_grad:
         whole.requires_grad_()
     return whole
 
@@ -149,9 +154,11 @@ def _pickler(
 ) -> type[pickle.Pickler]:
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            if not isinstance(obj, torch.Tensor | FlatShard):
+            if not isinstance(obj, torch.Tensor | FlatShard | Joined):
                 return NotImplemented
             number = table.by_leaf.get(id(obj))
+            if isinstance(obj, Joined) and number is not None:
+                return _joined(obj, stand_ins[number]).__reduce_ex__(_PROTOCOL)
             if number is not None:
                 return stand_ins[number].__reduce_ex__(_PROTOCOL)
             if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
@@ -164,6 +171,19 @@ def _pickler(
             return NotImplemented
 
     return Pickler
+
+
+def _joined(joined: Joined, stand_in: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
+    """Return the tensor that is pickled for one of a merged state."""
+    told = joined.told
+    if isinstance(stand_in, torch.Tensor) or told.storage is None:
+        return stand_in  # type: ignore[return-value]
+    _, _, offset, stride = told.storage
+    tensor = torch.empty(0, dtype=told.dtype, device="cpu")
+    tensor.set_(stand_in, offset, told.shape, stride)  # type: ignore[call-overload]
+    if told.is_parameter:
+        return torch.nn.Parameter(tensor, told.requires_grad)
+    return tensor.requires_grad_(told.requires_grad)
 
 
 def _on_host(

@@ -26,6 +26,8 @@ __all__ = ["Traffic", "traffic_of"]
 
 _FAILED = "failed"  # key of the failure in the store
 _HEADER = 8  # bytes of a message's length
+_ALIVE = -1  # instead of a length: more will come
+_DATA, _WORDS = 0, 1  # tags: bytes of tensors, messages
 _GRACE = 2.0  # seconds in which a rank that failed says why
 
 # By the job's group of all ranks, and the ranks.
@@ -79,6 +81,8 @@ class Traffic:
         self.kept: dict[str, object] = {}
         self._calls = 0
         self._generation = 0
+        self._beats: list[tuple[Any, Any]] = []  # sent, but perhaps not heard yet
+        self._last_beat = 0.0
         self._name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         self._job_store = store
         self._store: Any = None
@@ -92,6 +96,8 @@ class Traffic:
             DistributedError: it has failed on another rank already.
         """
         self._calls += 1
+        self._beats.clear()
+        self._last_beat = time.monotonic()
         self.timeout = timeout
         self._closed = False
         while True:
@@ -143,12 +149,23 @@ class Traffic:
     def send(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
         """Start to send a contiguous host tensor; call the result to wait until it is sent."""
         with self._blaming(rank):
-            return self._waiting(rank, self._group.send([data], rank, 0))
+            return self._waiting(rank, self._group.send([data], rank, _DATA))
 
     def receive(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
         """Start to receive into a contiguous host tensor; call the result to wait for it."""
         with self._blaming(rank):
-            return self._waiting(rank, self._group.recv([data], rank, 0))
+            return self._waiting(rank, self._group.recv([data], rank, _DATA))
+
+    def alive(self) -> None:
+        """Let the others know that this rank is busy: call it often during long work."""
+        now = time.monotonic()
+        if self.size == 1 or now - self._last_beat < self.timeout / 4:
+            return
+        self._last_beat = now
+        for rank in [0] if self.rank else range(1, self.size):
+            beat = torch.tensor([_ALIVE]).view(torch.uint8)
+            with self._blaming(rank):
+                self._beats.append((beat, self._group.send([beat], rank, _WORDS)))
 
     def consult(self, message: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Give rank 0 every rank's message, and return what it decides.
@@ -195,18 +212,28 @@ class Traffic:
             raise
 
     def _put(self, rank: int, message: bytes) -> None:
-        size = torch.tensor([len(message)], dtype=torch.int64)
-        self.send(rank, size.view(torch.uint8))()
+        self._pass(rank, torch.tensor([len(message)]).view(torch.uint8), self._group.send)
         if message:
-            self.send(rank, torch.frombuffer(bytearray(message), dtype=torch.uint8))()
+            self._pass(
+                rank, torch.frombuffer(bytearray(message), dtype=torch.uint8), self._group.send
+            )
 
     def _get(self, rank: int) -> bytes:
         size = torch.empty(_HEADER, dtype=torch.uint8)
-        self.receive(rank, size)()
-        text = bytearray(int(size.view(torch.int64).item()))
+        length = _ALIVE
+        while length == _ALIVE:
+            self._pass(rank, size, self._group.recv)
+            length = int(size.view(torch.int64).item())
+        text = bytearray(length)
         if text:
-            self.receive(rank, torch.frombuffer(text, dtype=torch.uint8))()
+            self._pass(rank, torch.frombuffer(text, dtype=torch.uint8), self._group.recv)
         return bytes(text)
+
+    def _pass(self, rank: int, data: torch.Tensor, how: Callable[..., Any]) -> None:
+        """Send or receive a part of a message."""
+        with self._blaming(rank):
+            work = how([data], rank, _WORDS)
+        self._waiting(rank, work)()
 
     def _waiting(self, rank: int, work: Any) -> Callable[[], None]:
         def wait() -> None:

@@ -10,7 +10,7 @@ import torch
 from fastserial.distributed.boxes import Box, boxes_of_range, run_of
 from fastserial.distributed.exchange import as_integers
 from fastserial.distributed.flat_shard import FlatShard
-from fastserial.distributed.pieces import Flat
+from fastserial.distributed.joined import Joined
 from fastserial.distributed.tables import Source
 from fastserial.memory.storages import HostMemory, Memory
 
@@ -28,8 +28,9 @@ class Memories:
         self._item = spec.dtype.itemsize
         self._nbytes = spec.nbytes
         found = []
-        if isinstance(source.leaf, FlatShard) and isinstance(spec.held, Flat):
-            shard = source.leaf
+        leaf = source.leaf.leaf if isinstance(source.leaf, Joined) else source.leaf
+        if isinstance(leaf, FlatShard):
+            shard = leaf
             found.append((shard.start, shard.tensor))
         else:
             for box, view in source.parts:

@@ -131,13 +131,20 @@ def as_dtensor(leaf: object) -> Any | None:
     return leaf if module is not None and isinstance(leaf, module.DTensor) else None
 
 
-def holding(leaf: object, key: str, rank: int, ranks: Mapping[int, int]) -> Holding:
+def holding(
+    leaf: object,
+    key: str,
+    rank: int,
+    ranks: Mapping[int, int],
+    known: dict[int, tuple[int, ...]] | None = None,
+) -> Holding:
     """Return what this rank holds of a leaf: a tensor, a DTensor or a FlatShard.
 
     Args:
         key: the leaf's name, for errors.
         rank: this rank in the group.
         ranks: the group's rank of each global rank.
+        known: keeps what is found of meshes, by their `id`, while they live.
 
     Raises:
         LoadMismatchError: a placement cannot be in a file: `Partial`, say.
@@ -150,7 +157,7 @@ def holding(leaf: object, key: str, rank: int, ranks: Mapping[int, int]) -> Hold
     if sharded is not None:
         with torch.no_grad():
             local: torch.Tensor = sharded.to_local()
-        spec = TensorSpec(tuple(sharded.shape), sharded.dtype, _mesh(sharded, key, ranks))
+        spec = TensorSpec(tuple(sharded.shape), sharded.dtype, _mesh(sharded, key, ranks, known))
         if is_ambiguous(spec) and not fits(spec, rank, tuple(local.shape)):
             spec = in_other_order(spec)
         return Holding(spec, local.detach(), _views(spec, rank, local.detach(), key))
@@ -297,13 +304,15 @@ def _views(
         return parts
     if spec.held is None:
         return [(box, local) for box in boxes_on(spec, rank)]
+    boxes = boxes_on(spec, rank)
+    if len(boxes) == 1 and boxes[0].sizes == local.shape:
+        return [(boxes[0], local)]
     if not fits(spec, rank, tuple(local.shape)) and (local.numel() or local_bytes(spec, rank)):
         raise LoadMismatchError(
             f"{key}: the shard of rank {rank} has the shape {tuple(local.shape)}, which is not "
             f"what its placements {spec.held.splits} make of {spec.shape}"
         )
     # Along each dimension the ranges are one behind the other in the local tensor.
-    boxes = boxes_on(spec, rank)
     starts: list[dict[int, int]] = []
     for dim in range(len(spec.shape)):
         sizes = dict(sorted((box.offsets[dim], box.sizes[dim]) for box in boxes))
@@ -321,12 +330,17 @@ def _views(
     return parts
 
 
-def _mesh(sharded: Any, key: str, ranks: Mapping[int, int]) -> Mesh:
+def _mesh(
+    sharded: Any, key: str, ranks: Mapping[int, int], known: dict[int, tuple[int, ...]] | None
+) -> Mesh:
     mesh = sharded.device_mesh
-    splits = tuple(_split(placement, key) for placement in sharded.placements)
-    grid = mesh.mesh
-    found = tuple(ranks.get(rank, -1) for rank in grid.flatten().tolist())
-    return Mesh(tuple(grid.shape), (found,), splits)
+    splits = tuple([_split(placement, key) for placement in sharded.placements])
+    found = known.get(id(mesh)) if known is not None else None
+    if found is None:
+        found = tuple(ranks.get(rank, -1) for rank in mesh.mesh.flatten().tolist())
+        if known is not None:
+            known[id(mesh)] = found
+    return Mesh(tuple(mesh.shape), (found,), splits)
 
 
 def _split(placement: Any, key: str) -> Split:

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
 from fastserial.distributed import merging
@@ -38,7 +36,7 @@ from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
 from fastserial.distributed.tables import Table, difference, table_of
 from fastserial.distributed.walk import states
 from fastserial.errors import WriteError, write_error
-from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
+from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.reports import RankReport, SaveReport, publish_save
 from fastserial.saving import torch_writer
@@ -63,7 +61,7 @@ class _Hello(NamedTuple):
     digest: bytes
     ranges: list[tuple[int, int, int]]
     misfits: list[int]
-    grids: list[tuple[int, ...]]
+    grids: list[tuple[tuple[int, ...], ...]]
     kept: bytes
     node: str
 
@@ -206,7 +204,7 @@ class _Saving:
         writer = ShardWriter(plan, made, table.sources, container, orders.checksums)
         fd = self._new.fd if self._new is not None else self._opened.fd if self._opened else -1
         try:
-            out = writer.write(fd, self._config, exchange, _tile_bytes(traffic.size))
+            out = writer.write(fd, self._config, exchange, lambda nbytes: traffic.alive())
             syncing = perf_counter()
             if orders.sync_alone and self._opened is not None and self._config.durable:
                 self._opened.sync()
@@ -275,7 +273,8 @@ class _Saving:
                 ranges.setdefault(source, []).append((rank, first, stop))
         misfits = sorted({source for hello in hellos for source in hello.misfits})
         grids = [
-            tuple(sorted(set(found))) for found in zip(*(h.grids for h in hellos), strict=False)
+            tuple(sorted({grid for several in found for grid in several}))
+            for found in zip(*(hello.grids for hello in hellos), strict=False)
         ]
         end = container.end if container is not None else 0
         plan = FilePlan(end, records, self._chosen(hellos))

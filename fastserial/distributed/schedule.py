@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fastserial.distributed.boxes import Box, Overlap, overlaps
 from fastserial.distributed.covers import Cover, Held, cover_of
-from fastserial.distributed.division import FileRun, Owned, divide
+from fastserial.distributed.division import FileRun, divide
 from fastserial.distributed.pieces import TensorSpec
 
 __all__ = ["CONTAINER", "FilePlan", "Move", "Piece", "Round", "Schedule", "schedule"]
@@ -158,7 +158,8 @@ def _by_runs(
         return
     cover = covers[piece.source]
     item = specs[piece.source].dtype.itemsize
-    base, (offset, length, record, source, start) = piece.offset - piece.start, piece
+    _, length, record, source, start = piece
+    base = piece.offset - start
     for first, stop, run in cover.cut(start // item, (start + length) // item):
         part = Piece(base + first * item, (stop - first) * item, record, source, first * item)
         if run is None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import torch
 
-from fastserial.checksums import CrcLedger, Piece as Crc, crc32_combine
+from fastserial.checksums import CrcLedger, crc32_combine
+from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
 from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange, view_in_box, view_in_range
@@ -65,17 +66,22 @@ class ShardWriter:
         self.sealed: set[int] = set()
         self.seconds = {"exchange": 0.0, "write": 0.0}
 
-    def write(self, fd: int, config: Config, exchange: Exchange, tile_bytes: int) -> ExtentWriter:
+    def write(
+        self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
+    ) -> ExtentWriter:
         """Write everything but what needs checksums of other ranks; return the closed writer.
+
+        Args:
+            on_progress: called with the bytes of each piece that is written.
 
         Raises:
             OSError: a write failed.
             DistributedError: another rank failed.
         """
-        out = ExtentWriter(fd, config)
+        out = ExtentWriter(fd, config, on_progress)
         out.expect(self._made.nbytes)
         try:
-            self._write_rounds(out, exchange, tile_bytes)
+            self._write_rounds(out, exchange)
             began = perf_counter()
             out.write(self._local_extents(), self.ledger)
             out.finish()
@@ -100,7 +106,7 @@ class ShardWriter:
                 found.append(piece)
         return found
 
-    def _write_rounds(self, out: ExtentWriter, exchange: Exchange, tile_bytes: int) -> None:
+    def _write_rounds(self, out: ExtentWriter, exchange: Exchange) -> None:
         rounds = self._made.rounds
         most = max((_nbytes(found) for found in rounds), default=0)
         tiles = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in rounds[:2]]

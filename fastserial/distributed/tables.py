@@ -17,6 +17,7 @@ import torch
 
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import Flat, Mesh, TensorSpec, as_dtensor, holding
 from fastserial.distributed.walk import leaves
 
@@ -26,10 +27,7 @@ __all__ = ["SHARED_FROM", "Source", "Table", "bytes_of", "difference", "table_of
 # buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
 SHARED_FROM = 1024 * 1024
 _REMEDY = ' (merge="union" saves the tensors of all ranks)'
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
-    torch.Tensor,
-    torch.nn.Parameter,
-)  # fmt: skip
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 @dataclass(slots=True)
@@ -40,7 +38,7 @@ class Source:
         key: the name of the first leaf that has it.
         spec: the whole; a storage counts as bytes.
         parts: what this rank holds of it.
-        leaf: the sharded tensor, or the storage.
+        leaf: the sharded tensor, or the storage; of a merged state, its first tensor.
     """
 
     key: str
@@ -59,8 +57,10 @@ class Table:
         by_leaf: number of the source of a sharded leaf, by its `id`.
         by_storage: number of the source of a plain storage, by its `_cdata`.
         misfits: sources whose shards were made from left to right (`Mesh.right_first`).
-        grids: the ranks of each mesh that is in the rows. Ranks may be on different meshes of one
-            shape: then each mesh has the whole tensor.
+        meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
+            meshes of one shape: then each mesh has the whole tensor.
+        joined: number of the source of a merged tensor.
+        known: see `holding`.
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -68,8 +68,10 @@ class Table:
     by_leaf: dict[int, int] = field(default_factory=dict)
     by_storage: dict[int, int] = field(default_factory=dict)
     misfits: list[int] = field(default_factory=list)
-    grids: list[tuple[int, ...]] = field(default_factory=list)
+    grids: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     meshes: dict[Mesh, int] = field(default_factory=dict)
+    joined: dict[Any, int] = field(default_factory=dict)
+    known: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def digest(self) -> bytes:
         """Return what is the same on all ranks if and only if their tables are alike."""
@@ -80,7 +82,7 @@ class Table:
         return [
             (number, first, stop)
             for number, source in enumerate(self.sources)
-            if isinstance(source.spec.held, Flat) and isinstance(source.leaf, FlatShard)
+            if isinstance(source.spec.held, Flat) and _is_flat(source.leaf)
             for _, first, stop in source.spec.held.ranges
         ]
 
@@ -99,7 +101,7 @@ class Table:
         """
         for number, source in enumerate(self.sources):
             spec = source.spec
-            if isinstance(source.leaf, FlatShard):
+            if _is_flat(source.leaf):
                 found = tuple(sorted(map(tuple, ranges.get(number, ()))))
                 source.spec = replace(spec, held=Flat(found))  # type: ignore[arg-type]
             elif isinstance(spec.held, Mesh):
@@ -147,7 +149,9 @@ def table_of(obj: object, rank: int, ranks: Mapping[int, int]) -> Table:
     """
     table = Table()
     for key, leaf in leaves(obj):
-        if isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
+        if isinstance(leaf, Joined):
+            _add_joined(table, key, leaf, rank, ranks)
+        elif isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
             _add_sharded(table, key, leaf, rank, ranks)
         elif type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.device.type != "meta":
             _add_plain(table, key, leaf)
@@ -157,20 +161,67 @@ def table_of(obj: object, rank: int, ranks: Mapping[int, int]) -> Table:
 def _add_sharded(table: Table, key: str, leaf: Any, rank: int, ranks: Mapping[int, int]) -> None:
     number = table.by_leaf.get(id(leaf))
     if number is None:
-        spec, _, parts = holding(leaf, key, rank, ranks)
+        spec, _, parts = holding(leaf, key, rank, ranks, table.known)
         number = table.by_leaf[id(leaf)] = len(table.sources)
         table.sources.append(Source(key, spec, parts, leaf))
-        if isinstance(spec.held, Mesh) and not spec.held.right_first:
-            table.misfits.append(number)
+        _note_mesh(table, number, spec)
     spec = table.sources[number].spec
     how: Any = None
     if isinstance(spec.held, Mesh):
-        mesh = spec.held._replace(right_first=True)
-        index = table.meshes.setdefault(mesh, len(table.meshes))
-        if index == len(table.grids):
-            table.grids.append(mesh.grids[0])
-        how = (index, mesh.shape, tuple(map(tuple, mesh.splits)))
+        index = table.meshes[spec.held._replace(right_first=True)]
+        how = (index, spec.held.shape, tuple(map(tuple, spec.held.splits)))
     table.rows.append((key, number, spec.shape, str(spec.dtype), how))
+
+
+def _is_flat(leaf: object) -> bool:
+    return isinstance(leaf, FlatShard) or (isinstance(leaf, Joined) and leaf.told.kind == "flat")
+
+
+def _add_joined(
+    table: Table, key: str, joined: Joined, rank: int, ranks: Mapping[int, int]
+) -> None:
+    """Add a tensor of a merged state: the rows are the same on all ranks, who has it or not."""
+    told = joined.told
+    # Storages are told apart by the first rank that has them, and their number there.
+    place: Any = id(joined) if told.storage is None else (joined.ranks[0], told.storage[0])
+    number = table.joined.get(place)
+    if number is None:
+        number = table.joined[place] = len(table.sources)
+        parts: list[tuple[Box, torch.Tensor]] = []
+        spec = TensorSpec(told.shape, told.dtype)
+        if told.storage is not None:
+            nbytes = told.storage[1]
+            having = joined.ranks if nbytes >= SHARED_FROM else joined.ranks[:1]
+            flat = Flat(tuple((other, 0, nbytes) for other in sorted(having)) if nbytes else ())
+            spec = TensorSpec((nbytes,), torch.uint8, flat)
+            if joined.leaf is not None and rank in having and nbytes:
+                parts = [(Box((0,), (nbytes,)), bytes_of(joined.leaf.untyped_storage()))]
+        elif joined.leaf is not None:
+            spec, _, parts = holding(joined.leaf, key, rank, ranks, table.known)
+        if told.kind == "flat" and joined.leaf is None:
+            spec = replace(spec, held=Flat(()))
+        elif told.mesh is not None:
+            grids = tuple(sorted(set(joined.grids)))
+            held = spec.held if isinstance(spec.held, Mesh) else told.mesh
+            spec = replace(spec, held=held._replace(grids=grids))
+            _note_mesh(table, number, spec)
+        table.sources.append(Source(key, spec, parts, joined))
+    table.by_leaf[id(joined)] = number
+    how = told.likeness()[3:]
+    table.rows.append((key, number, told.shape, str(told.dtype), repr(how)))
+
+
+def _note_mesh(table: Table, number: int, spec: TensorSpec) -> int:
+    """Enter the mesh of a source; return its number."""
+    if not isinstance(spec.held, Mesh):
+        return -1
+    if not spec.held.right_first:
+        table.misfits.append(number)
+    mesh = spec.held._replace(right_first=True)
+    index = table.meshes.setdefault(mesh, len(table.meshes))
+    if index == len(table.grids):
+        table.grids.append(mesh.grids)
+    return index
 
 
 def _add_plain(table: Table, key: str, leaf: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 
 __all__ = ["is_leaf", "leaves", "states"]
@@ -16,7 +17,7 @@ __all__ = ["is_leaf", "leaves", "states"]
 
 def is_leaf(value: object) -> bool:
     """Return whether a value's bytes are shared among the ranks: a tensor or a FlatShard."""
-    return isinstance(value, torch.Tensor | FlatShard)
+    return isinstance(value, torch.Tensor | FlatShard | Joined)
 
 
 def leaves(obj: object) -> Iterator[tuple[str, Any]]:

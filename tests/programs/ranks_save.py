@@ -73,7 +73,10 @@ def main() -> None:
             torch.save(whole, stock)
             a, b = path.read_bytes(), stock.read_bytes()
             if a != b:
-                at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+                at = next(
+                    (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+                    min(len(a), len(b)),
+                )
                 raise AssertionError(
                     f"case {case}: {len(a)} and {len(b)} bytes, differ at {at}: {whole}"
                 )

@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fastserial import distributed, last_save_report
+from fastserial.distributed import saver
+from fastserial.distributed.schedule import schedule
 
 
 class Block(nn.Module):
@@ -61,7 +63,7 @@ class Model(nn.Module):
 def made(kind: str, count: int) -> nn.Module:
     """Return a model in the way of a kind of parallelism."""
     torch.manual_seed(1)
-    width = 257 if "large" in kind else 24
+    width = 258 if "large" in kind else 24
     model: nn.Module = Model(width, "tied" in kind)
     if kind.startswith("fsdp-tp"):
         mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -90,8 +92,17 @@ def trimmed(value: Any) -> Any:
     return [trimmed(item) for item in value] if isinstance(value, list) else value
 
 
+PLANS: list[Any] = []
+
+
+def counted(*args: Any) -> Any:
+    PLANS.append(schedule(*args))
+    return PLANS[-1]
+
+
 def main() -> None:
     rank, count = join()
+    saver.schedule = counted
     folder = Path(sys.argv[1])
     for kind in sys.argv[2:]:
         model = made(kind, count)
@@ -106,8 +117,10 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         path = folder / "model.pt"
+        PLANS.clear()
         for _ in range(2):  # with a new plan, and with the one that was kept
             distributed.save({"model": model, "optimizer": optimizer, "step": 2}, path, timeout=60)
+        assert len(PLANS) == 1, PLANS
         report = last_save_report()
         assert report is not None
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
