@@ -119,6 +119,7 @@ class _Finding(NamedTuple):
     problems: list[str]
     unused: set[int]
     need: bytes
+    call: tuple[bool, ...]
 
 
 class _Done(NamedTuple):
@@ -184,6 +185,7 @@ class _Load:
                 match.problems,
                 set(unused(leaves, match.used)),
                 zlib.compress(need.blocks, 1) if self._broadcast else b"",
+                (self._broadcast, self._strict, self._config.verify_on_load),
             )
             names = [path_name(where) for where, _ in leaves]
             answer: _Answer = pickle.loads(
@@ -227,6 +229,8 @@ class _Load:
         findings: list[_Finding] = [pickle.loads(message) for message in told]
         unexpected = sorted(set.intersection(*(finding.unused for finding in findings)))
         lines: list[str] = _by_rank([finding.problems for finding in findings])
+        if len({finding.call for finding in findings}) > 1:
+            lines.append("broadcast, strict and verify_on_load are not the same on all ranks")
         if self._strict:
             missing = _by_rank([finding.missing for finding in findings])
             if missing:

@@ -48,6 +48,7 @@ class Match:
     used: set[Path] = field(default_factory=set)
     _puts: list[Callable[[], None]] = field(default_factory=list)
     _live: list[LiveState] = field(default_factory=list)
+    _meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def compare(self, into: Any, there: Any) -> None:
         """Compare all of what is to be filled with all that the file holds.
@@ -173,7 +174,7 @@ class Match:
             self._mismatch(path, "a tensor", there)
             return
         try:
-            held = holding(into, name, self.rank, self.ranks)
+            held = holding(into, name, self.rank, self.ranks, self._meshes)
         except LoadMismatchError as error:
             self.problems.append(str(error))
             return

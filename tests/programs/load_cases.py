@@ -333,6 +333,8 @@ def what_is_left_out() -> None:
         load(path, meta)
     with pytest.raises(LoadMismatchError, match="several of its elements are one in memory"):
         load(path, torch.zeros(1).expand(6))
+    with pytest.raises(LoadMismatchError, match="not the same on all ranks"):
+        load(path, torch.zeros(6), broadcast=RANK == 0)
     sparse = written("sparse", {"a": torch.eye(3).to_sparse(), "b": rows(2)})
     with pytest.raises(LoadMismatchError, match="a: in the file its layout is"):
         load(sparse, {"a": torch.zeros(3, 3), "b": torch.zeros(2)})
