@@ -77,6 +77,7 @@ class Flow:
         windows = windows_of(left, _LARGEST_WINDOW)
         buffer = _buffer(windows)
         for window, pieces in zip(windows, by_window(self._targets, windows), strict=True):
+            self._traffic.alive()
             self._parts.read_window(window, pieces, buffer)
             for piece in pieces:
                 deliver(piece, found_in(buffer, piece))
@@ -92,6 +93,7 @@ class Flow:
         common = [share for share in shares if len(share.members) > 1]
         if not common:
             return
+        self._traffic.agree()  # who waits here, waits as long as the others show signs of life
         here = self._traffic.rank
         links = {(share.owner, member) for share in common for member in share.members}
         size = _window_size(links, self._traffic.size)

@@ -251,7 +251,7 @@ class _Load:
         """Read and exchange all bytes."""
         reader = self._open()
         verify = self._config.verify_on_load
-        self._parts = PartReader(reader, self._index.records, verify)
+        self._parts = PartReader(reader, self._index.records, verify, self._traffic.alive)
         self._flow = Flow(self._traffic, self._parts, self._wishes.targets, self._grids)
         self._flow.read_own(self._shares, self._index.size, self._block)
         self._wishes.read_odd(reader)

@@ -7,7 +7,7 @@ what the ranks know of a record is put together at the end.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from fastserial.loading.sinks import HostSink, PartsSink, ReadExtent, Sink
 
 __all__ = ["PartReader", "straight_reads"]
 
+_BETWEEN = 512 * 1024 * 1024  # bytes that are read at a stretch, unless one extent has more
 _NEAR = 64 * 1024  # bytes nobody wants that are read rather than split a read in two
 
 Run = tuple[int, int]
@@ -114,8 +115,19 @@ class PartReader:
         all_checked: whether all that was read is part of such records.
     """
 
-    def __init__(self, reader: FastFileReader, records: Sequence[Record], verify: bool) -> None:
+    def __init__(
+        self,
+        reader: FastFileReader,
+        records: Sequence[Record],
+        verify: bool,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Read with a reader, comparing the records' checksums if `verify`.
+
+        `between` is called now and then while this rank reads what it alone wants.
+        """
         self._reader = reader
+        self._between = between
         self.records = [record for record in records if record.crc is not None] if verify else []
         self._stops = [record.offset + record.nbytes for record in self.records]
         sizes = [record.nbytes for record in self.records]
@@ -137,7 +149,7 @@ class PartReader:
         """
         if not self.records:
             self.all_checked = False
-            self._reader.read_into(extents)
+            self._read(extents)
             return
         checked: list[ReadExtent] = []
         left = list(extents)
@@ -159,7 +171,19 @@ class PartReader:
                     checked.append(self._checked(number, low, high, sink))
         rest = [extent for place, extent in enumerate(left) if place not in taken]
         self.all_checked &= not rest
-        self._reader.read_into([*checked, *rest])
+        self._read([*checked, *rest])
+
+    def _read(self, extents: Sequence[ReadExtent]) -> None:
+        group: list[ReadExtent] = []
+        nbytes = 0
+        for extent in extents:
+            if nbytes + extent.length > _BETWEEN and group:
+                self._reader.read_into(group)
+                self._between()
+                group, nbytes = [], 0
+            group.append(extent)
+            nbytes += extent.length
+        self._reader.read_into(group)
 
     def read_window(self, window: Window, pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
         """Read what pieces need of a window into its buffer.

@@ -47,6 +47,12 @@ class Traffic:
         self.post.between(self.rank, rank).put(data.clone())
         return lambda: None
 
+    def alive(self) -> None:
+        pass
+
+    def agree(self) -> None:
+        pass
+
     def receive(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
         def wait() -> None:
             data.copy_(self.post.between(rank, self.rank).get(timeout=20))
