@@ -1,7 +1,7 @@
 """Modules and optimizers while they are filled: their state dicts, and the way back.
 
-torch's own functions name the parameters. Entries that are the module's own memory are filled in
-place; the others go through `set_model_state_dict`.
+torch's own functions name the parameters. What is a module's own memory is filled in place; if that
+is not all of its state, `set_model_state_dict` gets it when the bytes are there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LiveState:
 
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[Any] = []
-        self._loose: list[str] = []
+        self._loose = False
         if isinstance(value, torch.optim.Optimizer):
             self._module = module_of(value, modules)
             self._optimizer = value
@@ -56,11 +56,10 @@ class LiveState:
         self._module = value
         self.entries = dict(get_model_state_dict(value))
         known = {_memory(tensor) for tensor in _own_tensors(value)}
-        self._loose = [
-            key
-            for key, entry in self.entries.items()
-            if not isinstance(entry, torch.Tensor) or _memory(entry) not in known
-        ]
+        self._loose = any(
+            not isinstance(entry, torch.Tensor) or _memory(entry) not in known
+            for entry in self.entries.values()
+        )
 
     @property
     def is_optimizer(self) -> bool:
@@ -88,7 +87,6 @@ class LiveState:
     def give_back(self) -> None:
         """Hand over what is not the module's or the optimizer's own memory."""
         from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
             set_model_state_dict,
             set_optimizer_state_dict,
         )
@@ -97,8 +95,7 @@ class LiveState:
             state: Any = {"state": self.entries, "param_groups": self._groups}
             set_optimizer_state_dict(self._module, self._optimizer, state)
         elif self._loose:
-            loose = {key: self.entries[key] for key in self._loose}
-            set_model_state_dict(self._module, loose, options=StateDictOptions(strict=False))
+            set_model_state_dict(self._module, dict(self.entries))
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

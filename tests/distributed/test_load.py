@@ -32,14 +32,7 @@ def test_cases(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("how", ["die", "stop"])
 def test_a_rank_that_is_lost(tmp_path: Path, how: str) -> None:
-    job = ranks.Job("load_dies", 3, tmp_path, how)
-    last = job.processes[2]
-    for process in job.processes[:2]:
-        process.wait(120)
-    if how == "stop":
-        assert last.poll() is None
-        last.kill()
-    ended = job.wait()
+    ended = ranks.Job("load_dies", 3, tmp_path, how).wait(120)
     assert ended[2].code == -signal.SIGKILL
     for end in ended[:2]:
         assert end.code == 0, end.err

@@ -30,9 +30,11 @@ def main() -> None:
     into = {"a": torch.zeros(200_000, dtype=torch.int64)}
     load(path, into, timeout=60)  # so that all connections are there
     turn = flow.Flow._round
+    lost = Path(sys.argv[1]) / "lost"
 
     def ending(self: flow.Flow, number: int, *rest: Any) -> None:
         if rank == count - 1 and number == 1:
+            lost.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
         turn(self, number, *rest)
 
@@ -45,6 +47,11 @@ def main() -> None:
             load(path, into, timeout=5)
         except DistributedError as error:
             print(f"{error.rank}|{time.monotonic() - began}|{error}", flush=True)
+    (lost.parent / f"heard{rank}").touch()
+    if rank == 0 and how == "stop":
+        while not all((lost.parent / f"heard{other}").exists() for other in range(count - 1)):
+            time.sleep(0.02)
+        os.kill(int(lost.read_text()), signal.SIGKILL)
     os._exit(0)  # the job's own group has lost a rank
 
 
