@@ -104,7 +104,12 @@ class Exchange:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < total:
             buffer = self._buffers[name] = torch.empty(total, dtype=torch.uint8, device="cpu")
-        return dict(zip(sizes, buffer[:total].split(list(sizes.values())), strict=True))
+        parts: dict[int, torch.Tensor] = {}
+        at = 0
+        for rank, nbytes in sizes.items():
+            parts[rank] = buffer[at : at + nbytes]
+            at += nbytes
+        return parts
 
 
 def _padded(view: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,8 @@ def full_pickle(obj: object, archive: str, table: Table) -> FullPickle:
         stand_ins = _stand_ins(table, untouched, made)
         writer = _Archive(archive, table, made)
         module: Any = SimpleNamespace(Pickler=_pickler(table, stand_ins))
-        torch.serialization._save(obj, writer, module, _PROTOCOL, False)
+        save: Any = torch.serialization._save
+        save(obj, writer, module, _PROTOCOL, False)
         plan = torch_writer.finish(writer.layout)
         records = [
             (extent.source.record, extent.offset, extent.length)
@@ -149,9 +151,7 @@ def _whole(source: Source, untouched: Untouched) -> torch.Tensor:
     return whole
 
 
-def _pickler(
-    table: Table, stand_ins: dict[int, torch.Tensor | torch.UntypedStorage]
-) -> type[pickle.Pickler]:
+def _pickler(table: Table, stand_ins: Mapping[int, Any]) -> type[pickle.Pickler]:
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, torch.Tensor | FlatShard | Joined):
@@ -173,14 +173,14 @@ def _pickler(
     return Pickler
 
 
-def _joined(joined: Joined, stand_in: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
+def _joined(joined: Joined, stand_in: Any) -> Any:
     """Return the tensor that is pickled for one of a merged state."""
     told = joined.told
     if isinstance(stand_in, torch.Tensor) or told.storage is None:
-        return stand_in  # type: ignore[return-value]
+        return stand_in
     _, _, offset, stride = told.storage
     tensor = torch.empty(0, dtype=told.dtype, device="cpu")
-    tensor.set_(stand_in, offset, told.shape, stride)  # type: ignore[call-overload]
+    tensor.set_(stand_in, offset, told.shape, stride)
     if told.is_parameter:
         return torch.nn.Parameter(tensor, told.requires_grad)
     return tensor.requires_grad_(told.requires_grad)
@@ -189,11 +189,12 @@ def _joined(joined: Joined, stand_in: torch.Tensor | torch.UntypedStorage) -> to
 def _on_host(
     tensor: torch.Tensor,
     table: Table,
-    stand_ins: dict[int, torch.Tensor | torch.UntypedStorage],
+    stand_ins: Mapping[int, Any],
 ) -> Any:
     """Return how a plain tensor of a device is pickled as if it were on the host."""
     number = table.by_storage.get(tensor.untyped_storage()._cdata)
-    storage: Any = stand_ins[number] if number is not None else tensor.untyped_storage().cpu()
-    host = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    host.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    storage: Any = tensor.untyped_storage()
+    storage = stand_ins[number] if number is not None else storage.cpu()
+    host: Any = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    host.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     return host.requires_grad_(tensor.requires_grad).__reduce_ex__(_PROTOCOL)

@@ -103,7 +103,7 @@ class Traffic:
         while True:
             if self._store is None:
                 prefix = f"fastserial/{self._name}/{self._generation}"
-                self._store = dist.PrefixStore(prefix, self._job_store)
+                self._store = _prefixed(prefix, self._job_store)
             if not self._failed():
                 break
             call, rank, cause = json.loads(bytes(self._store.get(_FAILED)).decode())
@@ -124,7 +124,7 @@ class Traffic:
         make: Any = dist.ProcessGroupGloo
         self._store.set(f"came/{self.rank}", "1")
         try:
-            store = dist.PrefixStore("gloo", self._store)
+            store = _prefixed("gloo", self._store)
             return make(store, self.rank, self.size, _delta(self.timeout))
         except RuntimeError as error:
             for rank in range(self.size):
@@ -276,3 +276,8 @@ def describe(error: BaseException) -> str:
 
 def _delta(seconds: float) -> timedelta:
     return timedelta(milliseconds=max(1, round(seconds * 1000)))
+
+
+def _prefixed(prefix: str, store: Any) -> Any:
+    make: Any = dist.distributed_c10d.PrefixStore
+    return make(prefix, store)

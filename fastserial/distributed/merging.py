@@ -83,12 +83,12 @@ class _Unpickler(pickle.Unpickler):
         self, file: io.BytesIO, rank: int, told: list[Described], leaves: list[Any]
     ) -> None:
         super().__init__(file)
-        self._made = [
+        self._made: list[Joined] = [
             Joined(described, [rank], list(described.mesh.grids) if described.mesh else [], leaf)
             for described, leaf in zip(told, leaves, strict=True)
         ]
 
-    def persistent_load(self, number: Any) -> Joined:
+    def persistent_load(self, number: Any) -> Any:
         return self._made[number]
 
 

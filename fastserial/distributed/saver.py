@@ -11,25 +11,27 @@
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import logging
 import marshal
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
-from fastserial.distributed import merging
 from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange
 from fastserial.distributed.finishing import finish_file
-from fastserial.distributed.full_pickle import full_pickle
+from fastserial.distributed.full_pickle import FullPickle, full_pickle
 from fastserial.distributed.group import Traffic, traffic_of
+from fastserial.distributed.merging import merged
 from fastserial.distributed.nodes import node_name
+from fastserial.distributed.orders import Hello, Orders, Writers, orders_of
+from fastserial.distributed.pieces import TensorSpec
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.shard_writer import Head, ShardWriter
 from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
@@ -39,14 +41,13 @@ from fastserial.errors import WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.reports import RankReport, SaveReport, publish_save
-from fastserial.saving import torch_writer
+from fastserial.saving.extent_writer import ExtentWriter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["TIMEOUT", "save"]
 
-Writers = Literal["all", "node"] | int
 TIMEOUT = 600.0  # seconds
 # Bytes of one rank's tile, and of the tiles of all ranks in one round.
 _TILE = 16 * 1024 * 1024
@@ -55,37 +56,11 @@ _SMALLEST_TILE = 64 * 1024
 _log = logging.getLogger("fastserial")
 
 
-class _Hello(NamedTuple):
-    """What a rank tells rank 0 first."""
-
-    digest: bytes
-    ranges: list[tuple[int, int, int]]
-    misfits: list[int]
-    grids: list[tuple[tuple[int, ...], ...]]
-    kept: bytes
-    node: str
-
-
-class _Orders(NamedTuple):
-    """What rank 0 answers."""
-
-    kept: bool
-    plan: FilePlan | None
-    ranges: dict[int, list[tuple[int, int, int]]]
-    misfits: list[int]
-    grids: list[tuple[tuple[int, ...], ...]]
-    place: Place
-    checksums: bool
-    sync_alone: bool  # the ranks are on several nodes: each syncs what it wrote
-    alike: bool  # False: the ranks' states differ, and all tell theirs
-
-
 class _Done(NamedTuple):
     """What a rank tells at the end."""
 
     crcs: list[Crc]
     heads: list[Head]
-    sealed: set[int]
     report: RankReport
 
 
@@ -94,10 +69,9 @@ class _Kept:
     """The plan of the last save."""
 
     name: bytes = b""
-    file: bytes = b""
     plan: FilePlan | None = None
     made: Schedule = field(default_factory=Schedule)
-    specs: list[Any] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
 
 
 def save(
@@ -145,6 +119,12 @@ def save(
         raise
     publish_save(report)
     _log.debug("%s", report)
+    on_report = saving.config.on_report
+    if on_report is not None:
+        try:
+            on_report(report)
+        except Exception:  # the file is safe: this must not look like a failed save
+            _log.exception("on_report failed for %r", report.path)
     return report
 
 
@@ -159,38 +139,28 @@ class _Saving:
         self._writers = writers
         self._merge = merge
         self._began = began
-        self._config = Config.resolve()
+        self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
+        self._pickled: FullPickle | None = None  # on rank 0, as the next two are
+        self._container: Container | None = None
+        self._place: Place | None = None
+        self._reports: tuple[RankReport, ...] = ()
         kept = traffic.kept.get("save")
         self._kept = kept if isinstance(kept, _Kept) else _Kept()
 
     def run(self, obj: object) -> SaveReport:
+        """Save; return what this rank knows of it."""
         traffic = self._traffic
         state = states(obj)
         if self._merge == "union":
-            state = merging.merged(state, traffic)
+            state = merged(state, traffic)
         table = table_of(state, traffic.rank, traffic.ranks)
-        container, sealing = None, None
         if traffic.rank == 0:
-            archive = archive_name(self._path)
-            if not archive:
-                raise write_error(22, self._path, "torch cannot save to a name such as this")
-            pickled = full_pickle(state, archive, table)
-            container = Container(pickled)
-            self._new = NewFile(self._path, self._config)
-            place = self._new.reserve(pickled.plan.nbytes)
-            sealing = pickled
-            records = pickled.records
-
-        def decide(messages: list[bytes]) -> bytes:
-            hellos = [pickle.loads(text) for text in messages]
-            return self._decide(hellos, records, container, place)
-
-        hello = _Hello(
-            table.digest(), table.ranges(), table.misfits, table.grids, self._kept.name, node_name()
-        )
-        orders: _Orders = pickle.loads(traffic.consult(pickle.dumps(hello), decide))
+            self._lay_out(state, table)
+        hello = Hello.of(table, self._kept.name, node_name())
+        answer = traffic.consult(pickle.dumps(hello), self._decide)
+        orders: Orders = pickle.loads(answer)
         if not orders.alike:
             traffic.consult(marshal.dumps(table.rows, 2), self._blame)
         plan, made = self._plan(orders, table)
@@ -198,51 +168,86 @@ class _Saving:
             self._opened = OpenedFile(orders.place)
         planned = perf_counter()
         traffic.agree()
-        agreed = perf_counter()
-
-        exchange = Exchange(traffic)
-        writer = ShardWriter(plan, made, table.sources, container, orders.checksums)
-        fd = self._new.fd if self._new is not None else self._opened.fd if self._opened else -1
+        phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
+        writer = ShardWriter(plan, made, table.sources, self._container, orders.checksums)
         try:
-            out = writer.write(fd, self._config, exchange, lambda nbytes: traffic.alive())
-            syncing = perf_counter()
-            if orders.sync_alone and self._opened is not None and self._config.durable:
-                self._opened.sync()
+            done, out = self._write(writer, made, orders, phases)
+            traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
         except OSError as error:
             raise self._explained(error) from error
-        mine = RankReport(
+        if self._opened is not None:
+            self._opened.close()
+        return self._report(orders, done.report, out)
+
+    def _lay_out(self, state: object, table: Table) -> None:
+        """Lay out the file, and make it. On rank 0."""
+        archive = archive_name(self._path)
+        if not archive:
+            raise write_error(errno.EINVAL, self._path, "torch cannot save to such a name")
+        self._pickled = pickled = full_pickle(state, archive, table)
+        self._container = Container(pickled)
+        self._new = NewFile(self._path, self.config)
+        self._place = self._new.reserve(pickled.plan.nbytes)
+
+    def _decide(self, messages: list[bytes]) -> bytes:
+        """Return rank 0's orders to all ranks."""
+        hellos = [pickle.loads(text) for text in messages]
+        if self._pickled is None or self._container is None or self._place is None:
+            raise ValueError("only rank 0 decides")
+        end, records = self._container.end, self._pickled.records
+        return pickle.dumps(orders_of(hellos, end, records, self._writers, self._place))
+
+    def _plan(self, orders: Orders, table: Table) -> tuple[FilePlan, Schedule]:
+        """Return the plan and what this rank does; those kept if nothing changed."""
+        kept, traffic = self._kept, self._traffic
+        if orders.plan is None and kept.plan is not None:
+            for source, spec in zip(table.sources, kept.specs, strict=True):
+                source.spec = spec
+            return kept.plan, kept.made
+        if orders.plan is None:
+            raise ValueError("rank 0 sent no plan")
+        table.complete(orders.ranges, set(orders.misfits), orders.grids)
+        specs = [source.spec for source in table.sources]
+        made = schedule(orders.plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
+        traffic.kept["save"] = _Kept(orders.name, orders.plan, made, specs)
+        return orders.plan, made
+
+    def _write(
+        self, writer: ShardWriter, made: Schedule, orders: Orders, phases: dict[str, float]
+    ) -> tuple[_Done, ExtentWriter]:
+        """Write this rank's part; return what rank 0 has to know of it."""
+        traffic, opened = self._traffic, self._opened
+        exchange = Exchange(traffic)
+        fd = opened.fd if opened is not None else self._new.fd if self._new is not None else -1
+        out = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
+        syncing = perf_counter()
+        if orders.sync_alone and opened is not None and self.config.durable:
+            opened.sync()
+        phases |= {**writer.seconds, "sync": perf_counter() - syncing}
+        report = RankReport(
             rank=traffic.rank,
             node=node_name(),
             bytes=made.nbytes,
             sent_bytes=exchange.sent_bytes,
             received_bytes=exchange.received_bytes,
-            phases={
-                "plan": planned - self._began,
-                "wait": agreed - planned,
-                **writer.seconds,
-                "sync": perf_counter() - syncing,
-            },
+            phases=phases,
         )
-        reports: list[RankReport] = []
+        return _Done(writer.crcs(), writer.heads, report), out
 
-        def conclude(messages: list[bytes]) -> bytes:
-            done = [pickle.loads(text) for text in messages]
-            reports.extend(found.report for found in done)
-            if self._new is not None and sealing is not None and container is not None:
-                for found in done:
-                    if found.report.rank != 0:
-                        writer.ledger.merge(found.crcs)
-                heads = [head for found in done for head in found.heads]
-                finish_file(self._new, sealing, container, writer, heads, orders.checksums)
-            return b""
+    def _conclude(self, messages: list[bytes], writer: ShardWriter, orders: Orders) -> bytes:
+        """Finish the file. On rank 0."""
+        done: list[_Done] = [pickle.loads(text) for text in messages]
+        self._reports = tuple(found.report for found in done)
+        if self._new is None or self._pickled is None or self._container is None:
+            raise ValueError("only rank 0 concludes")
+        for found in done[1:]:
+            writer.ledger.merge(found.crcs)
+        heads = [head for found in done for head in found.heads]
+        finish_file(self._new, self._pickled, self._container, writer, heads, orders.checksums)
+        return b""
 
-        done = _Done(writer.crcs(), writer.heads, writer.sealed, mine)
-        try:
-            traffic.consult(pickle.dumps(done), conclude)
-        except OSError as error:
-            raise self._explained(error) from error
-        self._close()
-        durable = self._new.durable if self._new is not None else self._config.durable
+    def _report(self, orders: Orders, mine: RankReport, out: ExtentWriter) -> SaveReport:
+        config, new = self.config, self._new
         return SaveReport(
             path=self._path,
             container="zip",
@@ -250,88 +255,14 @@ class _Saving:
             seconds=perf_counter() - self._began,
             engine=out.engine_name,
             direct=out.direct,
-            durable=durable,
-            fallback=(self._new.fallback if self._new is not None else None) or out.fallback,
-            block_size=self._config.block_size,
-            queue_depth=self._config.queue_depth,
-            threads=self._config.threads,
+            durable=new.durable if new is not None else config.durable,
+            fallback=(new.fallback if new is not None else None) or out.fallback,
+            block_size=config.block_size,
+            queue_depth=config.queue_depth,
+            threads=config.threads,
             phases=mine.phases,
-            ranks=tuple(reports),
+            ranks=self._reports,
         )
-
-    def _decide(
-        self,
-        hellos: list[_Hello],
-        records: list[tuple[int, int, int, int]],
-        container: Container | None,
-        place: Place,
-    ) -> bytes:
-        """Return rank 0's orders to all ranks."""
-        ranges: dict[int, list[tuple[int, int, int]]] = {}
-        for rank, hello in enumerate(hellos):
-            for source, first, stop in hello.ranges:
-                ranges.setdefault(source, []).append((rank, first, stop))
-        misfits = sorted({source for hello in hellos for source in hello.misfits})
-        grids = [
-            tuple(sorted({grid for several in found for grid in several}))
-            for found in zip(*(hello.grids for hello in hellos), strict=False)
-        ]
-        end = container.end if container is not None else 0
-        plan = FilePlan(end, records, self._chosen(hellos))
-        checksums = torch_writer.checksums_wanted()
-        name = hashlib.sha256(
-            marshal.dumps(
-                (tuple(plan), sorted(ranges.items()), misfits, grids, hellos[0].digest), 2
-            )
-        ).digest()
-        same = all(hello.kept == name for hello in hellos)
-        nodes = len({hello.node for hello in hellos})
-        orders = _Orders(
-            same,
-            None if same else plan,
-            {} if same else ranges,
-            [] if same else misfits,
-            [] if same else grids,
-            place,
-            checksums,
-            nodes > 1,
-            len({hello.digest for hello in hellos}) == 1,
-        )
-        return pickle.dumps(orders)
-
-    def _plan(self, orders: _Orders, table: Table) -> tuple[FilePlan, Schedule]:
-        """Return the plan and what this rank does; those kept if nothing changed."""
-        kept, traffic = self._kept, self._traffic
-        if orders.kept and kept.plan is not None:
-            for source, spec in zip(table.sources, kept.specs, strict=True):
-                source.spec = spec
-            return kept.plan, kept.made
-        if orders.plan is None:
-            raise ValueError("rank 0 sent no plan")
-        plan = orders.plan
-        table.complete(orders.ranges, set(orders.misfits), orders.grids)
-        specs = [source.spec for source in table.sources]
-        made = schedule(plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
-        told = sorted(orders.ranges.items()), orders.misfits, orders.grids, table.digest()
-        name = hashlib.sha256(marshal.dumps((tuple(plan), *told), 2)).digest()
-        traffic.kept["save"] = _Kept(name, b"", plan, made, specs)
-        return plan, made
-
-    def _chosen(self, hellos: Sequence[_Hello]) -> list[int]:
-        """Return the ranks that write."""
-        if torch_writer.alignment() % 16:
-            return [0]  # elements would lie across the ranks' borders
-        if self._writers == "all":
-            return list(range(len(hellos)))
-        if self._writers == "node":
-            first: dict[str, int] = {}
-            for rank, hello in enumerate(hellos):
-                first.setdefault(hello.node, rank)
-            return sorted(first.values())
-        if not isinstance(self._writers, int) or self._writers < 1:
-            raise ValueError(f'writers must be "all", "node" or a number, not {self._writers!r}')
-        count = min(self._writers, len(hellos))
-        return sorted({index * len(hellos) // count for index in range(count)})
 
     def _blame(self, messages: list[bytes]) -> bytes:
         """Say which rank's state differs from rank 0's, and where."""
@@ -347,14 +278,13 @@ class _Saving:
             return error
         if self._new is not None:
             return self._new.explained(error)
-        return write_error(error.errno or 5, self._path, None)
-
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        return write_error(error.errno or errno.EIO, self._path, None)
 
     def give_up(self) -> None:
-        """Remove the new file."""
+        """Remove the new file: whoever is left does it, while it holds the file open.
+
+        So the file of a later save cannot be taken for it.
+        """
         steps: list[Callable[[], object]] = []
         if self._new is not None:
             steps.append(self._new.discard)

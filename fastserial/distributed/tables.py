@@ -134,7 +134,7 @@ def _words(row: tuple[Any, ...]) -> str:
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a storage as a one-dimensional tensor of bytes."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage)  # type: ignore[call-overload,no-any-return]
+    return empty.set_(storage)
 
 
 def table_of(obj: object, rank: int, ranks: Mapping[int, int]) -> Table:

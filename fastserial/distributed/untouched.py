@@ -59,11 +59,12 @@ class Untouched:
         """Return a contiguous tensor."""
         made = torch.empty(0, dtype=dtype, device="cpu")
         storage = self.storage(torch.Size(shape).numel() * dtype.itemsize)
-        stride, step = [], 1
+        stride: list[int] = []
+        step = 1
         for size in reversed(shape):
             stride.insert(0, step)
             step *= max(size, 1)
-        return made.set_(storage, 0, shape, tuple(stride))  # type: ignore[call-overload,no-any-return]
+        return made.set_(storage, 0, shape, tuple(stride))  # type: ignore[call-overload]
 
     def close(self) -> None:
         """Give the addresses back; no tensor of them may be in use any more. Idempotent."""

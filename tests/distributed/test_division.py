@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from fastserial.distributed.division import GRAIN, FileRun, divide
 
@@ -11,7 +12,7 @@ def random_runs(chance: random.Random, nbytes: int, ranks: int) -> list[FileRun]
     ends = sorted(chance.sample(range(nbytes + 1), min(nbytes, chance.randrange(30))))
     return [
         FileRun(first, stop, tuple(sorted(chance.sample(range(ranks), chance.randint(1, ranks)))))
-        for first, stop in zip(ends, ends[1:], strict=False)
+        for first, stop in pairwise(ends)
         if chance.random() < 0.8
     ]
 

@@ -28,9 +28,8 @@ _GRIDS = {
     6: [(6,), (2, 3), (3, 2), (1, 3, 2)],
     8: [(8,), (2, 4), (4, 2), (2, 2, 2)],
 }
-_WITHOUT_TRAFFIC: dict[str, Any] = (
-    {"src_data_rank": None} if "src_data_rank" in signature(distribute_tensor).parameters else {}
-)
+# Before, it always scatters, and fails for tensors without elements.
+_SPLITS_LOCALLY = "src_data_rank" in signature(distribute_tensor).parameters
 DTYPES = [
     torch.float32,
     torch.float32,
@@ -90,7 +89,13 @@ def random_dtensor(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) 
     placements = random_placements(chance, full.dim(), mesh)
     if full.dim() and chance.random() < 0.4:
         return strided(chance, full, mesh)
-    return distribute_tensor(full, mesh, placements, **_WITHOUT_TRAFFIC)
+    if _SPLITS_LOCALLY:
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+    local = full
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            local = _chunk(local, mesh, axis, placement.dim)
+    return _from_local(local.contiguous(), mesh, placements, full)
 
 
 def strided(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -102,22 +107,32 @@ def strided(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTen
     ]
     factor = 1
     local = full
-    place = mesh.get_coordinate()
-    assert place is not None
     for axis in [*range(1, mesh.ndim), 0]:
         split = dim if axis == 0 else placements[axis].dim
-        chunks = list(local.chunk(mesh.size(axis), split))
-        empty = local.narrow(split, 0, 0)
-        chunks += [empty] * (mesh.size(axis) - len(chunks))
-        local = chunks[place[axis]]
+        local = _chunk(local, mesh, axis, split)
         if axis and split == dim:
             factor *= mesh.size(axis)
     placements[0] = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+    local = local.contiguous()
+    if chance.random() < 0.4:  # the same elements, in another order in memory
+        back = tuple(reversed(range(local.dim())))
+        local = local.permute(back).contiguous().permute(back)
+    return _from_local(local, mesh, placements, full)
+
+
+def _chunk(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:
+    """Return this rank's chunk, which may be empty."""
+    place = mesh.get_coordinate()
+    assert place is not None
+    chunks = list(tensor.chunk(mesh.size(axis), dim))
+    chunks += [tensor.narrow(dim, 0, 0)] * (mesh.size(axis) - len(chunks))
+    return chunks[place[axis]]
+
+
+def _from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: list[Any], full: torch.Tensor
+) -> DTensor:
+    stride = full.contiguous().stride()
     return DTensor.from_local(
-        local.contiguous(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=full.shape,
-        stride=full.contiguous().stride(),
+        local, mesh, placements, run_check=False, shape=full.shape, stride=stride
     )
