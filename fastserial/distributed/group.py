@@ -41,21 +41,26 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
         group: of the job; None is all of it.
         timeout: seconds after which a rank that is not heard from counts as lost.
 
+    A process without a process group is alone.
+
     Raises:
         DistributedError: a rank does not come.
-        RuntimeError: there is no process group.
+        RuntimeError: the process group has no store.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialized: call torch.distributed.init_process_group first"
-        )
+    if not dist.is_initialized():
+        alone = Traffic((0,), 0, dist.HashStore())
+        alone.begin(timeout)
+        return alone
     world: Any = dist.group.WORLD
     key = group if group is not None else world
     ranks = tuple(dist.get_process_group_ranks(key))
     made = _made.setdefault(world, {})
     traffic = made.get(ranks)
     if traffic is None:
-        traffic = made[ranks] = Traffic(ranks, dist.get_rank(key))
+        store: Any = dist.distributed_c10d._get_default_store()
+        if store is None:
+            raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
+        traffic = made[ranks] = Traffic(ranks, dist.get_rank(key), store)
     traffic.begin(timeout)
     return traffic
 
@@ -70,10 +75,7 @@ class Traffic:
         kept: what calls keep for the next one.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
-        if store is None:
-            raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
+    def __init__(self, ranks: tuple[int, ...], rank: int, store: Any) -> None:
         self.rank = rank
         self.size = len(ranks)
         self.ranks = {number: index for index, number in enumerate(ranks)}
