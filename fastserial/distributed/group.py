@@ -213,28 +213,32 @@ class Traffic:
                 raise failure from error
             raise
 
+    # No frame of these holds the group: it closes when `fail` drops it, though an error's traceback
+    # keeps the frames.
+
     def _put(self, rank: int, message: bytes) -> None:
-        self._pass(rank, torch.tensor([len(message)]).view(torch.uint8), self._group.send)
+        self._pass(rank, torch.tensor([len(message)]).view(torch.uint8), out=True)
         if message:
-            self._pass(
-                rank, torch.frombuffer(bytearray(message), dtype=torch.uint8), self._group.send
-            )
+            self._pass(rank, torch.frombuffer(bytearray(message), dtype=torch.uint8), out=True)
 
     def _get(self, rank: int) -> bytes:
         size = torch.empty(_HEADER, dtype=torch.uint8)
         length = _ALIVE
         while length == _ALIVE:
-            self._pass(rank, size, self._group.recv)
+            self._pass(rank, size, out=False)
             length = int(size.view(torch.int64).item())
         text = bytearray(length)
         if text:
-            self._pass(rank, torch.frombuffer(text, dtype=torch.uint8), self._group.recv)
+            self._pass(rank, torch.frombuffer(text, dtype=torch.uint8), out=False)
         return bytes(text)
 
-    def _pass(self, rank: int, data: torch.Tensor, how: Callable[..., Any]) -> None:
+    def _pass(self, rank: int, data: torch.Tensor, out: bool) -> None:
         """Send or receive a part of a message."""
         with self._blaming(rank):
-            work = how([data], rank, _WORDS)
+            if out:
+                work = self._group.send([data], rank, _WORDS)
+            else:
+                work = self._group.recv([data], rank, _WORDS)
         self._waiting(rank, work)()
 
     def _waiting(self, rank: int, work: Any) -> Callable[[], None]:

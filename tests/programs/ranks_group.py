@@ -1,4 +1,4 @@
-"""A rank of three: saves from a group of two, and again in a new process group. Arguments: folder."""
+"""A rank of three: saves from a group of two, twice with a new process group. Arguments: folder."""
 
 from __future__ import annotations
 
