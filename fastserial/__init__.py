@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ConfigError,
         ConvertError,
         CorruptCheckpointError,
+        DistributedError,
         EngineUnavailableError,
         FastserialError,
         LoadMismatchError,
@@ -45,6 +46,7 @@ __all__ = [
     "ConfigError",
     "ConvertError",
     "CorruptCheckpointError",
+    "DistributedError",
     "EngineUnavailableError",
     "FastFileWriter",
     "FastserialError",
@@ -84,8 +86,8 @@ _HOMES = {
     "checkpoints.verify": "verify",
     "config": "Config options",
     "errors": (
-        "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError EngineUnavailableError "
-        "FastserialError LoadMismatchError PatchError StorageChangedError "
+        "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError DistributedError "
+        "EngineUnavailableError FastserialError LoadMismatchError PatchError StorageChangedError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
     "patching.install": "install installed status uninstall",

@@ -41,21 +41,26 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
         group: of the job; None is all of it.
         timeout: seconds after which a rank that is not heard from counts as lost.
 
+    A process without a process group is alone.
+
     Raises:
         DistributedError: a rank does not come.
-        RuntimeError: there is no process group.
+        RuntimeError: the process group has no store.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialized: call torch.distributed.init_process_group first"
-        )
+    if not dist.is_initialized():
+        alone = Traffic((0,), 0, dist.HashStore())
+        alone.begin(timeout)
+        return alone
     world: Any = dist.group.WORLD
     key = group if group is not None else world
     ranks = tuple(dist.get_process_group_ranks(key))
     made = _made.setdefault(world, {})
     traffic = made.get(ranks)
     if traffic is None:
-        traffic = made[ranks] = Traffic(ranks, dist.get_rank(key))
+        store: Any = dist.distributed_c10d._get_default_store()
+        if store is None:
+            raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
+        traffic = made[ranks] = Traffic(ranks, dist.get_rank(key), store)
     traffic.begin(timeout)
     return traffic
 
@@ -70,10 +75,7 @@ class Traffic:
         kept: what calls keep for the next one.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
-        if store is None:
-            raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
+    def __init__(self, ranks: tuple[int, ...], rank: int, store: Any) -> None:
         self.rank = rank
         self.size = len(ranks)
         self.ranks = {number: index for index, number in enumerate(ranks)}
@@ -211,28 +213,32 @@ class Traffic:
                 raise failure from error
             raise
 
+    # No frame of these holds the group: it closes when `fail` drops it, though an error's traceback
+    # keeps the frames.
+
     def _put(self, rank: int, message: bytes) -> None:
-        self._pass(rank, torch.tensor([len(message)]).view(torch.uint8), self._group.send)
+        self._pass(rank, torch.tensor([len(message)]).view(torch.uint8), out=True)
         if message:
-            self._pass(
-                rank, torch.frombuffer(bytearray(message), dtype=torch.uint8), self._group.send
-            )
+            self._pass(rank, torch.frombuffer(bytearray(message), dtype=torch.uint8), out=True)
 
     def _get(self, rank: int) -> bytes:
         size = torch.empty(_HEADER, dtype=torch.uint8)
         length = _ALIVE
         while length == _ALIVE:
-            self._pass(rank, size, self._group.recv)
+            self._pass(rank, size, out=False)
             length = int(size.view(torch.int64).item())
         text = bytearray(length)
         if text:
-            self._pass(rank, torch.frombuffer(text, dtype=torch.uint8), self._group.recv)
+            self._pass(rank, torch.frombuffer(text, dtype=torch.uint8), out=False)
         return bytes(text)
 
-    def _pass(self, rank: int, data: torch.Tensor, how: Callable[..., Any]) -> None:
+    def _pass(self, rank: int, data: torch.Tensor, out: bool) -> None:
         """Send or receive a part of a message."""
         with self._blaming(rank):
-            work = how([data], rank, _WORDS)
+            if out:
+                work = self._group.send([data], rank, _WORDS)
+            else:
+                work = self._group.recv([data], rank, _WORDS)
         self._waiting(rank, work)()
 
     def _waiting(self, rank: int, work: Any) -> Callable[[], None]:

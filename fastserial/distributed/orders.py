@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastserial.distributed.schedule import FilePlan
 from fastserial.distributed.shared_file import Place
@@ -93,7 +93,7 @@ def orders_of(
         for found in zip(*(hello.grids for hello in hellos), strict=False)
     ]
     plan = FilePlan(end, records, _chosen(writers, [hello.node for hello in hellos]))
-    whole = (tuple(plan), sorted(ranges.items()), misfits, grids, hellos[0].digest)
+    whole: Any = (tuple(plan), sorted(ranges.items()), misfits, grids, hellos[0].digest)
     name = hashlib.sha256(marshal.dumps(whole, 2)).digest()
     alike = all(hello.digest == hellos[0].digest for hello in hellos)
     several = len({hello.node for hello in hellos}) > 1

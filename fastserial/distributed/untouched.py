@@ -64,7 +64,7 @@ class Untouched:
         for size in reversed(shape):
             stride.insert(0, step)
             step *= max(size, 1)
-        return made.set_(storage, 0, shape, tuple(stride))  # type: ignore[call-overload]
+        return made.set_(storage, 0, shape, tuple(stride))
 
     def close(self) -> None:
         """Give the addresses back; no tensor of them may be in use any more. Idempotent."""

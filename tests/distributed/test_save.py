@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import ranks
 
+from fastserial import distributed
 from fastserial.checkpoints.save import save
 
 FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
@@ -105,3 +106,16 @@ def test_memory_does_not_grow_with_the_state(count: int, tmp_path: Path) -> None
 
 def test_pipeline_stages_are_saved_as_one_state(tmp_path: Path) -> None:
     assert int(ranks.run("ranks_union", 4, tmp_path)[0]) > 12 * MIB
+
+
+def test_a_group_of_some_ranks(tmp_path: Path) -> None:
+    assert ranks.run("ranks_group", 3, tmp_path) == ["done\n"] * 3
+
+
+def test_one_process_without_a_group(tmp_path: Path) -> None:
+    """A script for many ranks runs on one, too."""
+    state = {"x": torch.arange(5000), "y": [1, "two"]}
+    (tmp_path / "stock").mkdir()
+    torch.save(state, tmp_path / "stock" / "file.pt")
+    distributed.save(state, tmp_path / "file.pt")
+    assert (tmp_path / "file.pt").read_bytes() == (tmp_path / "stock" / "file.pt").read_bytes()

@@ -104,6 +104,7 @@ def main() -> None:
     rank, count = join()
     saver.schedule = counted
     folder = Path(sys.argv[1])
+    planned = 0
     for kind in sys.argv[2:]:
         model = made(kind, count)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -120,7 +121,8 @@ def main() -> None:
         PLANS.clear()
         for _ in range(2):  # with a new plan, and with the one that was kept
             distributed.save({"model": model, "optimizer": optimizer, "step": 2}, path, timeout=60)
-        assert len(PLANS) == 1, PLANS
+        assert len(PLANS) <= 1, kind
+        planned += len(PLANS)
         report = last_save_report()
         assert report is not None
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -140,6 +142,7 @@ def main() -> None:
             print(kind, same, len(loaded), path.stat().st_size, stock.stat().st_size)
             assert same, kind
         dist.barrier()
+    assert planned, "no schedule was made, or it was not counted"
 
 
 main()
