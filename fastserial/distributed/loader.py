@@ -56,7 +56,7 @@ def load(
         into: containers as in the file, whose leaves are tensors, DTensors or FlatShards, which
             are filled; modules and optimizers, new ones included; and other values, which are
             replaced by the file's. Ranks may hold different keys.
-        group: its ranks take part; by default all.
+        group: its ranks take part; by default all. Without torch.distributed a process is alone.
         broadcast: False: every rank reads what it needs, and sends nothing.
         strict: what a rank wants must be in the file, and what is in the file some rank must want.
         cast: convert what has another dtype in the file.
@@ -71,7 +71,7 @@ def load(
             the tensors by then.
         DistributedError: a rank failed, died or was silent; it names the rank and the cause. The
             group can be used on, unless its rank is dead.
-        RuntimeError: torch.distributed is not initialized.
+        RuntimeError: the process group has no store (MPI).
     """
     began = perf_counter()
     traffic = traffic_of(group, timeout)

@@ -8,7 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from support import ranks
+
+import fastserial
+from fastserial import distributed
 
 FULL = "full" in map(os.environ.get, ("FASTSERIAL_FAULTS", "FASTSERIAL_DISTRIBUTED"))
 SEED = int(os.environ.get("FASTSERIAL_FAULTS_SEED", "20261122"))
@@ -28,6 +32,29 @@ def test_any_placement_loads_from_any_file(tmp_path: Path, count: int, cases: in
 def test_cases(tmp_path: Path, count: int) -> None:
     out = ranks.run("load_cases", count, tmp_path)
     assert {int(text) for text in out} == {19}
+
+
+def test_a_process_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 400)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    path = tmp_path / "state.pt"
+    torch.save({"m": model.state_dict(), "o": optimizer.state_dict()}, path)
+    new = torch.nn.Linear(300, 400)
+    fresh = torch.optim.AdamW(new.parameters())
+    with fastserial.options(verify_on_load=True):
+        report = distributed.load(path, {"m": new, "o": fresh})
+    assert torch.equal(new.weight, model.weight)
+    assert torch.equal(fresh.state[new.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+    assert fresh.param_groups[0]["lr"] == 0.25
+    assert report.verified
+    assert fastserial.last_load_report() == report
+    assert "rank 0: io=" in str(report)
+    with pytest.raises(fastserial.DistributedError, match="FileNotFoundError"):
+        distributed.load(tmp_path / "nowhere.pt", {"m": new})
+    with pytest.raises(fastserial.LoadMismatchError, match="not in the file: x"):
+        distributed.load(path, {"m": new, "o": fresh, "x": 1})
 
 
 @pytest.mark.parametrize("how", ["die", "stop"])
