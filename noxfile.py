@@ -84,6 +84,14 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
+def distributed(session: nox.Session) -> None:
+    """One file from many ranks: identity, failures, kills, memory, in their long forms."""
+    install(session, TORCH, "test")
+    default = ["tests/distributed"]
+    session.run("pytest", *(session.posargs or default), env={"FASTSERIAL_DISTRIBUTED": "full"})
+
+
+@nox.session
 def deepspeed(session: nox.Session) -> None:
     """DeepSpeed for real, on CPU: its aio op (compiled here), writer, checkpoints, resuming."""
     if ctypes.util.find_library("aio") is None or shutil.which("g++") is None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ConfigError,
         ConvertError,
         CorruptCheckpointError,
+        DistributedError,
         EngineUnavailableError,
         FastserialError,
         LoadMismatchError,
@@ -50,6 +51,7 @@ __all__ = [
     "ConfigError",
     "ConvertError",
     "CorruptCheckpointError",
+    "DistributedError",
     "EngineUnavailableError",
     "FastFileWriter",
     "FastserialError",
@@ -93,8 +95,9 @@ _HOMES = {
     "checkpoints.verify": "verify",
     "config": "Config options",
     "errors": (
-        "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError EngineUnavailableError "
-        "FastserialError LoadMismatchError PatchError StorageChangedError TornSnapshotError "
+        "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError DistributedError "
+        "EngineUnavailableError FastserialError LoadMismatchError PatchError StorageChangedError "
+        "TornSnapshotError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
     "overlap.asynchronous": "save_async",

@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "ConvertError",
     "CorruptCheckpointError",
+    "DistributedError",
     "EngineError",
     "EngineUnavailableError",
     "FastserialError",
@@ -139,6 +140,23 @@ class WriteError(FastserialError, OSError, RuntimeError):
 
     bytes_needed: int | None = None
     bytes_free: int | None = None
+
+
+class DistributedError(FastserialError, RuntimeError):
+    """A collective save or load failed; every rank of the group raises it.
+
+    Attributes:
+        rank: the rank in the group that failed first, or that the others did not hear from.
+        cause: what happened there.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(rank, cause)
+        self.rank = rank
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.cause}"
 
 
 class StorageChangedError(FastserialError, RuntimeError):

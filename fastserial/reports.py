@@ -12,6 +12,7 @@ from fastserial.printable import printable
 __all__ = [
     "Latency",
     "LoadReport",
+    "RankReport",
     "Report",
     "SaveReport",
     "SnapshotReport",
@@ -165,6 +166,36 @@ class SnapshotReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank's part of a save or a load of many ranks.
+
+    Attributes:
+        rank: in the group.
+        node: what tells the nodes apart.
+        bytes: how many it wrote or read.
+        sent_bytes, received_bytes: how many it exchanged with other ranks.
+        phases: seconds; of a save `plan`, `wait` (for the other ranks), `exchange`, `write`,
+            `sync`; of a load `plan` (until the first byte was read), `own` (reading what this
+            rank alone wanted), `share` (reading and exchanging what several wanted).
+    """
+
+    rank: int
+    node: str
+    bytes: int
+    sent_bytes: int
+    received_bytes: int
+    phases: dict[str, float]
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name}={s * 1000:.0f}msec" for name, s in self.phases.items())
+        return (
+            f"rank {self.rank}: io={format_bytes(self.bytes)}, "
+            f"sent={format_bytes(self.sent_bytes)}, "
+            f"received={format_bytes(self.received_bytes)}, {phases}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
     """One finished save.
 
@@ -175,17 +206,19 @@ class SaveReport(Report):
         durable: whether file and directory were synced.
         phases: `serialize`, `transfer`, `sync`, `commit`.
         snapshot: of a save beside the program (`save_async`), else None.
+        ranks: of a save of many ranks, each rank's part; on rank 0.
     """
 
     direct: bool
     durable: bool
     snapshot: SnapshotReport | None = None
+    ranks: tuple[RankReport, ...] = ()
 
     def __str__(self) -> str:
         details = f"direct={int(self.direct)}, durable={int(self.durable)}"
         if self.snapshot is not None:
             details += f", stall={self.snapshot.stall * 1000:.0f}msec"
-        return self.line("WRITE", details)
+        return "\n  ".join([self.line("WRITE", details), *map(str, self.ranks)])
 
 
 _last_save: SaveReport | None = None
@@ -215,13 +248,24 @@ class LoadReport(Report):
             the page cache.
         verified: every record that was read has the CRC-32 that its file gives.
         phases: `directory`, `wait` (the unpickler waited for bytes).
+        ranks: of a load of many ranks, each rank's part; then `bytes` are those of all together,
+            without the index of the file.
+        missing_keys: of a load of many ranks with `strict=False`, what this rank wanted and the
+            file lacks; unchanged.
+        unexpected_keys: likewise, what the file holds and no rank wanted.
     """
 
     direct_bytes: int = 0
     cached_bytes: int = 0
     verified: bool = False
+    ranks: tuple[RankReport, ...] = ()
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        return "\n  ".join([self._summary(), *map(str, self.ranks)])
+
+    def _summary(self) -> str:
         if not self.bytes:  # no speed to report
             who = "by torch itself" if self.engine == "torch" else "no tensor's bytes"
             return self._with_file(f"READ: {who}, run={self.seconds * 1000:.0f}msec")

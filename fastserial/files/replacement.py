@@ -122,8 +122,12 @@ class Replacement:
     sequential = False
     shared = False  # nobody knows it yet
 
-    def __init__(self, target: PathTarget, durable: bool) -> None:
+    def __init__(self, target: PathTarget, durable: bool, named: bool = False) -> None:
         """Create the file, empty and not yet visible at the target.
+
+        Args:
+            durable: sync the file and its directory.
+            named: under a temporary name from the start, by which other processes can open it.
 
         Raises:
             CannotReplace: no new file may take this one's place. Nothing is left behind.
@@ -132,6 +136,7 @@ class Replacement:
         self.target = target
         self.durable = durable
         self.named: str | None = None
+        self._wants_name = named
         self.committed = False
         self.fallback: str | None = None
         self.fd = -1
@@ -195,7 +200,7 @@ class Replacement:
             ) from error
 
     def _create_nameless(self) -> int:
-        if not _can_link():
+        if self._wants_name or not _can_link():
             return self._create_named()
         # Nobody can open a file without a name, and its permissions are set before the first byte.
         mode = 0o666 if self._kept is None else self._kept.mode & 0o777

@@ -34,6 +34,7 @@ __all__ = [
     "ZipPlan",
     "archive_name",
     "fold",
+    "lookalike_of",
 ]
 
 ID_RECORD = ".data/serialization_id"
@@ -80,7 +81,7 @@ def _check_alignment(alignment: int) -> None:
         raise LayoutError(f"a storage alignment of {alignment} bytes does not fit a zip header")
 
 
-def _descriptor_lookalike(head: bytes) -> int | None:
+def lookalike_of(head: bytes) -> int | None:
     """Return what torch takes for a CRC-32 in the first 8 bytes of a record's data, if anything.
 
     It takes any one write that begins like a data descriptor for one.
@@ -113,6 +114,8 @@ class ZipPlan:
         crcs: the known CRC-32 of each record, None where it is computed while copying.
         nbytes: size of the file.
         storages, storage_bytes: how many records are storages, and their bytes.
+        lookalikes: the value that torch takes for a CRC-32, of each record whose data begins like a
+            descriptor; more may be entered until the trailer is made (`lookalike_of`).
     """
 
     extents: list[Extent]
@@ -121,6 +124,7 @@ class ZipPlan:
     nbytes: int
     storages: int
     storage_bytes: int
+    lookalikes: dict[int, int]
 
 
 class ZipLayout:
@@ -306,7 +310,13 @@ class ZipLayout:
             self._append(make(cast("list[int]", self._crcs)))
             self._flush()
         return ZipPlan(
-            self._extents, sizes, self._crcs, nbytes, self._storages, self._storage_bytes
+            self._extents,
+            sizes,
+            self._crcs,
+            nbytes,
+            self._storages,
+            self._storage_bytes,
+            lookalikes,
         )
 
     def _count(self, sizes: Sequence[int]) -> None:
@@ -381,7 +391,7 @@ class ZipLayout:
     def _close(self, head: bytes) -> None:
         """Append the last record's data descriptor, and note the lookalike."""
         record = len(self.names) - 1
-        lookalike = _descriptor_lookalike(head)
+        lookalike = lookalike_of(head)
         if lookalike is not None:
             self._lookalikes[record] = lookalike
         self._append(self._descriptor(record, self._crcs[record] or 0))

@@ -1,0 +1,117 @@
+"""Boxes: axis-aligned pieces of a tensor. Pure arithmetic.
+
+A flat range of a row-major tensor, which is what a file holds, is a few boxes in a row; so is what
+a rank holds of a sharded tensor. Where both meet, bytes have to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+__all__ = ["Box", "Overlap", "boxes_of_range", "intersect", "overlaps", "run_of"]
+
+
+class Box(NamedTuple):
+    """The elements from `offsets` on, `sizes` of them along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements there are; 1 for a tensor without dimensions."""
+        return prod(self.sizes)
+
+    def slices(self, whole: Box) -> tuple[slice, ...]:
+        """Return the index of this box in a tensor that holds `whole`."""
+        return tuple(
+            slice(offset - base, offset - base + size)
+            for offset, size, base in zip(self.offsets, self.sizes, whole.offsets, strict=True)
+        )
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return what two boxes of one tensor share, None if that is nothing."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    sizes = tuple(
+        min(x + m, y + n) - offset for (x, m, y, n), offset in zip(ends, offsets, strict=True)
+    )
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> list[Box]:
+    """Return the elements [first, stop) of a row-major tensor as boxes in their order.
+
+    There are at most `2 * len(shape) - 1`; none for an empty range.
+    """
+    if first >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    found: list[Box] = []
+    _cut(tuple(shape), first, stop, (), found)
+    return found
+
+
+def _cut(
+    shape: tuple[int, ...], first: int, stop: int, before: tuple[int, ...], found: list[Box]
+) -> None:
+    """Add the boxes of a range of the tensor that is left once the indices `before` are fixed."""
+    rest = shape[1:]
+    row = prod(rest)
+    ones, zeros = (1,) * len(before), (0,) * len(rest)
+    top, bottom = first // row, (stop - 1) // row
+    begins, ends = first - top * row, stop - bottom * row
+    if top == bottom and (begins or ends != row):
+        _cut(rest, begins, ends, (*before, top), found)
+        return
+    if begins:
+        _cut(rest, begins, row, (*before, top), found)
+        top += 1
+    whole = bottom - top + (ends == row)
+    if whole:
+        found.append(Box((*before, top, *zeros), (*ones, whole, *rest)))
+    if ends != row:
+        _cut(rest, 0, ends, (*before, bottom), found)
+
+
+def run_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """Return the range [first, stop) of elements that a box is, None if it is no single one."""
+    whole = True  # so far, from the last dimension on
+    first, step = 0, 1
+    for size, offset, length in zip(
+        reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True
+    ):
+        if not whole and length != 1:
+            return None
+        whole = whole and length == size
+        first += offset * step
+        step *= size
+    return first, first + box.numel
+
+
+class Overlap(NamedTuple):
+    """Where a flat range and a box meet.
+
+    Attributes:
+        at: element of the range at which the consecutive box `row` begins.
+        row: one of the boxes that the range is.
+        part: what `row` and the box share.
+    """
+
+    at: int
+    row: Box
+    part: Box
+
+
+def overlaps(shape: Sequence[int], first: int, stop: int, box: Box) -> Iterator[Overlap]:
+    """Return what the elements [first, stop) of a row-major tensor share with a box."""
+    at = 0
+    for row in boxes_of_range(shape, first, stop):
+        part = intersect(row, box)
+        if part is not None:
+            yield Overlap(at, row, part)
+        at += row.numel

@@ -1,0 +1,199 @@
+"""What a checkpoint holds, as a value that can be sent: its containers, and where each tensor lies.
+
+One rank unpickles the file by torch's `weights_only` rules, over a mapping that is never touched;
+in what it sends, a `FileTensor` stands for each tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import zlib
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastserial.checkpoints.mapped import Mapped, map_checkpoint
+from fastserial.checksums import crc32
+from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.formats.zip.records import read_places
+
+__all__ = ["FileIndex", "FileTensor", "Record", "fingerprint", "index_of_file", "unpack"]
+
+_ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
+_ELEMENT_WISE = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A storage's bytes in the file: `nbytes` at `offset`; `crc` None if the file tells none."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in the file.
+
+    Attributes:
+        number: of this mention of it, in the order of the file.
+        dtype: its dtype.
+        shape, stride: in elements.
+        offset: of its first element, in the file (bytes).
+        pending: `conj`, `neg`: what torch applies to the elements when they are used.
+        problem: why it cannot be read element by element, None if it can.
+    """
+
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    pending: tuple[str, ...] = ()
+    problem: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class FileIndex:
+    """A checkpoint without its bytes.
+
+    Attributes:
+        container: `zip`, `legacy` or `safetensors`.
+        size: bytes of the file.
+        fingerprint: see `fingerprint`.
+        value: what was saved, a `FileTensor` in the place of each tensor.
+        records: the storages that have a checksum, by offset.
+    """
+
+    container: str
+    size: int
+    fingerprint: int
+    value: Any
+    records: tuple[Record, ...] = field(default=())
+
+    def pack(self) -> bytes:
+        """Return the index as bytes for the other ranks; see `unpack`.
+
+        Raises:
+            ConvertError: it holds something that cannot be pickled.
+        """
+        try:
+            return zlib.compress(pickle.dumps(self, pickle.HIGHEST_PROTOCOL), 1)
+        except Exception as error:
+            raise ConvertError(f"what is in the file cannot be sent to others: {error}") from error
+
+
+def unpack(data: bytes) -> FileIndex:
+    """Return the index that rank 0 packed."""
+    index: FileIndex = pickle.loads(zlib.decompress(data))
+    return index
+
+
+def fingerprint(fd: int, size: int) -> int:
+    """Return a checksum of both ends of a file, by which copies on several nodes are compared."""
+    first = os.pread(fd, min(size, _ENDS), 0)
+    last = os.pread(fd, min(size, _ENDS), max(0, size - _ENDS))
+    return crc32(last, crc32(first))
+
+
+def index_of_file(fd: int, path: str) -> FileIndex:
+    """Read the index of an open checkpoint.
+
+    Args:
+        fd: its descriptor.
+        path: its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or no checkpoint.
+        ConvertError: its pickle needs more than `weights_only` allows.
+        OSError: it cannot be read.
+    """
+    size = os.fstat(fd).st_size
+    mapped = map_checkpoint(fd, path)
+    records: tuple[Record, ...] = ()
+    if mapped.container == "zip":
+        records = tuple(
+            Record(record.name, record.data_offset, record.size, record.crc or None)
+            for record in sorted(read_places(fd, size).records, key=lambda one: one.data_offset)
+            if record.size and record.is_stored and record.name.startswith("data/")
+        )
+    value = _Outliner(mapped).without_bytes(mapped.value)
+    return FileIndex(mapped.container, size, fingerprint(fd, size), value, records)
+
+
+class _Outliner:
+    """Puts `FileTensor`s in the place of tensors; containers are new ones of the same types."""
+
+    def __init__(self, mapped: Mapped) -> None:
+        self._mapped = mapped
+        self._made: dict[int, Any] = {}
+        self._count = 0
+
+    def without_bytes(self, value: Any) -> Any:
+        new: Any
+        if isinstance(value, torch.Tensor):
+            self._count += 1
+            return self._place_of(value)
+        if type(value) is tuple:
+            return tuple(map(self.without_bytes, value))
+        if not isinstance(value, MutableMapping | list):
+            return value
+        if id(value) in self._made:  # it may hold itself
+            return self._made[id(value)]
+        new = self._made[id(value)] = copy.copy(value)
+        new.clear()
+        if isinstance(value, MutableMapping):
+            new.update((key, self.without_bytes(item)) for key, item in value.items())
+        else:
+            new.extend(map(self.without_bytes, value))
+        return new
+
+    def _place_of(self, tensor: torch.Tensor) -> FileTensor:
+        shape: tuple[int, ...] = tuple(tensor.shape)
+        problem = _problem(tensor)
+        stride: tuple[int, ...] = ()
+        offset = 0
+        if problem is None:
+            stride = tuple(tensor.stride())
+            if tensor.numel():
+                offset = self._offset_of(tensor)
+        pending = tuple(
+            name for name, has in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if has
+        )
+        return FileTensor(self._count - 1, tensor.dtype, shape, stride, offset, pending, problem)
+
+    def _offset_of(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        start = self._mapped.offset_of(storage)
+        if start is None:
+            raise CorruptCheckpointError("a tensor's storage is not in the file")
+        first = int(tensor.storage_offset())
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = first + sum((size - 1) * step for size, step in steps)
+        if (last + 1) * tensor.itemsize > storage.nbytes():
+            raise CorruptCheckpointError("a tensor goes past the end of its storage")
+        return start + first * tensor.itemsize
+
+
+def _problem(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor cannot be read element by element."""
+    if type(tensor) not in _ELEMENT_WISE:
+        return f"in the file it is a {type(tensor).__name__}"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"in the file its layout is {tensor.layout}"
+    if tensor.is_quantized:
+        return "in the file it is quantized"
+    if tensor.device.type == "meta":
+        return "the file holds no bytes of it (a meta tensor)"
+    return None

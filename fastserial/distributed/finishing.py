@@ -1,0 +1,68 @@
+"""What rank 0 does once every rank has written its part: checksums, sync, rename."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+
+from fastserial.distributed.container import Container
+from fastserial.distributed.full_pickle import FullPickle
+from fastserial.distributed.shard_writer import Head, ShardWriter
+from fastserial.distributed.shared_file import NewFile
+from fastserial.formats.extents import Trailer
+from fastserial.formats.zip.layout import lookalike_of
+from fastserial.saving.buffered import write_all
+
+__all__ = ["finish_file"]
+
+_CRC = struct.Struct("<I")
+_CRC_AT = 4  # in a data descriptor
+_HEAD = 8
+
+
+def finish_file(
+    new: NewFile,
+    pickled: FullPickle,
+    container: Container,
+    writer: ShardWriter,
+    heads: Sequence[Head],
+    checksums: bool,
+) -> None:
+    """Write what needs the checksums of all ranks, sync, and make the file the target.
+
+    Raises:
+        OSError: a write, the sync or the rename failed.
+    """
+    plan = pickled.plan
+    plan.lookalikes.update(_lookalikes(heads))
+    ledger = writer.ledger
+    if checksums:
+        for record, _, offset, nbytes in pickled.records:
+            if record not in writer.sealed:
+                patch = _CRC.pack(ledger.wait(record))
+                os.pwrite(new.fd, patch, offset + nbytes + _CRC_AT)
+    if container.trailer is not None and isinstance(container.trailer.source, Trailer):
+        sizes = {record for record, _, _, _ in pickled.records}
+        crcs = [
+            ledger.wait(record) if record in sizes and crc is None else crc or 0
+            for record, crc in enumerate(plan.crcs)
+        ]
+        trailer = container.trailer.source.data(crcs)
+        write_all(new.fd, [memoryview(trailer)], container.trailer.offset)
+    new.sync()
+    new.commit()
+
+
+def _lookalikes(heads: Sequence[Head]) -> dict[int, int]:
+    """Return what torch takes for a CRC-32 in the first bytes of records."""
+    texts: dict[int, bytearray] = {}
+    seen: dict[int, int] = {}
+    for record, start, text in heads:
+        whole = texts.setdefault(record, bytearray(_HEAD))
+        whole[start : start + len(text)] = text
+        seen[record] = seen.get(record, 0) + len(text)
+    found = {
+        record: lookalike_of(bytes(text)) for record, text in texts.items() if seen[record] == _HEAD
+    }
+    return {record: value for record, value in found.items() if value is not None}

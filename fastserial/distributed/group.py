@@ -1,0 +1,289 @@
+"""The ranks' own way to talk: a gloo group beside the job's group, and errors that all learn of.
+
+The job's group never carries our bytes, so it stays as it was whatever happens. A rank that fails
+writes the cause into the job's store and closes its connections; so the others do not wait for it,
+whatever they are doing, and raise the same error. After a failure the next call makes new
+connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from fastserial.errors import DistributedError
+
+__all__ = ["Traffic", "traffic_of"]
+
+_FAILED = "failed"  # key of the failure in the store
+_HEADER = 8  # bytes of a message's length
+_ALIVE = -1  # instead of a length: more will come
+_DATA, _WORDS = 0, 1  # tags: bytes of tensors, messages
+_GRACE = 2.0  # seconds in which a rank that failed says why
+
+# By the job's group of all ranks, and the ranks.
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Traffic]] = weakref.WeakKeyDictionary()
+
+
+def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
+    """Return the connections of a group, made at the first call and after a failure. Collective.
+
+    Args:
+        group: of the job; None is all of it.
+        timeout: seconds after which a rank that is not heard from counts as lost.
+
+    A process without a process group is alone.
+
+    Raises:
+        DistributedError: a rank does not come.
+        RuntimeError: the process group has no store.
+    """
+    if not dist.is_initialized():
+        alone = Traffic((0,), 0, cast(Any, dist).HashStore())
+        alone.begin(timeout)
+        return alone
+    world: Any = dist.group.WORLD
+    key = group if group is not None else world
+    ranks = tuple(dist.get_process_group_ranks(key))
+    made = _made.setdefault(world, {})
+    traffic = made.get(ranks)
+    if traffic is None:
+        store: Any = dist.distributed_c10d._get_default_store()
+        if store is None:
+            raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
+        traffic = made[ranks] = Traffic(ranks, dist.get_rank(key), store)
+    traffic.begin(timeout)
+    return traffic
+
+
+class Traffic:
+    """Connections between the ranks of a group.
+
+    Attributes:
+        rank, size: of this process in the group, and of the group.
+        ranks: the group's rank of each global rank.
+        timeout: seconds after which a rank that is not heard from counts as lost.
+        kept: what calls keep for the next one.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, store: Any) -> None:
+        self.rank = rank
+        self.size = len(ranks)
+        self.ranks = {number: index for index, number in enumerate(ranks)}
+        self.timeout = 0.0
+        self.kept: dict[str, object] = {}
+        self._calls = 0
+        self._generation = 0
+        self._beats: list[tuple[Any, Any]] = []  # sent, but perhaps not heard yet
+        self._last_beat = 0.0
+        self._name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        self._job_store = store
+        self._store: Any = None
+        self._group: Any = None
+        self._closed = False
+
+    def begin(self, timeout: float) -> None:
+        """Get ready for a collective call. Collective.
+
+        Raises:
+            DistributedError: it has failed on another rank already.
+        """
+        self._calls += 1
+        self._beats.clear()
+        self._last_beat = time.monotonic()
+        self.timeout = timeout
+        self._closed = False
+        while True:
+            if self._store is None:
+                prefix = f"fastserial/{self._name}/{self._generation}"
+                self._store = _prefixed(prefix, self._job_store)
+            if not self._failed():
+                break
+            call, rank, cause = json.loads(bytes(self._store.get(_FAILED)).decode())
+            if call >= self._calls:
+                self._closed = True
+                raise DistributedError(rank, cause)
+            self._store = self._group = None  # connections that broke are never used again
+            self._generation += 1
+        if self._group is None and self.size > 1:
+            self._group = self._connect()
+
+    def _connect(self) -> Any:
+        """Return connections to all ranks, once all have come.
+
+        Raises:
+            DistributedError: a rank did not.
+        """
+        make: Any = dist.ProcessGroupGloo
+        self._store.set(f"came/{self.rank}", "1")
+        try:
+            store = _prefixed("gloo", self._store)
+            return make(store, self.rank, self.size, _delta(self.timeout))
+        except RuntimeError as error:
+            for rank in range(self.size):
+                if not self._store.check([f"came/{rank}"]):
+                    text = f"it did not come to the save or load within {self.timeout:g} seconds"
+                    raise self.fail(rank, text) from error
+            raise self.fail(self.rank, f"it cannot connect to the other ranks: {error}") from error
+
+    def fail(self, rank: int, cause: str) -> DistributedError:
+        """Tell all ranks of a failure and close the connections; return the error to raise.
+
+        Who was first is right: the error may be an older one.
+        """
+        text = json.dumps([self._calls, rank, cause])
+        with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
+            told = self._store.compare_set(_FAILED, "", text)
+            _, rank, cause = json.loads(bytes(told).decode())
+        self._closed = True
+        self._group = None
+        return DistributedError(rank, cause)
+
+    def send(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
+        """Start to send a contiguous host tensor; call the result to wait until it is sent."""
+        with self._blaming(rank):
+            return self._waiting(rank, self._group.send([data], rank, _DATA))
+
+    def receive(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
+        """Start to receive into a contiguous host tensor; call the result to wait for it."""
+        with self._blaming(rank):
+            return self._waiting(rank, self._group.recv([data], rank, _DATA))
+
+    def alive(self) -> None:
+        """Let the others know that this rank is busy: call it often during long work."""
+        now = time.monotonic()
+        if self.size == 1 or now - self._last_beat < self.timeout / 4:
+            return
+        self._last_beat = now
+        for rank in [0] if self.rank else range(1, self.size):
+            beat = torch.tensor([_ALIVE]).view(torch.uint8)
+            with self._blaming(rank):
+                self._beats.append((beat, self._group.send([beat], rank, _WORDS)))
+
+    def consult(self, message: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """Give rank 0 every rank's message, and return what it decides.
+
+        Raises:
+            DistributedError: a rank failed, died or was silent for too long.
+        """
+        if self.rank != 0:
+            self._put(0, message)
+            return self._get(0)
+        answer = decide([message, *(self._get(rank) for rank in range(1, self.size))])
+        for rank in range(1, self.size):
+            self._put(rank, answer)
+        return answer
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Return when every rank came here without an error.
+
+        Raises:
+            DistributedError: a rank came with an error, or does not come; from this rank's
+                error, if it has one.
+        """
+        if error is not None:
+            raise self.fail(self.rank, describe(error)) from error
+        self.consult(b"", lambda messages: b"")
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Do something that may fail on one rank: then the other ranks learn it, too.
+
+        Raises:
+            DistributedError: instead of any `Exception`. An interrupt stays one, but the others
+                learn of it.
+        """
+        try:
+            yield
+        except DistributedError:
+            self._closed = True
+            raise
+        except BaseException as error:
+            failure = self.fail(self.rank, describe(error))
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
+
+    # No frame of these holds the group: it closes when `fail` drops it, though an error's traceback
+    # keeps the frames.
+
+    def _put(self, rank: int, message: bytes) -> None:
+        self._pass(rank, torch.tensor([len(message)]).view(torch.uint8), out=True)
+        if message:
+            self._pass(rank, torch.frombuffer(bytearray(message), dtype=torch.uint8), out=True)
+
+    def _get(self, rank: int) -> bytes:
+        size = torch.empty(_HEADER, dtype=torch.uint8)
+        length = _ALIVE
+        while length == _ALIVE:
+            self._pass(rank, size, out=False)
+            length = int(size.view(torch.int64).item())
+        text = bytearray(length)
+        if text:
+            self._pass(rank, torch.frombuffer(text, dtype=torch.uint8), out=False)
+        return bytes(text)
+
+    def _pass(self, rank: int, data: torch.Tensor, out: bool) -> None:
+        """Send or receive a part of a message."""
+        with self._blaming(rank):
+            if out:
+                work = self._group.send([data], rank, _WORDS)
+            else:
+                work = self._group.recv([data], rank, _WORDS)
+        self._waiting(rank, work)()
+
+    def _waiting(self, rank: int, work: Any) -> Callable[[], None]:
+        def wait() -> None:
+            with self._blaming(rank):
+                work.wait(_delta(self.timeout))
+
+        return wait
+
+    @contextlib.contextmanager
+    def _blaming(self, rank: int) -> Iterator[None]:
+        """Turn gloo's error into one that names the rank that failed first."""
+        if self._closed:
+            raise self.fail(self.rank, "it had failed before")
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._failure(rank, error, time.monotonic() - began) from error
+
+    def _failure(self, rank: int, error: RuntimeError, seconds: float) -> DistributedError:
+        silent = seconds > 0.9 * self.timeout
+        until = time.monotonic() + (0 if silent else _GRACE)
+        while time.monotonic() < until and not self._failed():
+            time.sleep(0.02)
+        if silent:
+            return self.fail(rank, f"not heard from for {self.timeout:g} seconds")
+        return self.fail(rank, f"its process ended or closed the connection ({error})")
+
+    def _failed(self) -> bool:
+        try:
+            return bool(self._store.check([_FAILED]))
+        except RuntimeError:  # the store's host may be the one that died
+            return True
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line for the other ranks."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _delta(seconds: float) -> timedelta:
+    return timedelta(milliseconds=max(1, round(seconds * 1000)))
+
+
+def _prefixed(prefix: str, store: Any) -> Any:
+    make: Any = dist.distributed_c10d.PrefixStore
+    return make(prefix, store)

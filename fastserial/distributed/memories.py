@@ -1,0 +1,78 @@
+"""This rank's memory of a source, by the place of its bytes in the whole."""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+
+import torch
+
+from fastserial.distributed.boxes import Box, boxes_of_range, run_of
+from fastserial.distributed.exchange import as_integers
+from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.joined import Joined
+from fastserial.distributed.tables import Source
+from fastserial.memory.storages import HostMemory, Memory
+
+__all__ = ["Memories"]
+
+
+class Memories:
+    """What a rank has of one source, as memory that begins at the whole's first byte.
+
+    So a place in the whole is a place in the memory; only what the rank has may be read.
+    """
+
+    def __init__(self, source: Source) -> None:
+        spec = source.spec
+        self._item = spec.dtype.itemsize
+        self._nbytes = spec.nbytes
+        found = []
+        leaf = source.leaf.leaf if isinstance(source.leaf, Joined) else source.leaf
+        if isinstance(leaf, FlatShard):
+            shard = leaf
+            found.append((shard.start, shard.tensor))
+        else:
+            for box, view in source.parts:
+                run = run_of(spec.shape, box)
+                if run is not None:
+                    found.append((run[0], view))
+        found.sort(key=lambda item: item[0])
+        self._firsts = [first for first, _ in found]
+        self._views = [view for _, view in found]
+
+    def at(self, start: int) -> Memory:
+        """Return the memory that has byte `start` of the whole."""
+        index = bisect_right(self._firsts, start // self._item) - 1
+        view, base = self._views[index], self._firsts[index] * self._item
+        if view.device.type == "cpu" and view.is_contiguous() and not view.is_conj():
+            return HostMemory(view.data_ptr() - base, self._nbytes, view)
+        return _Gathered(view, base, self._nbytes)
+
+
+class _Gathered:
+    """Memory on a device, or in strides, that is copied together as it is asked for."""
+
+    def __init__(self, view: torch.Tensor, base: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._view = as_integers(view)
+        self._base = base
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        item = self._view.element_size()
+        begin = (start - self._base) // item
+        target = torch.frombuffer(
+            (ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8
+        )
+        shape = tuple(self._view.shape)
+        whole = Box((0,) * len(shape), shape)
+        at = 0
+        for box in boxes_of_range(shape, begin, begin + length // item):
+            end = at + box.numel * item
+            piece = self._view[box.slices(whole)]
+            if at % item == 0 and address % item == 0:
+                target[at:end].view(piece.dtype).view(piece.shape).copy_(piece)
+            else:
+                target[at:end].copy_(piece.contiguous().flatten().view(torch.uint8))
+            at = end

@@ -1,0 +1,140 @@
+"""States of which each rank has other keys, as the stages of a pipeline, made one.
+
+Every rank tells its state without the tensors' bytes, and puts all of them together in the order
+of the ranks: a key that several have is the first one's, a tensor that several have is shared.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.group import Traffic
+from fastserial.distributed.joined import Described, Joined
+from fastserial.distributed.pieces import Mesh, as_dtensor, holding
+from fastserial.errors import LoadMismatchError
+
+__all__ = ["merged"]
+
+
+def merged(state: Any, traffic: Traffic) -> Any:
+    """Return the union of all ranks' states. Collective.
+
+    Raises:
+        LoadMismatchError: ranks have different tensors under one key.
+    """
+    leaves: list[Any] = []
+    told: list[Described] = []
+    text = io.BytesIO()
+    _Pickler(text, leaves, told, traffic).dump(state)
+    message = pickle.dumps((text.getvalue(), told))
+    answer = traffic.consult(message, pickle.dumps)
+    found = []
+    for rank, other in enumerate(pickle.loads(answer)):
+        skeleton, described = pickle.loads(other)
+        mine = leaves if rank == traffic.rank else [None] * len(described)
+        found.append(_Unpickler(io.BytesIO(skeleton), rank, described, mine).load())
+    return _union("", found)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(
+        self, file: io.BytesIO, leaves: list[Any], told: list[Described], traffic: Traffic
+    ) -> None:
+        super().__init__(file)
+        self._leaves = leaves
+        self._told = told
+        self._traffic = traffic
+        self._numbers: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor | FlatShard):
+            return None
+        number = self._numbers.get(id(obj))
+        if number is None:
+            number = self._numbers[id(obj)] = len(self._leaves)
+            self._leaves.append(obj)
+            self._told.append(self._described(obj))
+        return number
+
+    def _described(self, leaf: Any) -> Described:
+        if isinstance(leaf, FlatShard):
+            return Described("flat", leaf.param_shape, leaf.dtype, False)
+        shape = tuple(leaf.shape)
+        if as_dtensor(leaf) is not None:
+            spec = holding(leaf, "a tensor", self._traffic.rank, self._traffic.ranks).spec
+            mesh = spec.held if isinstance(spec.held, Mesh) else None
+            return Described("mesh", shape, leaf.dtype, leaf.requires_grad, mesh)
+        storage = leaf.untyped_storage()
+        number = self._storages.setdefault(storage._cdata, len(self._storages))
+        view = (number, storage.nbytes(), leaf.storage_offset(), leaf.stride())
+        parameter = isinstance(leaf, torch.nn.Parameter)
+        return Described("plain", shape, leaf.dtype, leaf.requires_grad, None, view, parameter)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, rank: int, told: list[Described], leaves: list[Any]
+    ) -> None:
+        super().__init__(file)
+        self._made: list[Joined] = [
+            Joined(described, [rank], list(described.mesh.grids) if described.mesh else [], leaf)
+            for described, leaf in zip(told, leaves, strict=True)
+        ]
+
+    def persistent_load(self, number: Any) -> Any:
+        return self._made[number]
+
+
+def _union(path: str, values: list[Any]) -> Any:
+    """Return what the values of several ranks are together."""
+    first = values[0]
+    if any(isinstance(value, Joined) for value in values):
+        return _together(path, values)
+    if isinstance(first, dict):
+        others = [value for value in values if isinstance(value, Mapping)]
+        keys = dict.fromkeys(key for value in others for key in value)
+        whole = {
+            key: _union(f"{path}.{key}" if path else str(key), [v[key] for v in others if key in v])
+            for key in keys
+        }
+        first.clear()
+        first.update(whole)
+        return first
+    if isinstance(first, list | tuple):
+        alike = [v for v in values if type(v) is type(first) and len(v) == len(first)]
+        items = [
+            _union(f"{path}[{index}]", [value[index] for value in alike])
+            for index in range(len(first))
+        ]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return first
+
+
+def _together(path: str, values: list[Any]) -> Joined:
+    """Return a tensor that several ranks have as one."""
+    first = values[0]
+    for value in values[1:]:
+        if not isinstance(value, Joined) or not isinstance(first, Joined):
+            raise LoadMismatchError(f"{path} is a tensor on some ranks and none on others")
+        if value is first:
+            continue
+        if value.told.likeness() != first.told.likeness():
+            raise LoadMismatchError(
+                f"{path}: ranks {first.ranks[0]} and {value.ranks[0]} have different tensors: "
+                f"{_words(first.told)} and {_words(value.told)}"
+            )
+        first.ranks += value.ranks
+        first.grids += value.grids
+        first.leaf = value.leaf if first.leaf is None else first.leaf
+    return first  # type: ignore[no-any-return]
+
+
+def _words(told: Described) -> str:
+    return f"{told.dtype} of shape {told.shape}"

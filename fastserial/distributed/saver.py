@@ -1,0 +1,297 @@
+"""`save`: every rank writes a part of one ordinary file, and no rank holds the whole.
+
+1. Each rank makes the table of its state. Rank 0 lays the file out over memory that is never
+   touched, and makes the new file.
+2. Rank 0 hears all digests. If they are alike, and nothing changed since the last save, that is
+   all; else it sends the places of the records. Each rank makes its own schedule and opens the
+   file.
+3. The bytes flow.
+4. Rank 0 hears the checksums, writes what needs them, syncs, renames.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import marshal
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from fastserial.checksums import Piece as Crc
+from fastserial.config import Config
+from fastserial.distributed.container import Container
+from fastserial.distributed.exchange import Exchange
+from fastserial.distributed.finishing import finish_file
+from fastserial.distributed.full_pickle import FullPickle, full_pickle
+from fastserial.distributed.group import Traffic, traffic_of
+from fastserial.distributed.merging import merged
+from fastserial.distributed.nodes import node_name
+from fastserial.distributed.orders import Hello, Orders, Writers, orders_of
+from fastserial.distributed.pieces import TensorSpec
+from fastserial.distributed.schedule import FilePlan, Schedule, schedule
+from fastserial.distributed.shard_writer import Head, ShardWriter
+from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
+from fastserial.distributed.tables import Table, difference, table_of
+from fastserial.distributed.walk import states
+from fastserial.errors import WriteError, write_error
+from fastserial.formats.zip.layout import archive_name
+from fastserial.interrupts import finish
+from fastserial.reports import RankReport, SaveReport, publish_save
+from fastserial.saving.extent_writer import ExtentWriter
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["TIMEOUT", "save"]
+
+TIMEOUT = 600.0  # seconds
+# Bytes of one rank's tile, and of the tiles of all ranks in one round.
+_TILE = 16 * 1024 * 1024
+_TILES = 32 * 1024 * 1024
+_SMALLEST_TILE = 64 * 1024
+_log = logging.getLogger("fastserial")
+
+
+class _Done(NamedTuple):
+    """What a rank tells at the end."""
+
+    crcs: list[Crc]
+    heads: list[Head]
+    report: RankReport
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The plan of the last save."""
+
+    name: bytes = b""
+    plan: FilePlan | None = None
+    made: Schedule = field(default_factory=Schedule)
+    specs: list[TensorSpec] = field(default_factory=list)
+
+
+def save(
+    obj: object,
+    path: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    writers: Writers = "all",
+    timeout: float = TIMEOUT,
+    merge: Literal["union"] | None = None,
+) -> SaveReport:
+    """Write what `torch.save` of the whole state would write, from all ranks. Collective.
+
+    The file is an ordinary torch file: byte for byte the one that `torch.save` on rank 0 would
+    write, had it gathered the full state on the host.
+
+    Args:
+        obj: a nest of dicts, lists and tuples of whatever `torch.save` takes, with plain tensors,
+            DTensors, FlatShards, modules and optimizers (these with their modules). What is no
+            tensor, and tensors of less than 1 MiB, count as rank 0 has them; larger plain tensors
+            have to be equal on all ranks.
+        path: on a file system that all ranks see. As rank 0 gives it.
+        group: the ranks that save; by default all.
+        writers: who writes: all ranks, one of each node, or so many.
+        timeout: seconds after which a rank that is not heard from counts as lost.
+        merge: "union": ranks may have different keys, as the stages of a pipeline do; the file has
+            all of them, in the order of the ranks.
+
+    Returns:
+        What this rank knows of the save; on rank 0 with a line for each rank.
+
+    Raises:
+        DistributedError: any rank failed, all raise it; the previous file is intact.
+    """
+    began = perf_counter()
+    if merge not in (None, "union"):
+        raise ValueError(f'merge must be None or "union", not {merge!r}')
+    traffic = traffic_of(group, timeout)
+    saving = _Saving(traffic, os.fspath(path), writers, merge, began)
+    try:
+        with traffic.together():
+            report = saving.run(obj)
+    except BaseException:
+        saving.give_up()
+        raise
+    publish_save(report)
+    _log.debug("%s", report)
+    on_report = saving.config.on_report
+    if on_report is not None:
+        try:
+            on_report(report)
+        except Exception:  # the file is safe: this must not look like a failed save
+            _log.exception("on_report failed for %r", report.path)
+    return report
+
+
+class _Saving:
+    """One save."""
+
+    def __init__(
+        self, traffic: Traffic, path: str, writers: Writers, merge: str | None, began: float
+    ) -> None:
+        self._traffic = traffic
+        self._path = path
+        self._writers = writers
+        self._merge = merge
+        self._began = began
+        self.config = Config.resolve()
+        self._new: NewFile | None = None
+        self._opened: OpenedFile | None = None
+        self._pickled: FullPickle | None = None  # on rank 0, as the next two are
+        self._container: Container | None = None
+        self._place: Place | None = None
+        self._reports: tuple[RankReport, ...] = ()
+        kept = traffic.kept.get("save")
+        self._kept = kept if isinstance(kept, _Kept) else _Kept()
+
+    def run(self, obj: object) -> SaveReport:
+        """Save; return what this rank knows of it."""
+        traffic = self._traffic
+        state = states(obj)
+        if self._merge == "union":
+            state = merged(state, traffic)
+        table = table_of(state, traffic.rank, traffic.ranks)
+        if traffic.rank == 0:
+            self._lay_out(state, table)
+        hello = Hello.of(table, self._kept.name, node_name())
+        answer = traffic.consult(pickle.dumps(hello), self._decide)
+        orders: Orders = pickle.loads(answer)
+        if not orders.alike:
+            traffic.consult(marshal.dumps(table.rows, 2), self._blame)
+        plan, made = self._plan(orders, table)
+        if self._new is None:
+            self._opened = OpenedFile(orders.place)
+        planned = perf_counter()
+        traffic.agree()
+        phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
+        writer = ShardWriter(plan, made, table.sources, self._container, orders.checksums)
+        try:
+            done, out = self._write(writer, made, orders, phases)
+            traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
+        except OSError as error:
+            raise self._explained(error) from error
+        if self._opened is not None:
+            self._opened.close()
+        return self._report(orders, done.report, out)
+
+    def _lay_out(self, state: object, table: Table) -> None:
+        """Lay out the file, and make it. On rank 0."""
+        archive = archive_name(self._path)
+        if not archive:
+            raise write_error(errno.EINVAL, self._path, "torch cannot save to such a name")
+        self._pickled = pickled = full_pickle(state, archive, table)
+        self._container = Container(pickled)
+        self._new = NewFile(self._path, self.config)
+        self._place = self._new.reserve(pickled.plan.nbytes)
+
+    def _decide(self, messages: list[bytes]) -> bytes:
+        """Return rank 0's orders to all ranks."""
+        hellos = [pickle.loads(text) for text in messages]
+        if self._pickled is None or self._container is None or self._place is None:
+            raise ValueError("only rank 0 decides")
+        end, records = self._container.end, self._pickled.records
+        return pickle.dumps(orders_of(hellos, end, records, self._writers, self._place))
+
+    def _plan(self, orders: Orders, table: Table) -> tuple[FilePlan, Schedule]:
+        """Return the plan and what this rank does; those kept if nothing changed."""
+        kept, traffic = self._kept, self._traffic
+        if orders.plan is None and kept.plan is not None:
+            for source, spec in zip(table.sources, kept.specs, strict=True):
+                source.spec = spec
+            return kept.plan, kept.made
+        if orders.plan is None:
+            raise ValueError("rank 0 sent no plan")
+        table.complete(orders.ranges, set(orders.misfits), orders.grids)
+        specs = [source.spec for source in table.sources]
+        made = schedule(orders.plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
+        traffic.kept["save"] = _Kept(orders.name, orders.plan, made, specs)
+        return orders.plan, made
+
+    def _write(
+        self, writer: ShardWriter, made: Schedule, orders: Orders, phases: dict[str, float]
+    ) -> tuple[_Done, ExtentWriter]:
+        """Write this rank's part; return what rank 0 has to know of it."""
+        traffic, opened = self._traffic, self._opened
+        exchange = Exchange(traffic)
+        fd = opened.fd if opened is not None else self._new.fd if self._new is not None else -1
+        out = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
+        syncing = perf_counter()
+        if orders.sync_alone and opened is not None and self.config.durable:
+            opened.sync()
+        phases |= {**writer.seconds, "sync": perf_counter() - syncing}
+        report = RankReport(
+            rank=traffic.rank,
+            node=node_name(),
+            bytes=made.nbytes,
+            sent_bytes=exchange.sent_bytes,
+            received_bytes=exchange.received_bytes,
+            phases=phases,
+        )
+        return _Done(writer.crcs(), writer.heads, report), out
+
+    def _conclude(self, messages: list[bytes], writer: ShardWriter, orders: Orders) -> bytes:
+        """Finish the file. On rank 0."""
+        done: list[_Done] = [pickle.loads(text) for text in messages]
+        self._reports = tuple(found.report for found in done)
+        if self._new is None or self._pickled is None or self._container is None:
+            raise ValueError("only rank 0 concludes")
+        for found in done[1:]:
+            writer.ledger.merge(found.crcs)
+        heads = [head for found in done for head in found.heads]
+        finish_file(self._new, self._pickled, self._container, writer, heads, orders.checksums)
+        return b""
+
+    def _report(self, orders: Orders, mine: RankReport, out: ExtentWriter) -> SaveReport:
+        config, new = self.config, self._new
+        return SaveReport(
+            path=self._path,
+            container="zip",
+            bytes=orders.place.nbytes,
+            seconds=perf_counter() - self._began,
+            engine=out.engine_name,
+            direct=out.direct,
+            durable=new.durable if new is not None else config.durable,
+            fallback=(new.fallback if new is not None else None) or out.fallback,
+            block_size=config.block_size,
+            queue_depth=config.queue_depth,
+            threads=config.threads,
+            phases=mine.phases,
+            ranks=self._reports,
+        )
+
+    def _blame(self, messages: list[bytes]) -> bytes:
+        """Say which rank's state differs from rank 0's, and where."""
+        tables = [marshal.loads(text) for text in messages]
+        for rank, rows in enumerate(tables):
+            found = difference(tables[0], rows)
+            if found is not None:
+                raise self._traffic.fail(rank, found)
+        return b""
+
+    def _explained(self, error: OSError) -> WriteError:
+        if isinstance(error, WriteError):
+            return error
+        if self._new is not None:
+            return self._new.explained(error)
+        return write_error(error.errno or errno.EIO, self._path, None)
+
+    def give_up(self) -> None:
+        """Remove the new file: whoever is left does it, while it holds the file open.
+
+        So the file of a later save cannot be taken for it.
+        """
+        steps: list[Callable[[], object]] = []
+        if self._new is not None:
+            steps.append(self._new.discard)
+        if self._opened is not None:
+            steps += [self._opened.remove, self._opened.close]
+        finish(*steps)
+
+
+def _tile_bytes(size: int) -> int:
+    return max(_SMALLEST_TILE, min(_TILE, _TILES // size // _SMALLEST_TILE * _SMALLEST_TILE))

@@ -1,0 +1,235 @@
+"""Writes this rank's part of the file: tiles while the next ones travel, then its own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+import torch
+
+from fastserial.checksums import CrcLedger, crc32_combine
+from fastserial.checksums import Piece as Crc
+from fastserial.config import Config
+from fastserial.distributed.container import Container
+from fastserial.distributed.exchange import Exchange, view_in_box, view_in_range
+from fastserial.distributed.memories import Memories
+from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
+from fastserial.distributed.tables import Source
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
+from fastserial.memory.storages import HostMemory, Memory, host_bytes
+from fastserial.saving.extent_writer import ExtentWriter
+
+__all__ = ["Head", "ShardWriter"]
+
+_HEAD = 8  # bytes of a record that may look like a data descriptor
+Head = tuple[int, int, bytes]
+
+
+class ShardWriter:
+    """Writes what a schedule gives this rank.
+
+    Attributes:
+        ledger: the CRC-32s of what it wrote.
+        heads: first bytes of records that may look like a data descriptor: record, place, bytes.
+        sealed: records whose data descriptor has its CRC-32.
+        seconds: of the phases `exchange` and `write`.
+    """
+
+    def __init__(
+        self,
+        plan: FilePlan,
+        made: Schedule,
+        sources: Sequence[Source],
+        container: Container | None,
+        checksums: bool,
+    ) -> None:
+        """Start with nothing written.
+
+        Args:
+            container: on rank 0.
+            checksums: whether the file has CRC-32s.
+        """
+        self._plan = plan
+        self._made = made
+        self._sources = sources
+        self._container = container
+        self._checksums = checksums
+        self._memories: dict[int, Memories] = {}
+        self._ends = {record: offset + size for record, _, offset, size in plan.records}
+        sizes = [0] * (max(self._ends, default=-1) + 1)
+        for record, _, _, nbytes in plan.records:
+            sizes[record] = nbytes
+        self._sizes = sizes
+        self.ledger = CrcLedger(sizes, [None if size else 0 for size in sizes])
+        self.heads: list[Head] = []
+        self.sealed: set[int] = set()
+        self.seconds = {"exchange": 0.0, "write": 0.0}
+
+    def write(
+        self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
+    ) -> ExtentWriter:
+        """Write everything but what needs checksums of other ranks; return the closed writer.
+
+        Args:
+            on_progress: called with the bytes of each piece that is written.
+
+        Raises:
+            OSError: a write failed.
+            DistributedError: another rank failed.
+        """
+        out = ExtentWriter(fd, config, on_progress)
+        out.expect(self._made.nbytes)
+        try:
+            self._write_rounds(out, exchange)
+            began = perf_counter()
+            out.write(self._local_extents(), self.ledger)
+            out.finish()
+            self.seconds["write"] += perf_counter() - began
+        finally:
+            out.close()
+        return out
+
+    def crcs(self) -> list[Crc]:
+        """Return the CRC-32s of what this rank wrote, what lies side by side as one."""
+        found: list[Crc] = []
+        if not self._checksums:
+            return found
+        for piece in sorted(self.ledger.pieces()):
+            last = found[-1] if found else None
+            if not piece.length:
+                continue
+            if last and last.record == piece.record and last.start + last.length == piece.start:
+                crc = crc32_combine(last.crc, piece.crc, piece.length)
+                found[-1] = Crc(last.record, last.start, last.length + piece.length, crc)
+            else:
+                found.append(piece)
+        return found
+
+    def _write_rounds(self, out: ExtentWriter, exchange: Exchange) -> None:
+        rounds = self._made.rounds
+        most = max((_nbytes(found) for found in rounds), default=0)
+        tiles = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in rounds[:2]]
+        for index, found in enumerate(rounds):
+            tile = tiles[index % 2]
+            began = perf_counter()
+            exchange.move(
+                {rank: [self._held(move) for move in moves] for rank, moves in found.sends.items()},
+                {
+                    rank: [self._in_tile(move, tile) for move in moves]
+                    for rank, moves in found.receives.items()
+                },
+            )
+            moved = perf_counter()
+            out.release_sources()  # the tile before is written, and free for the next round
+            out.write(self._tile_extents(found, tile), self.ledger)
+            self.seconds["exchange"] += moved - began
+            self.seconds["write"] += perf_counter() - moved
+        began = perf_counter()
+        out.release_sources()
+        self.seconds["write"] += perf_counter() - began
+
+    def _held(self, move: Move) -> torch.Tensor:
+        """Return what this rank sends of a move."""
+        piece, _, box, overlap = move
+        if overlap is None or box is None:
+            if self._container is None:
+                raise ValueError(f"only rank 0 has {piece}")
+            if piece.source == CONTAINER:
+                return self._container.bytes_at(piece.offset, piece.length)
+            return self._container.source_bytes(piece.source, piece.start, piece.length)
+        for whole, view in self._sources[piece.source].parts:
+            if all(
+                a <= x and x + n <= a + m for a, m, x, n in zip(*whole, *overlap.part, strict=True)
+            ):
+                return view_in_box(view, whole, overlap)
+        raise ValueError(f"this rank has no {overlap.part} of {self._sources[piece.source].key}")
+
+    def _in_tile(self, move: Move, tile: torch.Tensor) -> torch.Tensor:
+        """Return where what a move brings belongs."""
+        piece, at, _, overlap = move
+        flat = tile[at : at + piece.length]
+        if overlap is None:
+            return flat
+        dtype = self._sources[piece.source].spec.dtype
+        return view_in_range(flat.view(dtype), overlap)
+
+    def _tile_extents(self, found: Round, tile: torch.Tensor) -> Iterator[Extent]:
+        address = tile.data_ptr()
+        for piece, at in found.pieces:
+            base = address + at - piece.start
+            memory = HostMemory(base, self._size_of(piece), tile)
+            self._note_head(piece, memory)
+            yield self._extent(piece, memory)
+
+    def _local_extents(self) -> Iterator[Extent]:
+        done: dict[int, int] = {}
+        for piece in self._made.locals:
+            if piece.record == CONTAINER:
+                yield from self._container_extents(piece, done)
+                continue
+            memory = self._memory(piece)
+            done[piece.record] = done.get(piece.record, 0) + piece.length
+            self._note_head(piece, memory)
+            yield self._extent(piece, memory)
+
+    def _container_extents(self, piece: Piece, done: dict[int, int]) -> Iterator[Extent]:
+        """Return the zip's own bytes; with checksums where all of a record went before."""
+        if self._container is None:
+            raise ValueError(f"only rank 0 has {piece}")
+        for extent in self._container.extents_at(piece.offset, piece.length):
+            source = extent.source
+            if not isinstance(source, DescriptorPatch):
+                yield extent
+            elif done.get(source.record) == self._sizes[source.record]:
+                if extent.start == 0 and extent.length >= _HEAD:
+                    self.sealed.add(source.record)
+                yield extent
+            else:
+                part = source.data[extent.start : extent.start + extent.length]
+                yield Extent(extent.offset, extent.length, Literal(part))
+
+    def _memory(self, piece: Piece) -> Memory:
+        if piece.source < 0 and self._container is not None:
+            return self._container.memory(piece.source)
+        memories = self._memories.get(piece.source)
+        if memories is None:
+            memories = self._memories[piece.source] = Memories(self._sources[piece.source])
+        return memories.at(piece.start)
+
+    def _extent(self, piece: Piece, memory: Memory) -> Extent:
+        record = piece.record if self._checksums and piece.record != CONTAINER else None
+        source = Data(memory, self._size_of(piece), record)
+        return Extent(piece.offset, piece.length, source, piece.start)
+
+    def _size_of(self, piece: Piece) -> int:
+        return self._sizes[piece.record] if piece.record != CONTAINER else self._plan.nbytes
+
+    def _note_head(self, piece: Piece, memory: Memory) -> None:
+        """Keep the first bytes of a record if torch could take them for a data descriptor."""
+        if piece.record == CONTAINER or piece.start >= _HEAD or self._size_of(piece) < _HEAD:
+            return
+        length = min(_HEAD - piece.start, piece.length)
+        shifted = _Shifted(memory, piece.start)
+        text = host_bytes(shifted, length)
+        mark = DESCRIPTOR_SIGNATURE[piece.start :][:length]
+        if text.startswith(mark):
+            self.heads.append((piece.record, piece.start, text))
+
+
+class _Shifted:
+    """A memory from a byte on."""
+
+    def __init__(self, memory: Memory, start: int) -> None:
+        self.nbytes = memory.nbytes - start
+        self._memory = memory
+        self._start = start
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        self._memory.copy_to(address, self._start + start, length)
+
+
+def _nbytes(found: Round) -> int:
+    """Return how many bytes a tile takes; whole numbers of any type fit."""
+    end = max((at + piece.length for piece, at in found.pieces), default=0)
+    return end + -end % 16

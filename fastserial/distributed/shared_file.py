@@ -1,0 +1,156 @@
+"""The new file that all ranks write: made by rank 0 beside the target, opened by the others."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from typing import NamedTuple
+
+from fastserial.config import Config
+from fastserial.errors import WriteError, write_error
+from fastserial.files import linux
+from fastserial.files.compression import compression_of
+from fastserial.files.replacement import CannotReplace, Replacement
+from fastserial.files.targets import PathTarget, writable_target
+from fastserial.interrupts import Descriptors
+from fastserial.saving.save_errors import save_error
+
+__all__ = ["NewFile", "OpenedFile", "Place"]
+
+
+class Place(NamedTuple):
+    """By which the other ranks find the new file.
+
+    Attributes:
+        path: absolute.
+        inode, nbytes: what they have to find there.
+    """
+
+    path: str
+    inode: int
+    nbytes: int
+
+
+class NewFile:
+    """Rank 0's: a file that takes the target's place at `commit`."""
+
+    def __init__(self, path: str, config: Config) -> None:
+        """Create it, empty, under a temporary name.
+
+        Raises:
+            WriteError: it cannot be made, or cannot take the target's place.
+        """
+        target = writable_target(path)
+        if not isinstance(target, PathTarget):
+            reason = getattr(target, "reason", "it is no regular file")
+            raise _not_for_many(path, reason)
+        self._target = target
+        self._config = config
+        self._needed = 0
+        self._file: Replacement | None = None
+        try:
+            self._file = Replacement(target, config.durable, named=True)
+        except CannotReplace as found:
+            raise _not_for_many(path, found.reason) from found
+        except OSError as error:
+            raise self.explained(error) from error
+
+    @property
+    def fd(self) -> int:
+        return self._file.fd if self._file is not None else -1
+
+    @property
+    def durable(self) -> bool:
+        return self._file is not None and self._file.durable
+
+    @property
+    def fallback(self) -> str | None:
+        return self._file.fallback if self._file is not None else None
+
+    def reserve(self, nbytes: int) -> Place:
+        """Give the file its size, and the space as far as the options say so.
+
+        Raises:
+            OSError: there is no space.
+        """
+        self._needed = nbytes
+        config = self._config
+        if config.preallocate and nbytes > config.small_file and compression_of(self.fd) is None:
+            linux.preallocate(self.fd, 0, nbytes)
+        os.ftruncate(self.fd, nbytes)
+        named = self._file.named if self._file is not None else None
+        directory = os.path.dirname(os.path.abspath(self._target.path))
+        return Place(os.path.join(directory, named or ""), os.fstat(self.fd).st_ino, nbytes)
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+
+    def commit(self) -> None:
+        """Make it the target.
+
+        Raises:
+            OSError: the target is the old file still.
+        """
+        if self._file is not None:
+            self._file.commit()
+
+    def discard(self) -> None:
+        """Remove it. Idempotent; does nothing after `commit`."""
+        if self._file is not None:
+            self._file.discard()
+
+    def explained(self, error: OSError) -> WriteError:
+        """Return a failed system call as an error that names the path and the remedy."""
+        if isinstance(error, WriteError):
+            return error
+        return save_error(error, self._target, self._file, self._needed)
+
+
+class OpenedFile:
+    """Another rank's: the file that rank 0 made."""
+
+    def __init__(self, place: Place) -> None:
+        """Open it.
+
+        Raises:
+            WriteError: it is not there, or another one is: this rank sees another file system.
+        """
+        self._place = place
+        self._files = Descriptors()
+        try:
+            self.fd = self._files.open(place.path, os.O_RDWR | os.O_NOFOLLOW)
+            found = os.fstat(self.fd)
+        except OSError as error:
+            self.close()
+            number = error.errno or errno.EIO
+            raise write_error(number, place.path, _not_shared(error.strerror or "")) from error
+        if (found.st_ino, found.st_size) != (place.inode, place.nbytes):
+            self.close()
+            raise write_error(errno.ESTALE, place.path, _not_shared("another file is there"))
+
+    def sync(self) -> None:
+        os.fsync(self.fd)
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        self._files.close()
+
+    def remove(self) -> None:
+        """Remove the new file, if rank 0 could not: it is no other than the one it made."""
+        with contextlib.suppress(OSError):
+            if os.lstat(self._place.path).st_ino == self._place.inode:
+                os.unlink(self._place.path)
+
+
+def _not_for_many(path: str, reason: str) -> WriteError:
+    text = f"several ranks cannot write to it: {reason}. Save to another path"
+    return write_error(errno.EINVAL, path, text)
+
+
+def _not_shared(reason: str) -> str:
+    return (
+        f"this rank cannot open the file that rank 0 made ({reason}); all ranks have to see one "
+        "file system there. Save to a shared one, or save with torch.distributed.checkpoint"
+    )

@@ -1,0 +1,239 @@
+"""What a state consists of, on this rank: its tensors as sources of bytes, and a digest.
+
+A source is what becomes one record of the file: a sharded tensor as a whole, or the storage of
+plain tensors, which may be views of it. Ranks whose tables are alike know each other's sources by
+number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fastserial.distributed.boxes import Box
+from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.joined import Joined
+from fastserial.distributed.pieces import Flat, Mesh, TensorSpec, as_dtensor, holding
+from fastserial.distributed.walk import leaves
+
+__all__ = ["SHARED_FROM", "Source", "Table", "bytes_of", "difference", "table_of"]
+
+# Bytes of a storage from which on every rank writes a part of it. Below it counts what rank 0 has:
+# buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
+SHARED_FROM = 1024 * 1024
+_REMEDY = ' (merge="union" saves the tensors of all ranks)'
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+@dataclass(slots=True)
+class Source:
+    """Bytes of one record-to-be.
+
+    Attributes:
+        key: the name of the first leaf that has it.
+        spec: the whole; a storage counts as bytes.
+        parts: what this rank holds of it.
+        leaf: the sharded tensor, or the storage; of a merged state, its first tensor.
+    """
+
+    key: str
+    spec: TensorSpec
+    parts: list[tuple[Box, torch.Tensor]]
+    leaf: Any
+
+
+@dataclass(slots=True)
+class Table:
+    """The tensors of a state on this rank.
+
+    Attributes:
+        sources: in the order in which the state has them.
+        rows: of each leaf, what has to be the same on all ranks, as plain values.
+        by_leaf: number of the source of a sharded leaf, by its `id`.
+        by_storage: number of the source of a plain storage, by its `_cdata`.
+        misfits: sources whose shards were made from left to right (`Mesh.right_first`).
+        meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
+            meshes of one shape: then each mesh has the whole tensor.
+        joined: number of the source of a merged tensor.
+        known: see `holding`.
+    """
+
+    sources: list[Source] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    by_leaf: dict[int, int] = field(default_factory=dict)
+    by_storage: dict[int, int] = field(default_factory=dict)
+    misfits: list[int] = field(default_factory=list)
+    grids: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
+    meshes: dict[Mesh, int] = field(default_factory=dict)
+    joined: dict[Any, int] = field(default_factory=dict)
+    known: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def digest(self) -> bytes:
+        """Return what is the same on all ranks if and only if their tables are alike."""
+        return hashlib.sha256(marshal.dumps(self.rows, 2)).digest()
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """Return what this rank holds of each FlatShard: source, first element, end."""
+        return [
+            (number, first, stop)
+            for number, source in enumerate(self.sources)
+            if isinstance(source.spec.held, Flat) and _is_flat(source.leaf)
+            for _, first, stop in source.spec.held.ranges
+        ]
+
+    def complete(
+        self,
+        ranges: Mapping[int, list[tuple[int, int, int]]],
+        misfits: set[int],
+        grids: Sequence[tuple[tuple[int, ...], ...]],
+    ) -> None:
+        """Enter what the other ranks told.
+
+        Args:
+            ranges: what the ranks hold of each FlatShard: rank, first element, end.
+            misfits: see the attribute; of any rank.
+            grids: of each mesh, those of all ranks.
+        """
+        for number, source in enumerate(self.sources):
+            spec = source.spec
+            if _is_flat(source.leaf):
+                found = tuple(sorted(map(tuple, ranges.get(number, ()))))
+                source.spec = replace(spec, held=Flat(found))  # type: ignore[arg-type]
+            elif isinstance(spec.held, Mesh):
+                mesh = self.meshes[spec.held._replace(right_first=True)]
+                held = spec.held._replace(grids=grids[mesh], right_first=number not in misfits)
+                source.spec = replace(spec, held=held)
+
+
+def difference(mine: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> str | None:
+    """Return in words how the rows of another rank differ from rank 0's, None if they do not."""
+    if mine == other:
+        return None
+    ours, theirs = {row[0]: row for row in mine}, {row[0]: row for row in other}
+    for key in ours.keys() ^ theirs.keys():
+        has, lacks = ("rank 0 has", "it has") if key in ours else ("it has", "rank 0 has")
+        return f"{has} the tensor {key!r}, which {lacks} not" + _REMEDY
+    for key, row in ours.items():
+        there = theirs[key]
+        if row[2:4] != there[2:4]:
+            return f"its {key!r} is {_words(there)}, that of rank 0 {_words(row)}"
+        if row[4:] != there[4:]:
+            return f"its {key!r} is placed otherwise than that of rank 0"
+    return "its tensors are in another order, or share their memory otherwise, than those of rank 0"
+
+
+def _words(row: tuple[Any, ...]) -> str:
+    return f"{row[3]} of shape {row[2]}"
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a storage as a one-dimensional tensor of bytes."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage)
+
+
+def table_of(obj: object, rank: int, ranks: Mapping[int, int]) -> Table:
+    """Return the table of a state.
+
+    Args:
+        rank: this rank in the group.
+        ranks: the group's rank of each global rank.
+
+    Raises:
+        LoadMismatchError: a tensor has a placement that cannot be in a file.
+    """
+    table = Table()
+    for key, leaf in leaves(obj):
+        if isinstance(leaf, Joined):
+            _add_joined(table, key, leaf, rank, ranks)
+        elif isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
+            _add_sharded(table, key, leaf, rank, ranks)
+        elif type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.device.type != "meta":
+            _add_plain(table, key, leaf)
+    return table
+
+
+def _add_sharded(table: Table, key: str, leaf: Any, rank: int, ranks: Mapping[int, int]) -> None:
+    number = table.by_leaf.get(id(leaf))
+    if number is None:
+        spec, _, parts = holding(leaf, key, rank, ranks, table.known)
+        number = table.by_leaf[id(leaf)] = len(table.sources)
+        table.sources.append(Source(key, spec, parts, leaf))
+        _note_mesh(table, number, spec)
+    spec = table.sources[number].spec
+    how: Any = None
+    if isinstance(spec.held, Mesh):
+        index = table.meshes[spec.held._replace(right_first=True)]
+        how = (index, spec.held.shape, tuple(map(tuple, spec.held.splits)))
+    table.rows.append((key, number, spec.shape, str(spec.dtype), how))
+
+
+def _is_flat(leaf: object) -> bool:
+    return isinstance(leaf, FlatShard) or (isinstance(leaf, Joined) and leaf.told.kind == "flat")
+
+
+def _add_joined(
+    table: Table, key: str, joined: Joined, rank: int, ranks: Mapping[int, int]
+) -> None:
+    """Add a tensor of a merged state: the rows are the same on all ranks, who has it or not."""
+    told = joined.told
+    # Storages are told apart by the first rank that has them, and their number there.
+    place: Any = id(joined) if told.storage is None else (joined.ranks[0], told.storage[0])
+    number = table.joined.get(place)
+    if number is None:
+        number = table.joined[place] = len(table.sources)
+        parts: list[tuple[Box, torch.Tensor]] = []
+        spec = TensorSpec(told.shape, told.dtype)
+        if told.storage is not None:
+            nbytes = told.storage[1]
+            having = joined.ranks if nbytes >= SHARED_FROM else joined.ranks[:1]
+            flat = Flat(tuple((other, 0, nbytes) for other in sorted(having)) if nbytes else ())
+            spec = TensorSpec((nbytes,), torch.uint8, flat)
+            if joined.leaf is not None and rank in having and nbytes:
+                parts = [(Box((0,), (nbytes,)), bytes_of(joined.leaf.untyped_storage()))]
+        elif joined.leaf is not None:
+            spec, _, parts = holding(joined.leaf, key, rank, ranks, table.known)
+        if told.kind == "flat" and joined.leaf is None:
+            spec = replace(spec, held=Flat(()))
+        elif told.mesh is not None:
+            grids = tuple(sorted(set(joined.grids)))
+            held = spec.held if isinstance(spec.held, Mesh) else told.mesh
+            spec = replace(spec, held=held._replace(grids=grids))
+            _note_mesh(table, number, spec)
+        table.sources.append(Source(key, spec, parts, joined))
+    table.by_leaf[id(joined)] = number
+    how = told.likeness()[3:]
+    table.rows.append((key, number, told.shape, str(told.dtype), repr(how)))
+
+
+def _note_mesh(table: Table, number: int, spec: TensorSpec) -> int:
+    """Enter the mesh of a source; return its number."""
+    if not isinstance(spec.held, Mesh):
+        return -1
+    if not spec.held.right_first:
+        table.misfits.append(number)
+    mesh = spec.held._replace(right_first=True)
+    index = table.meshes.setdefault(mesh, len(table.meshes))
+    if index == len(table.grids):
+        table.grids.append(mesh.grids)
+    return index
+
+
+def _add_plain(table: Table, key: str, leaf: torch.Tensor) -> None:
+    storage = leaf.untyped_storage()
+    nbytes = storage.nbytes()
+    number = table.by_storage.get(storage._cdata)
+    if number is None:
+        number = table.by_storage[storage._cdata] = len(table.sources)
+        spec = TensorSpec((nbytes,), torch.uint8)
+        if nbytes < SHARED_FROM:
+            spec = replace(spec, held=Flat(((0, 0, nbytes),) if nbytes else ()))
+        parts = [(Box((0,), (nbytes,)), bytes_of(storage))] if nbytes else []
+        table.sources.append(Source(key, spec, parts, storage))
+    view = (nbytes, leaf.storage_offset(), leaf.stride()) if nbytes >= SHARED_FROM else None
+    table.rows.append((key, number, tuple(leaf.shape), str(leaf.dtype), view))

@@ -1,0 +1,77 @@
+"""`fastserial.distributed.load`, on real ranks."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support import ranks
+
+import fastserial
+from fastserial import distributed
+
+FULL = "full" in map(os.environ.get, ("FASTSERIAL_FAULTS", "FASTSERIAL_DISTRIBUTED"))
+SEED = int(os.environ.get("FASTSERIAL_FAULTS_SEED", "20261122"))
+
+
+@pytest.mark.timeout(1200 if FULL else 300)
+@pytest.mark.parametrize(("count", "cases"), [(4, 700), (8, 500)] if FULL else [(4, 200)])
+def test_any_placement_loads_from_any_file(tmp_path: Path, count: int, cases: int) -> None:
+    out = ranks.run("load_resharded", count, tmp_path, SEED, cases, timeout=1100)
+    seen = ast.literal_eval(out[0])
+    assert seen["moved"] > 100_000 * cases / 200
+    assert seen["verified"] > cases / 20
+    assert seen["sharded"] > cases / 5
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_cases(tmp_path: Path, count: int) -> None:
+    out = ranks.run("load_cases", count, tmp_path)
+    assert {int(text) for text in out} == {19}
+
+
+def test_a_process_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 400)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    path = tmp_path / "state.pt"
+    torch.save({"m": model.state_dict(), "o": optimizer.state_dict()}, path)
+    new = torch.nn.Linear(300, 400)
+    fresh = torch.optim.AdamW(new.parameters())
+    with fastserial.options(verify_on_load=True):
+        report = distributed.load(path, {"m": new, "o": fresh})
+    assert torch.equal(new.weight, model.weight)
+    assert torch.equal(fresh.state[new.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+    assert fresh.param_groups[0]["lr"] == 0.25
+    assert report.verified
+    assert fastserial.last_load_report() == report
+    assert "rank 0: io=" in str(report)
+    with pytest.raises(fastserial.DistributedError, match="FileNotFoundError"):
+        distributed.load(tmp_path / "nowhere.pt", {"m": new})
+    with pytest.raises(fastserial.LoadMismatchError, match="not in the file: x"):
+        distributed.load(path, {"m": new, "o": fresh, "x": 1})
+
+
+@pytest.mark.parametrize("how", ["die", "stop"])
+def test_a_rank_that_is_lost(tmp_path: Path, how: str) -> None:
+    ended = ranks.Job("load_dies", 3, tmp_path, how).wait(120)
+    assert ended[2].code == -signal.SIGKILL
+    for end in ended[:2]:
+        assert end.code == 0, end.err
+        rank, seconds, text = end.out.strip().split("|")
+        assert int(rank) == 2
+        assert "filled in part" in text
+        assert ("not heard from for 5 seconds" if how == "stop" else "its process ended") in text
+        assert float(seconds) < 20
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, count: int) -> None:
+    for out in ranks.run("load_memory", count, tmp_path, 320):
+        for name, nbytes in ast.literal_eval(out).items():
+            assert nbytes < 128 * 2**20, (name, nbytes)

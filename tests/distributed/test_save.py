@@ -1,0 +1,121 @@
+"""One file from many ranks: the bytes of stock's `torch.save` of the whole state.
+
+`FASTSERIAL_DISTRIBUTED=full` runs the long forms (`nox -s distributed`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support import ranks
+
+from fastserial import distributed
+from fastserial.checkpoints.save import save
+
+FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("count", "cases"),
+    [(1, 20), (2, 60), (3, 60), (4, 80)]
+    if not FULL
+    else [(1, 60), (2, 300), (3, 300), (4, 400), (6, 100), (8, 100)],
+)
+def test_the_bytes_of_stock(count: int, cases: int, tmp_path: Path) -> None:
+    ranks.run("ranks_save", count, tmp_path, 100 + count, cases, timeout=280)
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds"),
+    [
+        (2, ("plain", "ddp", "fsdp", "fsdp-tied", "fsdp-large")),
+        (4, ("fsdp-tp", "fsdp-tp-large", "fsdp-large")),
+    ],
+)
+def test_modules_and_optimizers(count: int, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    out = ranks.run("ranks_train", count, tmp_path, *kinds)[0]
+    assert [line.split()[0] for line in out.splitlines()] == list(kinds)
+
+
+FAILURES = ("unpicklable", "key", "shape", "partial", "placement", "full", "interrupted", "silent")
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    out = ranks.run("ranks_fail", 3, tmp_path, *FAILURES)
+    assert out == ["".join(f"{name}\n" for name in FAILURES)] * 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: no mount of its own for one rank")
+def test_a_rank_that_sees_another_file_system(tmp_path: Path) -> None:
+    assert ranks.run("ranks_fail", 3, tmp_path, "unseen") == ["unseen\n"] * 3
+
+
+def test_killed_ranks_leave_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    chance = random.Random(17)
+    trials = 100 if FULL else 4
+    hits = sum(killed(chance, tmp_path / str(trial)) for trial in range(trials))
+    assert hits >= trials // 2, "the kills missed the saves"
+
+
+def killed(chance: random.Random, folder: Path) -> bool:
+    """Kill a rank of a job that saves all the time; return whether it was in a save."""
+    out = folder / "out"
+    out.mkdir(parents=True)
+    (folder / "flags").write_bytes(bytes(4))
+    count = chance.choice([2, 4])
+    job = ranks.Job("ranks_die", count, folder, 20)
+    try:
+        until = time.monotonic() + 60
+        while not (out / "file.pt").exists():
+            assert time.monotonic() < until, "no save comes to its end"
+            time.sleep(0.01)
+        time.sleep(chance.random())
+        victim = chance.randrange(count)
+        job.kill(victim)
+    finally:
+        ended = job.wait(60)
+    assert ended[victim].code == -9, ended
+    for rank, end in enumerate(ended):
+        if rank != victim:
+            assert end.code == 0, end
+            culprit, seconds = end.out.split()
+            assert int(culprit) == victim, end
+            assert float(seconds) < 15, "it hung"
+    state = torch.load(out / "file.pt")
+    assert all(torch.all(state[key] == state["step"]) for key in ("rows", "columns", "all"))
+    left = [path.name for path in out.iterdir() if path.name != "file.pt"]
+    if left:  # rank 0 was killed before the others knew of the new file: the next save removes it
+        assert victim == 0
+        save(state, str(out / "file.pt"))
+        assert [path.name for path in out.iterdir()] == ["file.pt"]
+    return (folder / "flags").read_bytes()[victim] == 1
+
+
+@pytest.mark.parametrize("count", [2, 4] if FULL else [2])
+def test_memory_does_not_grow_with_the_state(count: int, tmp_path: Path) -> None:
+    size = 1024 if FULL else 160
+    for out in ranks.run("ranks_memory", count, tmp_path, size):
+        assert int(out) <= 128 * MIB
+
+
+def test_pipeline_stages_are_saved_as_one_state(tmp_path: Path) -> None:
+    assert int(ranks.run("ranks_union", 4, tmp_path)[0]) > 12 * MIB
+
+
+def test_a_group_of_some_ranks(tmp_path: Path) -> None:
+    assert ranks.run("ranks_group", 3, tmp_path) == ["done\n"] * 3
+
+
+def test_one_process_without_a_group(tmp_path: Path) -> None:
+    """A script for many ranks runs on one, too."""
+    state = {"x": torch.arange(5000), "y": [1, "two"]}
+    (tmp_path / "stock").mkdir()
+    torch.save(state, tmp_path / "stock" / "file.pt")
+    distributed.save(state, tmp_path / "file.pt")
+    assert (tmp_path / "file.pt").read_bytes() == (tmp_path / "stock" / "file.pt").read_bytes()

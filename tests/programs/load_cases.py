@@ -1,0 +1,470 @@
+"""A rank: what `distributed.load` does with one file after another. Argument: a folder.
+
+All cases run in the same processes, one behind the other: so each also shows that the group can
+be used after the one before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
+from torch.nn.parallel import DistributedDataParallel
+
+import fastserial
+from fastserial.distributed import FlatShard, flow, load, owners
+from fastserial.distributed.matching import Match
+from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
+from fastserial.loading.reader import FastFileReader
+
+FOLDER = Path(sys.argv[1])
+RANK, COUNT = join()
+MESH = DeviceMesh("cpu", torch.arange(COUNT))
+CASES: list[Callable[[], None]] = []
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES.append(function)
+    return function
+
+
+def written(name: str, value: Any, **more: Any) -> Path:
+    path = FOLDER / f"{name}.pt"
+    if RANK == 0:
+        torch.save(value, path, **more)
+    dist.barrier()
+    return path
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape)
+
+
+def sharded(*shape: int, dtype: torch.dtype = torch.float32) -> DTensor:
+    return zeros(*shape, dtype=dtype, device_mesh=MESH, placements=[Shard(0)])
+
+
+def full(tensor: DTensor) -> torch.Tensor:
+    return tensor.full_tensor()
+
+
+@case
+def values_are_replaced_where_they_can_be() -> None:
+    path = written("values", {"a": rows(5), "n": 7, "l": [1, {"x": "y"}], "t": (rows(3), 2.5)})
+    tensor, inner = torch.zeros(5), torch.zeros(3)
+    into: dict[str, Any] = {"a": tensor, "n": None, "l": [0, {"x": None}], "t": (inner, 0)}
+    nested = into["l"]
+    load(path, into)
+    assert into["a"] is tensor
+    assert into["t"][0] is inner
+    assert into["l"] is nested
+    assert (into["n"], into["l"], into["t"][1]) == (7, [1, {"x": "y"}], 2.5)
+    assert torch.equal(tensor, rows(5))
+    assert torch.equal(inner, rows(3))
+
+
+@case
+def tensors_where_there_is_none_yet_are_made() -> None:
+    path = written("made", {"rng": rows(9, dtype=torch.uint8), "more": {"x": [rows(2), 3]}})
+    into: dict[str, Any] = {"rng": None, "more": None}
+    load(path, into)
+    assert torch.equal(into["rng"], rows(9, dtype=torch.uint8))
+    assert torch.equal(into["more"]["x"][0], rows(2))
+    assert into["more"]["x"][1] == 3
+
+
+@case
+def keys_that_differ_are_one_error_and_change_nothing() -> None:
+    path = written("keys", {"a": rows(4), "b": {"c": rows(4), "d": 1}})
+    into: dict[str, Any] = {"a": torch.zeros(4), "b": {"c": torch.zeros(4)}, "step": 3}
+    into[f"of rank {RANK}"] = torch.zeros(2)
+    with pytest.raises(LoadMismatchError) as caught:
+        load(path, into)
+    text = str(caught.value)
+    assert str(path) in text
+    assert "only in the file: b.d" in text
+    assert "not in the file: step, of rank 0 (rank 0), of rank 1 (rank 1)" in text
+    assert not into["a"].any()
+    report = load(path, into, strict=False)
+    assert report.missing_keys == ("step", f"of rank {RANK}")
+    assert report.unexpected_keys == ("b.d",)
+    assert torch.equal(into["b"]["c"], rows(4))
+    assert into["step"] == 3
+
+
+@case
+def ranks_may_hold_different_keys() -> None:
+    path = written("stages", {f"stage{rank}": rows(4) + rank for rank in range(COUNT)})
+    mine = torch.zeros(4)
+    load(path, {f"stage{RANK}": mine})
+    assert torch.equal(mine, rows(4) + RANK)
+
+
+@case
+def shapes_dtypes_and_placements_are_compared_first() -> None:
+    path = written("shapes", {"a": rows(4), "b": rows(4), "c": rows(3), "d": 4, "e": rows(2)})
+    partial = DTensor.from_local(torch.zeros(2), MESH, [Partial()], run_check=False)
+    into = {
+        "a": torch.zeros(4),
+        "b": sharded(5),
+        "c": torch.zeros(3, dtype=torch.float64),
+        "d": torch.zeros(()),
+        "e": partial,
+    }
+    with pytest.raises(LoadMismatchError) as caught:
+        load(path, into)
+    text = str(caught.value)
+    assert "b: its shape is (5,) here, in the file (4,)" in text
+    assert "c: its dtype is torch.float64 here, in the file torch.float32" in text
+    assert "d: it is a tensor here, in the file a int" in text
+    assert "e: it is " in text
+    assert not into["a"].any()
+
+
+@case
+def dtypes_are_converted_when_asked_to() -> None:
+    path = written("cast", {"a": rows(40, 3), "b": rows(7, dtype=torch.int64), "c": rows(6)})
+    into = {
+        "a": sharded(40, 3, dtype=torch.bfloat16),
+        "b": torch.zeros(7, dtype=torch.float64),
+        "c": FlatShard((6,), torch.float16, RANK, 1, torch.zeros(1, dtype=torch.float16)),
+    }
+    load(path, into, cast=True)
+    assert torch.equal(full(into["a"]), rows(40, 3).bfloat16())
+    assert torch.equal(into["b"], rows(7, dtype=torch.float64))
+    assert into["c"].tensor.item() == RANK
+    path = written("cast-back", {"a": torch.ones(3, dtype=torch.complex64)})
+    with pytest.raises(LoadMismatchError, match="cannot be converted"):
+        load(path, {"a": torch.zeros(3)}, cast=True)
+
+
+@case
+def each_byte_is_read_by_one_rank() -> None:
+    state = {f"t{n}": rows(50 + n, 33) for n in range(9)} | {"u": rows(9000), "s": rows(64, 64).t()}
+    path = written("once", state)
+    into = {
+        key: zeros(
+            *value.shape,
+            device_mesh=MESH,
+            placements=[[Shard(0)], [Shard(1)], [Replicate()]][n % 3 if value.dim() > 1 else 2],
+        )
+        for n, (key, value) in enumerate(state.items())
+    }
+    asked: list[tuple[int, int]] = []
+    read_into = FastFileReader.read_into
+
+    def watched(self: FastFileReader, extents: Any) -> None:
+        asked.extend((one.offset, one.offset + one.length) for one in extents if one.length)
+        read_into(self, extents)
+
+    for window in (4096, 8 * 2**20):
+        asked.clear()
+        with (
+            mock.patch.object(FastFileReader, "read_into", watched),
+            mock.patch.object(flow, "_LARGEST_WINDOW", window),
+            mock.patch.object(owners, "_FINEST", 4096),
+        ):
+            report = load(path, into)
+        everyone: list[Any] = [None] * COUNT
+        dist.all_gather_object(everyone, asked)
+        extents = sorted(extent for one in everyone for extent in one)
+        assert all(a[1] <= b[0] for a, b in pairwise(extents))
+        wanted = sum(value.numel() * 4 for value in state.values())
+        # Between two tensors less than 4 KiB may be read along, rather than left out.
+        assert wanted <= sum(b - a for a, b in extents) <= wanted + 4096 * len(state)
+        assert report.bytes == sum(line.bytes for line in report.ranks)
+        assert all(line.bytes > wanted / COUNT / 2 for line in report.ranks)
+        assert all(torch.equal(full(into[key]), value) for key, value in state.items())
+
+
+@case
+def the_disk_is_read_once() -> None:
+    state = {str(n): rows(600 + n, 512) for n in range(4)}
+    path = written("disk", state)
+    placements = [Shard(0), Shard(1), Replicate(), Shard(0)]
+    into = {
+        key: zeros(*value.shape, device_mesh=MESH, placements=[placement])
+        for (key, value), placement in zip(state.items(), placements, strict=True)
+    }
+    wanted = sum(value.nbytes for value in state.values())
+    for direct in ("auto", True):
+        with fastserial.options(direct=direct):
+            report = load(path, into)
+        assert wanted <= report.bytes <= path.stat().st_size
+        assert all(line.bytes > wanted / COUNT * 0.8 for line in report.ranks)
+    assert all(torch.equal(full(into[key]), value) for key, value in state.items())
+
+
+@case
+def only_what_is_needed_is_read() -> None:
+    path = written("part", {"a": rows(2**20), "b": rows(2**20), "c": rows(2**10, 2**10)})
+    mine = torch.zeros(2**20)
+    report = load(path, {"b": mine}, strict=False)
+    assert torch.equal(mine, rows(2**20))
+    assert mine.nbytes <= report.bytes < mine.nbytes + 2**16
+    cut = FlatShard((2**10, 2**10), torch.float32, RANK * 1000, 1000, torch.zeros(1000))
+    report = load(path, {"c": cut}, strict=False)
+    assert torch.equal(cut.tensor, rows(2**20)[RANK * 1000 :][:1000])
+    assert report.bytes < 2**16 * COUNT
+    report = load(path, {"b": mine}, strict=False, broadcast=False)
+    assert report.bytes >= COUNT * mine.nbytes
+    assert not any(line.sent_bytes or line.received_bytes for line in report.ranks)
+
+
+@case
+def a_damaged_record_is_found_and_named() -> None:
+    path = written("damaged", {"a": rows(90000), "b": rows(90000)})
+    with fastserial.options(verify_on_load=True):
+        assert load(path, {"a": sharded(90000), "b": torch.zeros(90000)}).verified
+        assert load(path, {"a": torch.zeros(90000), "b": None}, broadcast=False).verified
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(rows(90000).numpy().tobytes()) + 200_000] ^= 1
+    dist.barrier()
+    if RANK == 0:
+        path.write_bytes(raw)
+    dist.barrier()
+    load(path, {"a": sharded(90000), "b": torch.zeros(90000)})  # torch.load does not look, either
+    for broadcast in (True, False):
+        with (
+            fastserial.options(verify_on_load=True),
+            pytest.raises(CorruptCheckpointError) as caught,
+        ):
+            load(path, {"a": sharded(90000), "b": torch.zeros(90000)}, broadcast=broadcast)
+        text = str(caught.value)
+        assert str(path) in text
+        assert "record data/0 is damaged" in text
+        assert "read by rank 0" in text
+        assert "filled in part" in text
+
+
+@case
+def a_file_that_is_missing_on_one_rank() -> None:
+    path = written("missing", {"a": rows(90)})
+    other = path if RANK != 1 else FOLDER / "nowhere.pt"
+    into = {"a": torch.zeros(90)}
+    with pytest.raises(DistributedError, match=r"rank 1: FileNotFoundError.*nowhere.pt"):
+        load(other, into)
+    assert not into["a"].any()
+    copy = FOLDER / f"copy{RANK}.pt"
+    copy.write_bytes(path.read_bytes())
+    load(copy, into)  # each node may have a copy of its own
+    assert torch.equal(into["a"], rows(90))
+    raw = bytearray(copy.read_bytes())
+    raw[raw.index(rows(90).numpy().tobytes()) + 100] ^= RANK
+    copy.write_bytes(raw)
+    dist.barrier()
+    with pytest.raises(DistributedError, match=r"rank 1: .*not the file that rank 0 sees"):
+        load(copy, into)
+
+
+@case
+def files_that_are_no_checkpoints() -> None:
+    path = FOLDER / "text.pt"
+    if RANK == 0:
+        path.write_text("no checkpoint, but long enough to be read as one " * 9)
+    dist.barrier()
+    with pytest.raises(DistributedError, match=r"rank 0: .*neither a zip"):
+        load(path, {"a": torch.zeros(2)})
+    path = written("code", {"a": os.system, "b": rows(2)})
+    with pytest.raises(DistributedError, match="rank 0: ConvertError"):
+        load(path, {"b": torch.zeros(2)}, strict=False)
+
+
+@case
+def a_read_that_fails_on_one_rank() -> None:
+    path = written("fails", {"a": rows(600_000)})
+    read_into = FastFileReader.read_into
+
+    def failing(self: FastFileReader, extents: Any) -> None:
+        if RANK == COUNT - 1:
+            raise OSError(5, "Input/output error", self.name)
+        read_into(self, extents)
+
+    for target in (sharded(600_000), torch.zeros(600_000)):
+        with (
+            mock.patch.object(FastFileReader, "read_into", failing),
+            pytest.raises(DistributedError, match=f"rank {COUNT - 1}: .*Input/output") as caught,
+        ):
+            load(path, {"a": target})
+        assert "filled in part" in str(caught.value)
+        assert caught.value.rank == COUNT - 1
+
+
+@case
+def an_error_after_the_bytes() -> None:
+    path = written("after", {"a": rows(9)})
+
+    def failing(self: Match) -> None:
+        if RANK == 1:
+            raise RuntimeError("load_state_dict refused it")
+
+    with (
+        mock.patch.object(Match, "finish", failing),
+        pytest.raises(DistributedError, match="rank 1: RuntimeError: load_state_dict refused it"),
+    ):
+        load(path, {"a": torch.zeros(9)})
+
+
+@case
+def what_is_left_out() -> None:
+    path = written("empty", {})
+    load(path, {})
+    path = written("one", rows(6))
+    alone = torch.zeros(6)
+    load(path, alone)
+    assert torch.equal(alone, rows(6))
+    with pytest.raises(DistributedError, match="TypeError: load fills tensors"):
+        load(path, 3)
+    meta = torch.zeros(6, device="meta")
+    with pytest.raises(LoadMismatchError, match="it has no memory yet"):
+        load(path, meta)
+    with pytest.raises(LoadMismatchError, match="several of its elements are one in memory"):
+        load(path, torch.zeros(1).expand(6))
+    with pytest.raises(LoadMismatchError, match="not the same on all ranks"):
+        load(path, torch.zeros(6), broadcast=RANK == 0)
+    sparse = written("sparse", {"a": torch.eye(3).to_sparse(), "b": rows(2)})
+    with pytest.raises(LoadMismatchError, match="a: in the file its layout is"):
+        load(sparse, {"a": torch.zeros(3, 3), "b": torch.zeros(2)})
+
+
+@case
+def tied_targets_and_tied_tensors() -> None:
+    weight = rows(30, 4)
+    for legacy in (False, True):
+        path = written(
+            f"tied{legacy}",
+            {"a": weight, "b": weight, "c": weight[3:7], "d": weight.t()},
+            _use_new_zipfile_serialization=not legacy,
+        )
+        one = torch.zeros(30, 4)
+        into = {"a": one, "b": one, "c": sharded(4, 4), "d": sharded(4, 30)}
+        with mock.patch.object(owners, "_FINEST", 64):
+            load(path, into)
+        assert torch.equal(one, weight)
+        assert torch.equal(full(into["c"]), weight[3:7])
+        assert torch.equal(full(into["d"]), weight.t())
+
+
+class Counting(nn.Module):
+    """A module with a buffer and a state that is no tensor."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.one, self.two = nn.Linear(7, 5), nn.Linear(5, 3, bias=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.notes = "new"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.two(self.one(x))
+
+    def get_extra_state(self) -> str:
+        return self.notes
+
+    def set_extra_state(self, state: str) -> None:
+        self.notes = state
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        model(torch.full((2, 7), step + 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case
+def modules_and_optimizers_of_one_process_as_stock_wrote_them() -> None:
+    old = Counting(1)
+    adam = torch.optim.AdamW(old.parameters(), lr=0.25)
+    trained(old, adam)
+    old.notes = "old"
+    path = written("stock", {"m": old.state_dict(), "o": [adam.state_dict()], "epoch": 4})
+    for wrap in (lambda model: model, DistributedDataParallel):
+        new = Counting(2)
+        outer = wrap(new)
+        fresh = torch.optim.AdamW(outer.parameters(), lr=0.5)
+        step = {"m": outer, "o": [fresh], "epoch": 0}
+        weight = new.one.weight
+        load(path, step)
+        assert new.one.weight is weight
+        assert (step["epoch"], new.notes, new.seen.item()) == (4, "old", 3)
+        for key, value in old.state_dict().items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(new.state_dict()[key], value)
+        state = fresh.state_dict()
+        assert state["param_groups"] == adam.state_dict()["param_groups"]
+        for number, values in adam.state_dict()["state"].items():
+            assert all(torch.equal(state["state"][number][key], values[key]) for key in values)
+        trained(outer, fresh)
+        again = copy.deepcopy(old)
+        trained(again, copied(adam, again))
+        for a, b in zip(again.parameters(), new.parameters(), strict=True):
+            torch.testing.assert_close(a, b)  # DDP divides a sum by the number of ranks
+
+
+def copied(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    other = torch.optim.AdamW(model.parameters())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other
+
+
+@case
+def an_optimizer_alone_or_another_one() -> None:
+    model = Counting(1)
+    adam = torch.optim.AdamW(model.parameters())
+    trained(model, adam)
+    path = written("other", {"m": model.state_dict(), "o": adam.state_dict()})
+    with pytest.raises(DistributedError, match="ValueError: an optimizer is saved and loaded toge"):
+        load(path, {"o": adam}, strict=False)
+    few = torch.optim.AdamW(model.one.parameters())
+    with pytest.raises(LoadMismatchError, match="o: the file numbers its parameters"):
+        load(path, {"m": model, "o": few})
+    path = written("no-state", {"m": model.state_dict(), "o": 3})
+    with pytest.raises(LoadMismatchError, match="o: the file holds no optimizer's state"):
+        load(path, {"m": model, "o": adam})
+
+
+@case
+def a_sharded_module_from_a_file_of_one_process() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    old = Counting(1)
+    adam = torch.optim.AdamW(old.parameters(), lr=0.25)
+    trained(old, adam)
+    path = written("whole", {"m": old.state_dict(), "o": adam.state_dict()})
+    new = Counting(2)
+    fully_shard(new.one, mesh=MESH)
+    fully_shard(new, mesh=MESH)
+    fresh = torch.optim.AdamW(new.parameters(), lr=0.5)
+    load(path, {"m": new, "o": fresh})
+    for a, b in zip(old.parameters(), new.parameters(), strict=True):
+        assert torch.equal(a, full(b))
+        assert torch.equal(adam.state[a]["exp_avg"], full(fresh.state[b]["exp_avg"]))
+    assert fresh.param_groups[0]["lr"] == 0.25
+
+
+def main() -> None:
+    for function in CASES:
+        dist.barrier()
+        try:
+            function()
+        except BaseException:
+            print(f"in {function.__name__}:", file=sys.stderr)
+            raise
+    print(len(CASES))
+
+
+main()

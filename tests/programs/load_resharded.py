@@ -1,0 +1,159 @@
+"""A rank: loads random files into random placements. Arguments: folder, seed, cases.
+
+The oracle is torch's own: each target is made twice, from zeros and from what was saved.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from support.sharded import meshes, noise, random_dtensor, random_tensor, same_bytes
+
+import fastserial
+from fastserial.distributed import FlatShard, flow, load, owners, save
+
+_LARGE = [[300, 70], [5000], [64, 65, 9], [1, 9000], [2500, 3]]
+
+
+def saved(chance: random.Random) -> dict[str, Any]:
+    """Return what a file holds: plain, transposed, sliced, tied and other tensors, and values."""
+    nest: dict[str, Any] = {"step": chance.randrange(100), "deep": {"list": [], "name": "x"}}
+    kept: list[torch.Tensor] = []
+    for number in range(chance.randrange(1, 6)):
+        full = random_tensor(chance)
+        if chance.random() < 0.3:
+            full = noise(chance.choice(_LARGE), full.dtype, chance.randrange(2**31))
+        odd = chance.random()
+        if full.dim() > 1 and odd < 0.2:
+            full = full.transpose(0, chance.randrange(1, full.dim()))
+        elif full.dim() and odd < 0.35:
+            dim = chance.randrange(full.dim())
+            full = full.narrow(dim, 0, full.shape[dim] // 2)
+        elif full.dim() and odd < 0.4:
+            full = full.flatten()[:: chance.randrange(1, 4)]
+        elif full.dim() == 1 and odd < 0.5:
+            full = full.expand(3, -1)
+        elif full.numel() > 8 and odd < 0.55:
+            full = full.flatten().as_strided((3, 3), (2, 1))  # its elements overlap
+        elif kept and odd < 0.65:
+            full = chance.choice(kept)
+        elif full.is_complex() and odd < 0.8:
+            full = torch.ones_like(full).mul_(complex(chance.random(), 2)).conj()  # without NaNs
+        kept.append(full)
+        if chance.random() < 0.3:
+            nest["deep"]["list"].append(full)
+        else:
+            nest[f"t{number}"] = full
+    return nest
+
+
+def flat_shard(full: torch.Tensor, cuts: list[int], place: int) -> FlatShard:
+    first, stop = cuts[place], cuts[place + 1]
+    flat = full.resolve_conj().contiguous().flatten()[first:stop].clone()
+    return FlatShard(tuple(full.shape), full.dtype, first, stop - first, flat)
+
+
+class Maker:
+    """Makes a target for each tensor; the same choices each time for the same seed."""
+
+    def __init__(
+        self, seed: int, count: int, rank: int, grids: list[Any], zeros: bool = False
+    ) -> None:
+        self.chance = random.Random(seed)
+        self.zeros = zeros
+        self.count, self.rank, self.grids = count, rank, grids
+
+    def target(self, full: torch.Tensor) -> Any:
+        chance = self.chance
+        kind = chance.random()
+        seed, mesh = chance.randrange(2**31), chance.choice(self.grids)
+        cuts = sorted(chance.randrange(full.numel() + 1) for _ in range(self.count - 1))
+        full = full.resolve_conj().contiguous().clone()
+        if self.zeros:
+            full.zero_()
+        if kind < 0.15:
+            return full
+        if kind < 0.25 and full.dim() > 1:
+            return full.transpose(0, 1).contiguous().transpose(0, 1)
+        if kind < 0.4:
+            return flat_shard(full, [0, *cuts, full.numel()], self.rank)
+        return random_dtensor(random.Random(seed), full, mesh)
+
+
+def like(value: Any, make: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return make(value)
+    if isinstance(value, dict):
+        return {key: like(item, make) for key, item in value.items()}
+    if isinstance(value, list):
+        return [like(item, make) for item in value]
+    return value
+
+
+def differing(a: Any, b: Any, key: str = "") -> list[str]:
+    """Return the keys at which two nests differ."""
+    if isinstance(a, FlatShard):
+        a, b = a.tensor, b.tensor
+    if isinstance(a, torch.Tensor):
+        a, b = (getattr(one, "_local_tensor", one) for one in (a, b))
+        a, b = (one.clone(memory_format=torch.contiguous_format) for one in (a, b))
+        return [] if same_bytes(a, b) else [key]
+    if isinstance(a, dict | list):
+        items = a.items() if isinstance(a, dict) else enumerate(a)
+        return [one for name, item in items for one in differing(item, b[name], f"{key}.{name}")]
+    return [] if a == b else [key]
+
+
+def main() -> None:
+    rank, world = join()
+    folder, seed, cases = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    counts = [count for count in (1, 2, 3, 4, 6, 8) if count <= world]
+    groups = {count: dist.new_group(list(range(count))) for count in counts}
+    grids = {count: meshes(count) for count in counts}
+    moved = verified = saved_sharded = 0
+    for case in range(cases):
+        chance = random.Random(f"{seed}/{case}")
+        count = chance.choice(counts)
+        nest = saved(chance)
+        path = folder / f"{case}.pt"
+        legacy, broadcast, check = (chance.random() < p for p in (0.25, 0.7, 0.5))
+        block, window = chance.choice([64, 256, 4096]), chance.choice([4096, 65536])
+        choices, sources = chance.randrange(2**31), chance.randrange(2**31)
+        sharded, writers = chance.random() < 0.4, chance.choice(counts)
+        if sharded and rank < writers:
+            source = like(nest, Maker(sources, writers, rank, grids[writers]).target)
+            with fastserial.options(durable=False):
+                save(source, path, group=groups[writers], timeout=60)
+        elif not sharded and rank == 0:
+            torch.save(nest, path, _use_new_zipfile_serialization=not legacy)
+        dist.barrier()
+        if rank >= count:
+            continue
+        direct = chance.choice(["auto", True])
+        into = like(nest, Maker(choices, count, rank, grids[count], zeros=True).target)
+        into["step"] = into["deep"]["name"] = None
+        want = like(nest, Maker(choices, count, rank, grids[count]).target)
+        with (
+            mock.patch.object(owners, "_FINEST", block),
+            mock.patch.object(flow, "_LARGEST_WINDOW", window),
+            fastserial.options(verify_on_load=check, direct=direct),
+        ):
+            report = load(path, into, group=groups[count], broadcast=broadcast, timeout=60)
+        for key in differing(into, want):
+            raise AssertionError(f"seed {seed}, case {case}, {count} ranks: {key} of {nest}")
+        assert report.verified <= check
+        assert broadcast or not any(line.sent_bytes for line in report.ranks), report
+        saved_sharded += sharded
+        moved += sum(line.sent_bytes for line in report.ranks)
+        verified += report.verified
+    print({"moved": moved, "verified": verified, "sharded": saved_sharded})
+
+
+main()

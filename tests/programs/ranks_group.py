@@ -1,0 +1,49 @@
+"""A rank of three: saves from a group of two, twice with a new process group. Arguments: folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from support.sharded import noise
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fastserial import distributed, last_save_report
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    rank, _ = join()
+    for turn in range(2):
+        group = dist.new_group([1, 2])
+        if rank:
+            full = noise([301, 400], torch.float32, turn)
+            mesh = DeviceMesh.from_group(group, "cpu")
+            local = full.chunk(2)[rank - 1].contiguous()
+            leaf = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+            )
+            path = folder / "file.pt"
+            distributed.save({"w": leaf, "turn": turn}, path, group=group, timeout=30)
+            if rank == 1:  # which is rank 0 of the group
+                stock = folder / "stock" / "file.pt"
+                stock.parent.mkdir(exist_ok=True)
+                torch.save({"w": full, "turn": turn}, stock)
+                assert path.read_bytes() == stock.read_bytes()
+                report = last_save_report()
+                assert report is not None
+                assert [part.rank for part in report.ranks] == [0, 1]
+        dist.barrier()
+        dist.destroy_process_group()
+        os.environ["FASTSERIAL_TEST_STORE"] += "again"
+        if turn == 0:
+            join()
+    print("done")
+
+
+main()

@@ -1,0 +1,148 @@
+"""A rank: trains a small model a step, saves it, and compares with stock's gather and save.
+
+Arguments: folder, kinds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fastserial import distributed, last_save_report
+from fastserial.distributed import saver
+from fastserial.distributed.schedule import schedule
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(101, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 101, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def made(kind: str, count: int) -> nn.Module:
+    """Return a model in the way of a kind of parallelism."""
+    torch.manual_seed(1)
+    width = 258 if "large" in kind else 24
+    model: nn.Module = Model(width, "tied" in kind)
+    if kind.startswith("fsdp-tp"):
+        mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    elif kind.startswith("fsdp"):
+        mesh = init_device_mesh("cpu", (count,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind.startswith("ddp"):
+        model = DistributedDataParallel(model)
+    return model
+
+
+def trimmed(value: Any) -> Any:
+    """Return a state without the padding that torch's gather of uneven shards leaves behind."""
+    if isinstance(value, torch.Tensor):
+        whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
+        return value if whole else value.clone()
+    if isinstance(value, dict):
+        return {key: trimmed(item) for key, item in value.items()}
+    return [trimmed(item) for item in value] if isinstance(value, list) else value
+
+
+PLANS: list[Any] = []
+
+
+def counted(*args: Any) -> Any:
+    PLANS.append(schedule(*args))
+    return PLANS[-1]
+
+
+def main() -> None:
+    rank, count = join()
+    saver.schedule = counted
+    folder = Path(sys.argv[1])
+    planned = 0
+    for kind in sys.argv[2:]:
+        model = made(kind, count)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        # Ranks of one tensor-parallel group see the same data, as those of a plain job do.
+        seed = {"plain": 0, "fsdp-tp": rank // 2}.get(kind.removesuffix("-large"), rank)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(2):
+            x = torch.randint(101, (4, 8), generator=generator)
+            loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        path = folder / "model.pt"
+        PLANS.clear()
+        for _ in range(2):  # with a new plan, and with the one that was kept
+            distributed.save({"model": model, "optimizer": optimizer, "step": 2}, path, timeout=60)
+        assert len(PLANS) <= 1, kind
+        planned += len(PLANS)
+        report = last_save_report()
+        assert report is not None
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = {
+            "model": get_model_state_dict(model, options=whole),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=whole),
+            "step": 2,
+        }
+        state = trimmed(state)
+        if rank == 0:
+            assert len(report.ranks) == count, report
+            stock = folder / "stock" / "model.pt"
+            stock.parent.mkdir(exist_ok=True)
+            torch.save(state, stock)
+            same = path.read_bytes() == stock.read_bytes()
+            loaded = torch.load(path)["model"]
+            print(kind, same, len(loaded), path.stat().st_size, stock.stat().st_size)
+            assert same, kind
+        dist.barrier()
+    assert planned, "no schedule was made, or it was not counted"
+
+
+main()

@@ -1,0 +1,85 @@
+"""A rank of four, of two pipeline stages: saves what each stage has as one state.
+
+Arguments: folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.ranks import join
+from support.sharded import noise
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fastserial import distributed
+from fastserial.distributed import FlatShard
+from fastserial.errors import DistributedError
+
+MIB = 2**20
+
+
+def part(full: torch.Tensor, rank: int, dim: int, mesh: Any) -> DTensor:
+    local = full.chunk(2, dim)[rank % 2].contiguous()
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
+    """Return what a rank of a stage has; all of it if `rank` is None."""
+    weight = noise([301, 70], torch.float32, number)
+    wide = noise([64, 2 * MIB // 64], torch.bfloat16, 10 + number)
+    flat = noise([9, 5], torch.float32, 20 + number)
+    large = noise([3 * MIB], torch.uint8, 30 + number)
+    small = noise([7], torch.float64, 40 + number)
+    found: dict[str, Any] = OrderedDict()
+    found[f"{number}.weight"] = weight if rank is None else part(weight, rank, 0, mesh)
+    found[f"{number}.wide"] = wide if rank is None else part(wide, rank, 1, mesh)
+    if rank is None:
+        found[f"{number}.flat"] = flat
+    else:
+        first, stop = (0, 20) if rank % 2 == 0 else (20, 45)
+        local = flat.flatten()[first:stop].clone()
+        found[f"{number}.flat"] = FlatShard((9, 5), flat.dtype, first, stop - first, local)
+    found[f"{number}.large"] = large
+    found[f"{number}.tail"] = large[100:]  # one storage for two tensors
+    found[f"{number}.small"] = torch.nn.Parameter(small)
+    found["step"] = 3
+    found["shared"] = noise([2 * MIB], torch.uint8, 50)
+    return found
+
+
+def main() -> None:
+    rank, count = join()
+    assert count == 4
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    number = rank // 2
+    path = Path(sys.argv[1]) / "file.pt"
+    state = {"model": stage(number, rank, mesh), f"only {number}": [number, {"a": 1.5}]}
+    told = ""
+    try:
+        distributed.save(state, path, timeout=30)
+    except DistributedError as error:
+        told = str(error)
+    assert told.startswith("rank 2:"), told
+    assert "union" in told, told
+    for _ in range(2):
+        distributed.save(state, path, timeout=30, merge="union")
+    if rank == 0:
+        model = stage(0, None, mesh)
+        for key, value in stage(1, None, mesh).items():
+            model.setdefault(key, value)
+        whole = {"model": model, "only 0": [0, {"a": 1.5}], "only 1": [1, {"a": 1.5}]}
+        stock = path.parent / "stock" / "file.pt"
+        stock.parent.mkdir()
+        torch.save(whole, stock)
+        assert path.read_bytes() == stock.read_bytes()
+        print(path.stat().st_size)
+
+
+main()

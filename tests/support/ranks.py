@@ -1,0 +1,145 @@
+"""Runs a program of tests/programs as the ranks of a torch.distributed job (gloo, one machine).
+
+One process imports torch and forks the ranks: that is most of what starting them costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+__all__ = ["Ended", "Job", "join", "run"]
+
+_TESTS = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Ended:
+    """A rank's process that has ended: with this exit code, or by the signal -code."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Job:
+    """The processes of a job, which a test may wait for or kill."""
+
+    def __init__(self, program: str, count: int, *args: object) -> None:
+        self.count = count
+        self._folder = tempfile.TemporaryDirectory(prefix="fastserial-ranks-")
+        self._path = Path(self._folder.name)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)}
+        command = [sys.executable, "-m", "support.ranks", program, str(count), self._path, *args]
+        self._launcher = subprocess.Popen([str(part) for part in command], env=env)
+
+    def pid(self, rank: int, timeout: float = 60) -> int:
+        """Return the process of a rank, once it has one."""
+        until = time.monotonic() + timeout
+        while not (self._path / f"{rank}.pid").exists():
+            assert time.monotonic() < until, f"rank {rank} does not start"
+            time.sleep(0.005)
+        return int((self._path / f"{rank}.pid").read_text())
+
+    def kill(self, rank: int) -> None:
+        """End a rank without a word."""
+        os.kill(self.pid(rank), signal.SIGKILL)
+
+    def wait(self, timeout: float = 240) -> list[Ended]:
+        """Wait for all ranks; none is left behind, whatever happens."""
+        try:
+            self._launcher.wait(timeout)
+            codes = json.loads((self._path / "codes").read_text())
+            return [
+                Ended(
+                    codes[rank],
+                    (self._path / f"{rank}.out").read_text(),
+                    (self._path / f"{rank}.err").read_text(),
+                )
+                for rank in range(self.count)
+            ]
+        except subprocess.TimeoutExpired:
+            texts = [path.read_text()[-2000:] for path in sorted(self._path.glob("*.err"))]
+            raise AssertionError("the ranks hang:\n" + "\n".join(texts)) from None
+        finally:
+            for path in self._path.glob("*.pid"):
+                if self._launcher.poll() is None:
+                    os.kill(int(path.read_text()), signal.SIGKILL)
+            self._launcher.kill()
+            self._launcher.wait()
+            self._folder.cleanup()
+
+
+def run(program: str, count: int, *args: object, timeout: float = 240) -> list[str]:
+    """Run a program on `count` ranks and return what each printed.
+
+    Raises:
+        AssertionError: a rank failed.
+    """
+    ended = Job(program, count, *args).wait(timeout)
+    text = "\n".join(
+        f"rank {rank} ended with {end.code}:\n{end.out[-4000:]}\n{end.err[-4000:]}"
+        for rank, end in enumerate(ended)
+    )
+    assert all(end.code == 0 for end in ended), text
+    return [end.out for end in ended]
+
+
+def join() -> tuple[int, int]:
+    """Make this process one of the job's ranks; return its rank and their number."""
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["FASTSERIAL_TEST_STORE"], count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    return rank, count
+
+
+def _launch(program: str, count: int, folder: Path, args: list[str]) -> None:
+    """Fork the ranks and wait for them."""
+    import torch.distributed.tensor  # noqa: F401
+
+    pids = [_fork(program, rank, count, folder, args) for rank in range(count)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    (folder / "codes").write_text(json.dumps(codes))
+
+
+def _fork(program: str, rank: int, count: int, folder: Path, args: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        name = folder / f"{rank}.pid"
+        name.with_suffix(".new").write_text(str(pid))
+        name.with_suffix(".new").rename(name)
+        return pid
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "FASTSERIAL_TEST_STORE": str(folder / "store"),
+    }
+    for fd, end in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{end}", os.O_WRONLY | os.O_CREAT, 0o600), fd)
+    code = 1
+    try:
+        path = str(_TESTS / "programs" / f"{program}.py")
+        sys.argv = [path, *args]
+        runpy.run_path(path, run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _launch(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,138 @@
+"""Random sharded tensors."""
+
+from __future__ import annotations
+
+import random
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = [
+    "meshes",
+    "random_dtensor",
+    "random_placements",
+    "random_tensor",
+    "same_bytes",
+    "strided",
+]
+
+_GRIDS = {
+    1: [(1,), (1, 1)],
+    2: [(2,), (2, 1), (1, 2)],
+    3: [(3,), (1, 3)],
+    4: [(4,), (2, 2), (4, 1), (1, 2, 2), (2, 1, 2)],
+    6: [(6,), (2, 3), (3, 2), (1, 3, 2)],
+    8: [(8,), (2, 4), (4, 2), (2, 2, 2)],
+}
+# Before, it always scatters, and fails for tensors without elements.
+_SPLITS_LOCALLY = "src_data_rank" in signature(distribute_tensor).parameters
+DTYPES = [
+    torch.float32,
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float64,
+    torch.complex128,
+]
+
+
+def meshes(count: int) -> list[DeviceMesh]:
+    """Return meshes over all ranks. Collective."""
+    return [
+        DeviceMesh("cpu", torch.arange(count).view(grid)) for grid in _GRIDS.get(count, [(count,)])
+    ]
+
+
+def random_tensor(
+    chance: random.Random, largest: int = 9, dims: int = 4, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a tensor of a random shape, often tiny, sometimes empty, the same on every rank."""
+    shape = [chance.randrange(largest + 1) for _ in range(chance.randrange(dims + 1))]
+    return noise(shape, dtype or chance.choice(DTYPES), chance.randrange(2**31))
+
+
+def noise(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return random bytes as a tensor, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape and bytes."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = (t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def random_placements(chance: random.Random, ndim: int, mesh: DeviceMesh) -> list[Any]:
+    """Return placements for a tensor of `ndim` dimensions."""
+    return [
+        Shard(chance.randrange(ndim)) if ndim and chance.random() < 0.75 else Replicate()
+        for _ in range(mesh.ndim)
+    ]
+
+
+def random_dtensor(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor distributed at random, sometimes with a strided shard. Collective."""
+    placements = random_placements(chance, full.dim(), mesh)
+    if full.dim() and chance.random() < 0.4:
+        return strided(chance, full, mesh)
+    if _SPLITS_LOCALLY:
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+    local = full
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            local = _chunk(local, mesh, axis, placement.dim)
+    return _from_local(local.contiguous(), mesh, placements, full)
+
+
+def strided(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor whose first mesh dimension was split last, as FSDP2 does. No traffic."""
+    dim = chance.randrange(full.dim())
+    placements: list[Any] = [
+        Shard(dim) if chance.random() < 0.7 else Shard(chance.randrange(full.dim()))
+        for _ in range(mesh.ndim)
+    ]
+    factor = 1
+    local = full
+    for axis in [*range(1, mesh.ndim), 0]:
+        split = dim if axis == 0 else placements[axis].dim
+        local = _chunk(local, mesh, axis, split)
+        if axis and split == dim:
+            factor *= mesh.size(axis)
+    placements[0] = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+    local = local.contiguous()
+    if chance.random() < 0.4:  # the same elements, in another order in memory
+        back = tuple(reversed(range(local.dim())))
+        local = local.permute(back).contiguous().permute(back)
+    return _from_local(local, mesh, placements, full)
+
+
+def _chunk(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:
+    """Return this rank's chunk, which may be empty."""
+    place = mesh.get_coordinate()
+    assert place is not None
+    chunks = list(tensor.chunk(mesh.size(axis), dim))
+    chunks += [tensor.narrow(dim, 0, 0)] * (mesh.size(axis) - len(chunks))
+    return chunks[place[axis]]
+
+
+def _from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: list[Any], full: torch.Tensor
+) -> DTensor:
+    stride = full.contiguous().stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=full.shape, stride=stride
+    )
