@@ -12,6 +12,7 @@ import errno
 import os
 from typing import Protocol
 
+from fastserial import trace
 from fastserial.files import linux
 from fastserial.files.replacement import CannotReplace, Replacement
 from fastserial.files.targets import FileTarget, InPlaceTarget, Target
@@ -66,6 +67,7 @@ class Destination(Protocol):
         """Take back what can be taken back. Idempotent; nothing after `commit`."""
 
 
+@trace.traced("open target")
 def open_target(target: Target, durable: bool) -> Destination:
     """Make a new file for a target, or open the one that is there where that cannot be.
 
@@ -154,6 +156,7 @@ class InPlaceFile:
             self.begun = True
             os.ftruncate(self.fd, 0)
 
+    @trace.traced("fsync")
     def sync(self) -> None:
         """Put the new content on the device, if the save is to be durable.
 

@@ -15,6 +15,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
+from fastserial import trace
 from fastserial.config.performance import PAGE
 from fastserial.interrupts import Descriptors
 
@@ -148,6 +149,7 @@ def is_locked(fd: int) -> bool:
     return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
+@trace.traced("preallocate")
 def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> bool:
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 

@@ -21,6 +21,7 @@ import stat
 from collections.abc import Iterator
 from itertools import chain
 
+from fastserial import trace
 from fastserial.config.performance import LARGE_FILE
 from fastserial.files import linux
 from fastserial.files.attributes import Attributes, CannotKeep, attributes_of, give
@@ -287,6 +288,7 @@ class Replacement:
     def begin(self) -> None:
         """Do nothing: the file is new."""
 
+    @trace.traced("fsync")
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
@@ -297,6 +299,7 @@ class Replacement:
             # network file systems report late errors at a close; in one call, as `interrupts` says
             list(map(os.close, map(os.dup, (self.fd,))))
 
+    @trace.traced("rename")
     def commit(self) -> None:
         """Make the file the target, and the change of name durable. `sync` comes before.
 
@@ -354,6 +357,7 @@ class Replacement:
             with contextlib.suppress(OSError):
                 self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
 
+    @trace.traced("directory sync")
     def _sync_directory(self) -> None:
         if not linux.synced(self._directory):
             self.fallback = "the file system cannot sync a directory"

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import MOSTLY_CACHED
 from fastserial.engines import Completion, Engine, Op, Request
@@ -240,7 +241,8 @@ class BlockReader:
                     "the file became shorter while it was read", offset=block.offset + moved
                 )
             moved += got
-        block.deliver(view, request.buffer.address)
+        with trace.step("deliver"):
+            block.deliver(view, request.buffer.address)
 
     def _complete(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
@@ -284,6 +286,8 @@ class BlockReader:
         else:
             counts.cached += length
         queued, started, done = request.times
+        if trace.listener is not None:
+            trace.block("device read", request.times, request.mover)
         if done:
             counts.submit_seconds.append(started - queued)
             counts.complete_seconds.append(done - started)

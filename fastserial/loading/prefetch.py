@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import LOOK_AHEAD, STRAIGHT_BLOCKS
 from fastserial.errors import CorruptCheckpointError
@@ -172,7 +173,9 @@ class Prefetch:
             self._arrivals.get()
         self._wanted = None
         there = name in self._ready
-        self.wait_seconds += perf_counter() - began
+        ended = perf_counter()
+        self.wait_seconds += ended - began
+        trace.tell("wait for a storage", began, ended)
         if not there and isinstance(self._error, CorruptCheckpointError):
             raise self._error
         return there

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastserial import trace
 from fastserial.errors import StorageChangedError
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ def storage_memory(storage: torch.UntypedStorage) -> StorageOnHost | StorageMemo
     return StorageMemory(storage)
 
 
+@trace.traced("wait for the GPU")
 def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
     """Wait for the work queued on the current streams of the storages' devices.
 

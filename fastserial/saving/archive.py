@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.errors import name_in
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
@@ -82,6 +83,7 @@ class ZipArchive:
         """Return the name put before the records' names."""
         return self._archive
 
+    @trace.traced("layout")
     def write_record(
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
@@ -100,6 +102,7 @@ class ZipArchive:
         """Add a record whose bytes are left out (`skip_data`)."""
         self._layout.add_hole(name, size)
 
+    @trace.traced("layout")
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
         batch = storage_batch(storages)

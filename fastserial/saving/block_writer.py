@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.config.performance import PAGE
@@ -156,6 +157,7 @@ class BlockWriter:
             self._dispatch()
         self._drain()
 
+    @trace.traced("stop engine")
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
         finish(self._stop, self._free)
@@ -178,6 +180,7 @@ class BlockWriter:
         self._parts = []
         self._batch = []
 
+    @trace.traced("write tail (page cache)")
     def _write_cached(self, view: memoryview, offset: int) -> None:
         began = perf_counter()
         self.tally.cached_bytes += len(view)
@@ -219,6 +222,7 @@ class BlockWriter:
             )
         )
 
+    @trace.traced("start engine")
     def _open(self) -> BufferPool | None:
         """Start the engine; None: it has no memory, and blocks go through the page cache."""
         if self._engineless:
@@ -312,7 +316,8 @@ class BlockWriter:
         if self._batch and self._engine is not None:
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
-            self._engine.submit(batch)
+            with trace.step("submit"):
+                self._engine.submit(batch)
 
     def _drain(self) -> None:
         self._submit()
@@ -323,9 +328,13 @@ class BlockWriter:
         """Wait for at least one request and take back its buffer."""
         if self._engine is None or self._pool is None:
             return
-        for completion in self._engine.wait(1):
+        with trace.step("wait for blocks"):
+            finished = self._engine.wait(1)
+        for completion in finished:
             self._in_flight -= 1
             request = completion.request
+            if trace.listener is not None:
+                trace.block("device write", request.times, request.mover)
             self._check(completion)
             block: _Block = request.tag
             if request.length < block.length and self._engine.capabilities.moves_data:
@@ -373,6 +382,7 @@ def _is_borrowed(source: Source) -> bool:
     return isinstance(source, Data | Packed)
 
 
+@trace.traced("fill (rest)")
 def _prepare(request: Request) -> None:
     """Fill a block's buffer. If that fails, no thread waits forever for its checksums."""
     block: _Block = request.tag

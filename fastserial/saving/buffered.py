@@ -10,6 +10,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 
+from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.config.performance import CACHED_CHUNK, MOST_PIECES, UNCOPIED
 from fastserial.formats.extents import Data, Hole, Literal
@@ -19,6 +20,7 @@ from fastserial.saving.fill import Part, staged
 __all__ = ["write_all", "write_buffered"]
 
 
+@trace.traced("write (page cache)")
 def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> None:
     """Write parts to a file, in the order given.
 

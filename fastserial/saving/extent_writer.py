@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.files.compression import Compression, compression_of
@@ -133,8 +134,9 @@ class ExtentWriter:
                 owner=self._owner,
             )
         if blocks is not None:
-            for part in parts:
-                blocks.put(part)
+            with trace.step("cut into blocks"):
+                for part in parts:
+                    blocks.put(part)
             return
         began = perf_counter()
         write_buffered(self._fd, parts, self._sequential)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import FILL_CHUNK, JOINED
 from fastserial.errors import LayoutError
@@ -67,9 +68,12 @@ def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
             raise LayoutError("a source that needs checksums came without a ledger")
         if isinstance(source, DescriptorPatch):
             text: bytes | bytearray = bytearray(source.data)
-            _CRC.pack_into(text, source.at, ledger.wait(source.record))
+            with trace.step("wait for checksums"):
+                _CRC.pack_into(text, source.at, ledger.wait(source.record))
         elif isinstance(source, Trailer):
-            text = source.data(ledger.wait_all())
+            with trace.step("wait for checksums"):
+                crcs = ledger.wait_all()
+            text = source.data(crcs)
         else:
             raise LayoutError(f"no such source: {source!r}")
         view[at : at + length] = text[start : start + length]
@@ -80,12 +84,17 @@ def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int
     memory = source.memory
     wanted = source.record is not None and ledger is not None
     step = FILL_CHUNK if wanted or isinstance(memory, HostMemory) else length
+    copy_to, checksum = memory.copy_to, crc32
+    if trace.listener is not None:
+        near = isinstance(memory, HostMemory)
+        copy_to = trace.traced("copy" if near else "copy from the device (D2H)")(copy_to)
+        checksum = trace.traced("CRC-32")(checksum)
     crc = 0
     for done in range(0, length, step):
         size = min(step, length - done)
-        memory.copy_to(address + at + done, start + done, size)
+        copy_to(address + at + done, start + done, size)
         if wanted:
-            crc = crc32(view[at + done : at + done + size], crc)
+            crc = checksum(view[at + done : at + done + size], crc)
     if source.record is not None and ledger is not None:
         ledger.add(source.record, start, length, crc)
 
@@ -111,6 +120,7 @@ def staged(parts: Sequence[Part]) -> bytearray:
     return whole
 
 
+@trace.traced("pack small storages")
 def _fill_packed(
     source: Packed, ledger: CrcLedger | None, view: memoryview, address: int, at: int
 ) -> None:

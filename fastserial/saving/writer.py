@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config, chosen
 from fastserial.config.performance import GATHERED
@@ -209,6 +210,7 @@ class FastFileWriter:
             self._check_open()
         self._statistics.flush += 1
 
+    @trace.traced("layout")
     def save_torch_storage_object_list(
         self,
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
