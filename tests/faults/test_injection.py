@@ -155,7 +155,7 @@ def outcome_of(
     else:
         assert status == 0, (injected, status, victim.lines())
         assert check(path) == 2, injected
-        outcome = "saves that got by, new file whole"
+        outcome = "saves that succeeded, new file whole"
     again = zygote.start(path, 3, 1, **job)
     assert again.wait() == 0, (injected, again.lines())
     assert listing(path.parent) == [path.name], injected
