@@ -165,6 +165,8 @@ class Snapshot:
         """Start counting what is read: the layout, which looks at the first bytes, is made."""
         for memory in self._live:
             memory.left = memory.nbytes
+        if not self._live:
+            self._set_taken()
 
     def _choose(self, storages: Sequence[UntypedStorage]) -> list[bool]:
         """Tell which storages are copied; note what is to be watched of the others."""
