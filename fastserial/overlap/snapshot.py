@@ -292,6 +292,7 @@ class Snapshot:
             self._taken.set()
             self.changed.notify_all()
             self._watched = []
+            self.reached.clear()
             for memory in self._live:
                 if memory.live:
                     memory.source = None  # the program may free it

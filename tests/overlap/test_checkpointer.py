@@ -122,7 +122,9 @@ def test_keep_and_every(tmp_path: Path) -> None:
         made = [step for step in range(1, 61) if checkpointer.save(step) is not None]
         assert made == [10, 20, 30, 40, 50, 60]
     assert set(names(tmp_path)) == others | {
-        "step-00000000.pt", "step-00000050.pt", "step-00000060.pt"
+        "step-00000000.pt",
+        "step-00000050.pt",
+        "step-00000060.pt",
     }
 
 

@@ -44,9 +44,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 @pytest.mark.trials(8, 100)
 @pytest.mark.timeout(3600)
-def test_kill(
-    tmp_path: Path, dice: random.Random, trials: int, unbroken: dict[int, str]
-) -> None:
+def test_kill(tmp_path: Path, dice: random.Random, trials: int, unbroken: dict[int, str]) -> None:
     kills = hits = 0
     folder, told = tmp_path / "run", tmp_path / "told"
     while kills < trials:
@@ -57,8 +55,7 @@ def test_kill(
         assert first[0] == "start"
         time.sleep(dice.random() * 0.8)
         process.kill()
-        lines = process.stdout.readlines()
-        process.wait()
+        lines = process.communicate()[0].splitlines(keepends=True)
         kills += 1
         hits += process.returncode == -9
         for step, loss in losses(lines).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import io
 import logging
@@ -123,7 +124,7 @@ def test_few_are_under_way(tmp_path: Path, state: Any, gate: Gate) -> None:
     def save() -> None:
         third.append(fastserial.save_async(state, tmp_path / "2.pt"))
 
-    thread = threading.Thread(target=save)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(save,))
     thread.start()
     thread.join(0.2)
     assert not third

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_a_copy_beyond_the_budget_is_written_at_once(
         for tensor in (*state["weights"], *state["small"]):
             tensor.zero_()
 
-    thread = threading.Thread(target=change)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(change,))
     thread.start()
     assert gate.stopped.wait(60)
     assert not returned.wait(0.1)
