@@ -169,12 +169,12 @@ def test_all_damaged(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"x": torch.ones(5000)}) as checkpointer:
         checkpointer.save(1)
     damage(tmp_path / "step-00000001.pt")
-    with Checkpointer(tmp_path, {"x": torch.ones(5000)}) as checkpointer:
-        with (
-            pytest.warns(RuntimeWarning, match="damaged"),
-            pytest.raises(fastserial.CorruptCheckpointError, match="every checkpoint"),
-        ):
-            checkpointer.resume()
+    with (
+        Checkpointer(tmp_path, {"x": torch.ones(5000)}) as checkpointer,
+        pytest.warns(RuntimeWarning, match="damaged"),
+        pytest.raises(fastserial.CorruptCheckpointError, match="every checkpoint"),
+    ):
+        checkpointer.resume()
 
 
 def test_resume_at_a_step(tmp_path: Path) -> None:

@@ -299,6 +299,20 @@ def test_on_report_gets_the_whole_report(tmp_path: Path, state: Any) -> None:
     assert report.to_dict()["snapshot"]["kind"] == "copy"
 
 
+def test_on_report_may_save(tmp_path: Path, state: Any) -> None:
+    made: list[fastserial.PendingSave] = []
+
+    def again(report: fastserial.SaveReport) -> None:
+        if not made:
+            made.append(fastserial.save_async([1], tmp_path / "a.pt"))
+            fastserial.save_async([2], tmp_path / "b.pt").wait()
+
+    with fastserial.options(on_report=again):
+        fastserial.save_async(state, tmp_path / "a.pt").wait(60)
+    assert torch.load(tmp_path / "a.pt") == [1]
+    assert torch.load(tmp_path / "b.pt") == [2]
+
+
 def test_the_options_of_the_call_count(tmp_path: Path, state: Any) -> None:
     with fastserial.options(durable=False, small_file=0, engine="null"):
         saving = fastserial.save_async(state, tmp_path / "a.pt")
