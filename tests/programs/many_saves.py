@@ -1,7 +1,8 @@
 """Saves again and again: `many_saves.py FOLDER COUNT copy|in_place BUDGET`; prints JSON.
 
-`settled` and `end`: bytes resident after a fifth of the saves, and after all; `peak`: the most
-beyond the state; `state`: its bytes; `open`: descriptors that are open more at the end.
+`first` and `last`: the most bytes resident after a save of the first half, and of the last quarter;
+`peak`: the most beyond what there was before; `state`: bytes of the file; `open`: descriptors that
+are open more at the end.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(8)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found: dict[str, Any] = {}
+    resident: list[int] = []
 
     def step() -> None:
         model(torch.randn(2, 1000)).sum().backward()
@@ -56,12 +58,11 @@ def main() -> None:
             )
         step()
         report = saving.wait()
-        if number == COUNT // 5:
-            gc.collect()
-            found["settled"] = status("VmRSS")
-    gc.collect()
+        gc.collect()
+        resident.append(status("VmRSS"))
     found |= {
-        "end": status("VmRSS"),
+        "first": max(resident[: COUNT // 2]),
+        "last": max(resident[-COUNT // 4 :]),
         "peak": status("VmHWM") - before,
         "state": report.bytes,
         "open": len(os.listdir("/proc/self/fd")) - opened,
