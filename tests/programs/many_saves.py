@@ -47,7 +47,7 @@ def main() -> None:
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     opened = len(os.listdir("/proc/self/fd"))
-    for number in range(COUNT):
+    for _ in range(COUNT):
         with fastserial.options(durable=False):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             saving = fastserial.save_async(
