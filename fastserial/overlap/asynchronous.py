@@ -144,9 +144,12 @@ def start_save(
     del obj, archive, writer, layout
     if not beside:
         return pending.finished(name, target, work)
-    if kind == "in_place":
-        guard.protect(taken)
-    if not pending.run_beside(save, work):
+
+    def first() -> None:
+        if kind == "in_place":
+            guard.protect(taken)
+
+    if not pending.run_beside(save, work, first):
         return pending.finished(name, target, work)
     taken.wait_unwatched()
     told.stall = perf_counter() - began

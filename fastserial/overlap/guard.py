@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastserial.overlap.snapshot import Snapshot
+from fastserial.patching.install import hide_from_compiler
 
 __all__ = ["hold", "is_registered", "protect", "tidy", "unhold"]
 
@@ -76,6 +77,7 @@ def tidy() -> None:
 def _register() -> None:
     global _hook
     if _hook is None:
+        hide_from_compiler()
         _hook = register_optimizer_step_pre_hook(_before_step)
 
 

@@ -13,9 +13,9 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from functools import partial
 
 from fastserial.errors import FastserialError
+from fastserial.interrupts import Background
 from fastserial.overlap import guard
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.threads_at import at_rest
@@ -160,6 +160,8 @@ def admit(target: str) -> None:
     Raises:
         Exception: the error of the last save to this target, if nobody has seen it.
     """
+    if _is_saving():
+        return
     guard.tidy()
     while True:
         with _lock:
@@ -176,25 +178,49 @@ def admit(target: str) -> None:
         failed.wait()
 
 
-def run_beside(save: PendingSave, work: Callable[[], SaveReport]) -> bool:
+def run_beside(
+    save: PendingSave, work: Callable[[], SaveReport], first: Callable[[], object]
+) -> bool:
     """Do the work of a save on a thread, after those before it; False if there is none to be had.
 
     The interpreter waits for such threads when it exits, also after an uncaught exception.
+
+    Args:
+        first: called before the thread starts.
     """
-    if not threading.main_thread().is_alive():  # it does not wait any more
+    if not threading.main_thread().is_alive() or _is_saving():  # nobody waits for it
         return False
-    with _lock:
-        before = list(_pending.values())
-        _pending[save._target] = save
-    run = partial(contextvars.copy_context().run, _run, save, work, before)
-    thread = threading.Thread(target=run, name=f"fastserial: {save.path}", daemon=False)
-    try:
-        thread.start()
-    except RuntimeError:  # a limit on threads
+    run = contextvars.copy_context().run
+    started: list[bool] = []
+
+    def start() -> None:
         with _lock:
-            _pending.pop(save._target, None)
+            before = list(_pending.values())
+            _pending[save._target] = save
+        first()
+        name = f"fastserial: {save.path}"
+        thread = threading.Thread(target=run, args=(_run, save, work, before), name=name)
+        thread.daemon = False
+        try:
+            thread.start()
+        except RuntimeError:  # a limit on threads
+            with _lock:
+                _pending.pop(save._target, None)
+        else:
+            started.append(True)
+
+    starter = Background()  # no signal handler cuts it off halfway
+    if not starter.start(start):
         return False
-    return True
+    starter.join()
+    return bool(started)
+
+
+def _is_saving() -> bool:
+    """Tell whether the calling thread is one that saves: `on_report` may save, too."""
+    me = threading.get_ident()
+    with _lock:
+        return any(save._thread == me for save in _pending.values())
 
 
 def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingSave:

@@ -166,6 +166,8 @@ class Snapshot:
         """Start counting what is read: the layout, which looks at the first bytes, is made."""
         for memory in self._live:
             memory.left = memory.nbytes
+        if not self._live:
+            self._set_taken()
 
     def _choose(self, storages: Sequence[UntypedStorage]) -> list[bool]:
         """Tell which storages are copied; note what is to be watched of the others."""
@@ -291,6 +293,7 @@ class Snapshot:
             self._taken.set()
             self.changed.notify_all()
             self._watched = []
+            self.reached.clear()
             for memory in self._live:
                 if memory.live:
                     memory.source = None  # the program may free it

@@ -44,6 +44,10 @@ class Reached:
         except (RuntimeError, NotImplementedError):
             self.opaque = True
 
+    def clear(self) -> None:
+        """Forget the tensors: nobody asks any more."""
+        self._versions.clear()
+
     def versions(self, storage: torch.UntypedStorage) -> list[tuple[torch.Tensor, int]] | None:
         """Return the tensors to watch for changes of a storage; None if there is no telling.
 

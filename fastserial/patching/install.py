@@ -29,6 +29,7 @@ from fastserial.patching.compile import Installation, SwappedFunction, prepare
 __all__ = [
     "PatchStatus",
     "get_original",
+    "hide_from_compiler",
     "install",
     "installed",
     "patched",
@@ -135,7 +136,7 @@ def switch_on(strict: bool = False) -> str | None:
     with _lock:
         reason = _install(str(torch.__version__), hooks)
     if reason is None:
-        _hide_from_compiler()
+        hide_from_compiler()
     elif strict:
         raise PatchError(f"{reason}. {_REMEDY}")
     return reason
@@ -268,7 +269,7 @@ def _checked(version: str, hooks: types.ModuleType) -> Installation:
 
 
 @functools.cache
-def _hide_from_compiler() -> None:
+def hide_from_compiler() -> None:
     """Keep torch.compile from tracing fastserial, as it never traces torch.serialization."""
     import_hook.when_imported("torch._dynamo.trace_rules", _dynamo_imported)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import io
 import logging
@@ -123,7 +124,7 @@ def test_few_are_under_way(tmp_path: Path, state: Any, gate: Gate) -> None:
     def save() -> None:
         third.append(fastserial.save_async(state, tmp_path / "2.pt"))
 
-    thread = threading.Thread(target=save)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(save,))
     thread.start()
     thread.join(0.2)
     assert not third
@@ -296,6 +297,20 @@ def test_on_report_gets_the_whole_report(tmp_path: Path, state: Any) -> None:
     assert told == [report]
     assert report.snapshot is not None
     assert report.to_dict()["snapshot"]["kind"] == "copy"
+
+
+def test_on_report_may_save(tmp_path: Path, state: Any) -> None:
+    made: list[fastserial.PendingSave] = []
+
+    def again(report: fastserial.SaveReport) -> None:
+        if not made:
+            made.append(fastserial.save_async([1], tmp_path / "a.pt"))
+            fastserial.save_async([2], tmp_path / "b.pt").wait()
+
+    with fastserial.options(on_report=again):
+        fastserial.save_async(state, tmp_path / "a.pt").wait(60)
+    assert torch.load(tmp_path / "a.pt") == [1]
+    assert torch.load(tmp_path / "b.pt") == [2]
 
 
 def test_the_options_of_the_call_count(tmp_path: Path, state: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_a_copy_beyond_the_budget_is_written_at_once(
         for tensor in (*state["weights"], *state["small"]):
             tensor.zero_()
 
-    thread = threading.Thread(target=change)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(change,))
     thread.start()
     assert gate.stopped.wait(60)
     assert not returned.wait(0.1)
@@ -185,6 +186,21 @@ def test_a_step_waits_for_what_does_not_fit(
     assert report.snapshot.waited
     assert report.snapshot.late_copied <= budget
     assert (report.snapshot.late_copied > 0) == (budget > 0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_copies_what_is_left(tmp_path: Path, gate: Gate) -> None:
+    model, optimizer = trained("foreach")
+    step: Any = torch.compile(optimizer.step, backend="eager")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    expected = bytes_of(state, tmp_path)
+    saving = save(state, tmp_path)
+    assert gate.stopped.wait(60)
+    model(torch.randn(3, 300)).sum().backward()
+    step()
+    gate.open.set()
+    assert saving.exception() is None
+    assert (tmp_path / "state.pt").read_bytes() == expected
 
 
 def test_another_optimizer_goes_on(tmp_path: Path, gate: Gate) -> None:

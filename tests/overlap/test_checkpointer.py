@@ -1,0 +1,294 @@
+"""Checkpointer: saves, prunes, resumes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Gate
+from hostile import OPTIMIZERS
+from torch import nn
+
+import fastserial
+from fastserial import Checkpointer
+from fastserial.overlap import guard
+
+
+class Run:
+    """A small training run."""
+
+    def __init__(self, optimizer: str = "adamw", wrap: Callable[[Any], Any] = lambda m: m) -> None:
+        self.model = nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200), nn.Linear(200, 10))
+        self.wrapped = wrap(self.model)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.state: dict[str, Any] = {
+            "model": self.wrapped,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "average": torch.zeros(40_000),
+            "seen": 0,
+        }
+
+    def step(self) -> str:
+        inputs = torch.randn(4, 200) * random.random() + float(np.random.rand())
+        self.optimizer.zero_grad()
+        for part in inputs.chunk(2):  # gradients are accumulated
+            loss = self.wrapped(part).square().mean()
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.state["average"].add_(loss.detach())
+        self.state["seen"] += 4
+        return f"{loss.item().hex()} {self.state['seen']} {self.state['average'][0].item().hex()}"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["copy", "in_place"])
+def test_it_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, kind: Any) -> None:
+    first = Run(optimizer)
+    with Checkpointer(tmp_path, first.state, snapshot=kind) as checkpointer:
+        assert checkpointer.resume() == 0
+        for step in range(1, 4):
+            first.step()
+            checkpointer.save(step)
+    expected = [first.step() for _ in range(4)]
+    second = Run(optimizer)
+    with Checkpointer(tmp_path, second.state) as checkpointer:
+        assert checkpointer.resume() == 3
+        assert [second.step() for _ in range(4)] == expected
+    assert names(tmp_path) == [f"step-0000000{n}.pt" for n in (1, 2, 3)]
+    assert not guard.is_registered()
+
+
+def test_a_step_waits_for_the_checkpoint(tmp_path: Path, gate: Gate) -> None:
+    run = Run()
+    run.step()
+    checkpointer = Checkpointer(tmp_path, run.state)
+    checkpointer.save(1)
+    expected = [run.step() for _ in range(3)]
+    gate.open.set()
+    checkpointer.close()
+    again = Run()
+    with Checkpointer(tmp_path, again.state) as checkpointer:
+        assert checkpointer.resume() == 1
+        assert [again.step() for _ in range(3)] == expected
+
+
+def test_a_compiled_module_makes_the_same_file(tmp_path: Path) -> None:
+    def wrap(model: nn.Module) -> Any:
+        return torch.compile(model, backend="eager")
+
+    compiled = Run(wrap=wrap)
+    compiled.step()
+    with Checkpointer(tmp_path, compiled.state) as checkpointer:
+        checkpointer.save(1)
+    plain = Run()
+    with Checkpointer(tmp_path, plain.state) as checkpointer:
+        assert checkpointer.resume() == 1
+    for mine, other in zip(plain.model.parameters(), compiled.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_it_is_an_ordinary_file(tmp_path: Path) -> None:
+    run = Run()
+    with Checkpointer(tmp_path, run.state, rng=False) as checkpointer:
+        checkpointer.save(7)
+    found = torch.load(tmp_path / "step-00000007.pt")
+    assert found["checkpointer"] == {"version": 1, "step": 7}
+    assert found["model"].keys() == run.model.state_dict().keys()
+
+
+def test_keep_and_every(tmp_path: Path) -> None:
+    others = {"step-1.pt", "step-00000001.pt.bak", "other.pt", "step-00000002.pth"}
+    for name in others:
+        (tmp_path / name).write_bytes(b"mine")
+    (tmp_path / "step-00000000.pt").mkdir()
+    with Checkpointer(tmp_path, {"x": 1}, keep=2, every=10) as checkpointer:
+        made = [step for step in range(1, 61) if checkpointer.save(step) is not None]
+        assert made == [10, 20, 30, 40, 50, 60]
+    assert set(names(tmp_path)) == others | {
+        "step-00000000.pt",
+        "step-00000050.pt",
+        "step-00000060.pt",
+    }
+
+
+def damage(path: Path) -> None:
+    text = bytearray(path.read_bytes())
+    text[len(text) // 2] ^= 1
+    path.write_bytes(text)
+
+
+CUT: dict[str, Callable[[Path], object]] = {
+    "a bit": damage,
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "noise": lambda path: path.write_bytes(b"noise" * 1000),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_damaged_newest_one_is_passed_over(tmp_path: Path, name: str) -> None:
+    run = Run()
+    with Checkpointer(tmp_path, run.state, keep=2) as checkpointer:
+        for step in (10, 20):
+            run.step()
+            checkpointer.save(step)
+    newest = tmp_path / "step-00000020.pt"
+    CUT[name](newest)
+    with Checkpointer(tmp_path, run.state, keep=1) as checkpointer:
+        with pytest.warns(RuntimeWarning, match=r"step-00000020\.pt is damaged"):
+            assert checkpointer.resume() == 10
+        latest = checkpointer.latest()
+        assert latest == str(tmp_path / "step-00000010.pt")
+        checkpointer.save(11)
+        checkpointer.wait()
+        assert names(tmp_path) == ["step-00000011.pt", "step-00000020.pt"]
+        checkpointer.save(20)
+        checkpointer.wait()
+        assert names(tmp_path) == ["step-00000020.pt"]
+        assert checkpointer.latest() == str(newest)
+
+
+def test_all_damaged(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"x": torch.ones(5000)}) as checkpointer:
+        checkpointer.save(1)
+    damage(tmp_path / "step-00000001.pt")
+    with (
+        Checkpointer(tmp_path, {"x": torch.ones(5000)}) as checkpointer,
+        pytest.warns(RuntimeWarning, match="damaged"),
+        pytest.raises(fastserial.CorruptCheckpointError, match="every checkpoint"),
+    ):
+        checkpointer.resume()
+
+
+def test_resume_at_a_step(tmp_path: Path) -> None:
+    state = {"n": 0}
+    with Checkpointer(tmp_path, state) as checkpointer:
+        for step in (1, 2, 3):
+            state["n"] = step
+            checkpointer.save(step)
+    with Checkpointer(tmp_path, state) as checkpointer:
+        with pytest.warns(UserWarning, match="later checkpoints"):
+            assert checkpointer.resume(step=2) == 2
+        assert state["n"] == 2
+        with pytest.raises(FileNotFoundError):
+            checkpointer.resume(step=9)
+
+
+def test_another_state_is_an_error_not_a_damage(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
+        checkpointer.save(1)
+    with (
+        Checkpointer(tmp_path, {"y": 1}) as checkpointer,
+        pytest.raises(fastserial.LoadMismatchError, match="y"),
+    ):
+        checkpointer.resume()
+
+
+class Custom:
+    pass
+
+
+def test_what_weights_only_refuses_is_no_damage(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"x": Custom()}) as checkpointer:
+        checkpointer.save(1)
+        with pytest.raises(Exception, match="weights_only"):
+            checkpointer.resume()
+    with Checkpointer(tmp_path, {"x": Custom()}, weights_only=False) as checkpointer:
+        assert checkpointer.resume() == 1
+
+
+def test_signals(tmp_path: Path) -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+    try:
+        with Checkpointer(tmp_path, {"x": 1}, every=100) as checkpointer:
+            checkpointer.save_on(signal.SIGUSR1, signal.SIGTERM)
+            assert checkpointer.save(1) is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert checkpointer.asked
+            saving = checkpointer.save(2)
+            assert saving is not None
+            assert saving.done()
+            assert not checkpointer.asked
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert checkpointer.asked
+        assert called == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert len(called) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert names(tmp_path) == ["step-00000002.pt"]
+
+
+def test_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("adam")
+    with Checkpointer(tmp_path, run.state) as checkpointer:
+        expected = checkpointer.check()
+        run.step()
+        checkpointer.save(1)
+    size = (tmp_path / "step-00000001.pt").stat().st_size
+    assert expected is not None
+    assert abs(expected - size) < size // 10
+    monkeypatch.setattr("fastserial.files.linux.free_bytes", lambda place: size)
+    with (
+        Checkpointer(tmp_path, run.state) as checkpointer,
+        pytest.raises(fastserial.WriteError, match="4 checkpoints need"),
+    ):
+        checkpointer.check()
+    with (
+        Checkpointer(tmp_path, {"x": lambda: 0}) as checkpointer,
+        pytest.raises(Exception, match="pickle"),
+    ):
+        checkpointer.check()
+
+
+def test_an_error_shows_at_the_next_save(tmp_path: Path) -> None:
+    def fail(threads: int) -> Any:
+        raise OSError(5, "no engine")
+
+    state = {"x": torch.ones(5000)}
+    checkpointer = Checkpointer(tmp_path, state)
+    with fastserial.options(engine=fail, small_file=0):
+        checkpointer.save(1)
+    with pytest.raises(fastserial.WriteError):
+        checkpointer.save(2)
+    checkpointer.save(3)
+    checkpointer.close()
+    assert names(tmp_path) == ["step-00000003.pt"]
+
+
+def test_leftovers_of_killed_saves_go(tmp_path: Path) -> None:
+    left = tmp_path / ".step-00000004.pt.fastserial-0.tmp"
+    left.write_bytes(b"half")
+    other = tmp_path / ".other.pt.fastserial-0.tmp"
+    other.write_bytes(b"half")
+    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
+        checkpointer.resume()
+    assert names(tmp_path) == [other.name]
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    for options in ({"keep": 0}, {"every": 0}, {"snapshot": "none"}):
+        with pytest.raises(fastserial.ConfigError):
+            Checkpointer(tmp_path, {}, **options)
+    with pytest.raises(fastserial.ConfigError, match="checkpointer"):
+        Checkpointer(tmp_path, {"checkpointer": 1})
+    assert not guard.is_registered()

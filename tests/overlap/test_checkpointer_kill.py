@@ -1,0 +1,78 @@
+"""A training run that is killed at any moment goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fastserial
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "training.py"
+STEPS = 400
+
+
+def start(folder: Path, steps: int, *more: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, PROGRAM, folder, str(steps), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def losses(lines: list[str]) -> dict[int, str]:
+    """Each step's loss and count; the last line may be cut off by the kill."""
+    found = {}
+    for line in lines:
+        words = line.split()
+        if line.endswith("\n") and len(words) == 3:
+            found[int(words[0])] = " ".join(words[1:])
+    return found
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The losses of a run that nobody kills."""
+    process = start(tmp_path_factory.mktemp("unbroken"), STEPS)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    found = losses(out.splitlines(keepends=True))
+    assert len(found) == STEPS
+    return found
+
+
+@pytest.mark.trials(8, 100)
+@pytest.mark.timeout(3600)
+def test_kill(tmp_path: Path, dice: random.Random, trials: int, unbroken: dict[int, str]) -> None:
+    kills = hits = 0
+    folder, told = tmp_path / "run", tmp_path / "told"
+    while kills < trials:
+        told.unlink(missing_ok=True)
+        process = start(folder, STEPS, told)
+        assert process.stdout is not None
+        first = process.stdout.readline().split()
+        assert first[0] == "start"
+        time.sleep(dice.random() * 0.8)
+        process.kill()
+        lines = process.communicate()[0].splitlines(keepends=True)
+        kills += 1
+        hits += process.returncode == -9
+        for step, loss in losses(lines).items():
+            assert loss == unbroken[step], (step, first)
+        reported = int(told.read_text() or 0) if told.exists() else 0
+        names = sorted(path.name for path in folder.glob("step-*.pt"))
+        newest = int(names[-1][5:-3]) if names else 0
+        assert newest >= reported
+        if newest:
+            assert fastserial.verify(folder / names[-1]).ok
+        assert len(names) <= 3  # one may be in place before the oldest is gone
+        if newest == STEPS:
+            folder = tmp_path / f"run{kills}"
+    assert hits
+    process = start(folder, STEPS)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    rest = losses(out.splitlines(keepends=True))
+    assert all(unbroken[step] == loss for step, loss in rest.items())
+    print(f"{kills} kills, {hits} before the end")

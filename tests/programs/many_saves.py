@@ -1,0 +1,73 @@
+"""Saves again and again: `many_saves.py FOLDER COUNT copy|in_place BUDGET`; prints JSON.
+
+`first` and `last`: the most bytes resident after a save of the first half, and of the last quarter;
+`peak`: the most beyond what there was before; `state`: bytes of the file; `open`: descriptors that
+are open more at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastserial
+
+FOLDER, COUNT, KIND, BUDGET = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+
+def status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: dict[str, Any] = {}
+    resident: list[int] = []
+
+    def step() -> None:
+        model(torch.randn(2, 1000)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    step()
+    with fastserial.options(durable=False):
+        fastserial.save_async([1], FOLDER / "first.pt").wait()
+    step()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    opened = len(os.listdir("/proc/self/fd"))
+    for _ in range(COUNT):
+        with fastserial.options(durable=False):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            saving = fastserial.save_async(
+                state,
+                FOLDER / "state.pt",
+                snapshot=KIND,  # type: ignore[arg-type]
+                snapshot_budget=BUDGET,
+            )
+        step()
+        report = saving.wait()
+        gc.collect()
+        resident.append(status("VmRSS"))
+    found |= {
+        "first": max(resident[: COUNT // 2]),
+        "last": max(resident[-COUNT // 4 :]),
+        "peak": status("VmHWM") - before,
+        "state": report.bytes,
+        "open": len(os.listdir("/proc/self/fd")) - opened,
+    }
+    print(json.dumps(found))
+
+
+main()
