@@ -48,7 +48,8 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
         RuntimeError: the process group has no store.
     """
     if not dist.is_initialized():
-        alone = Traffic((0,), 0, dist.HashStore())
+        stores: Any = dist
+        alone = Traffic((0,), 0, stores.HashStore())
         alone.begin(timeout)
         return alone
     world: Any = dist.group.WORLD
