@@ -170,6 +170,7 @@ class _Saving:
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
+        table.synchronize()
         writer = ShardWriter(plan, made, table.sources, self._container, orders.checksums)
         try:
             done, out = self._write(writer, made, orders, phases)
