@@ -245,7 +245,9 @@ class _Saving:
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
         heads = [head for found in done for head in found.heads]
+        began = perf_counter()
         finish_file(self._new, self._pickled, self._container, writer, heads, orders.checksums)
+        self._reports[0].phases["sync"] += perf_counter() - began
         return b""
 
     def _report(self, orders: Orders, mine: RankReport, out: ExtentWriter) -> SaveReport:
@@ -262,7 +264,7 @@ class _Saving:
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
-            phases=mine.phases,
+            phases=self._reports[0].phases if self._reports else mine.phases,
             ranks=self._reports,
         )
 

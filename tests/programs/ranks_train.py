@@ -134,6 +134,7 @@ def main() -> None:
         state = trimmed(state)
         if rank == 0:
             assert len(report.ranks) == count, report
+            assert all(part.phases["sync"] > 0 for part in report.ranks[:1]), report
             stock = folder / "stock" / "model.pt"
             stock.parent.mkdir(exist_ok=True)
             torch.save(state, stock)
