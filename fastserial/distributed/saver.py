@@ -104,7 +104,8 @@ def save(
         What this rank knows of the save; on rank 0 with a line for each rank.
 
     Raises:
-        DistributedError: any rank failed, all raise it; the previous file is intact.
+        DistributedError: any rank failed, all raise it; the previous file is intact, unless a
+            rank was lost after the new one took its place.
     """
     began = perf_counter()
     if merge not in (None, "union"):
@@ -169,6 +170,7 @@ class _Saving:
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
+        table.synchronize()
         writer = ShardWriter(plan, made, table.sources, self._container, orders.checksums)
         try:
             done, out = self._write(writer, made, orders, phases)
@@ -243,7 +245,9 @@ class _Saving:
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
         heads = [head for found in done for head in found.heads]
+        began = perf_counter()
         finish_file(self._new, self._pickled, self._container, writer, heads, orders.checksums)
+        self._reports[0].phases["sync"] += perf_counter() - began
         return b""
 
     def _report(self, orders: Orders, mine: RankReport, out: ExtentWriter) -> SaveReport:
@@ -260,7 +264,7 @@ class _Saving:
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
-            phases=mine.phases,
+            phases=self._reports[0].phases if self._reports else mine.phases,
             ranks=self._reports,
         )
 
