@@ -48,7 +48,8 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
         RuntimeError: the process group has no store.
     """
     if not dist.is_initialized():
-        alone = Traffic((0,), 0, dist.HashStore())
+        stores: Any = dist
+        alone = Traffic((0,), 0, stores.HashStore())
         alone.begin(timeout)
         return alone
     world: Any = dist.group.WORLD
@@ -83,6 +84,7 @@ class Traffic:
         self.kept: dict[str, object] = {}
         self._calls = 0
         self._generation = 0
+        self._under_way: list[list[Any]] = []
         self._beats: list[tuple[Any, Any]] = []  # sent, but perhaps not heard yet
         self._last_beat = 0.0
         self._name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
@@ -112,7 +114,8 @@ class Traffic:
             if call >= self._calls:
                 self._closed = True
                 raise DistributedError(rank, cause)
-            self._store = self._group = None  # connections that broke are never used again
+            self._drop()  # connections that broke are never used again
+            self._store = None
             self._generation += 1
         if self._group is None and self.size > 1:
             self._group = self._connect()
@@ -145,18 +148,24 @@ class Traffic:
             told = self._store.compare_set(_FAILED, "", text)
             _, rank, cause = json.loads(bytes(told).decode())
         self._closed = True
-        self._group = None
+        self._drop()
         return DistributedError(rank, cause)
+
+    def _drop(self) -> None:
+        """Close the connections."""
+        for holder in self._under_way:
+            holder.clear()
+        self._under_way.clear()
+        self._beats.clear()
+        self._group = None
 
     def send(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
         """Start to send a contiguous host tensor; call the result to wait until it is sent."""
-        with self._blaming(rank):
-            return self._waiting(rank, self._group.send([data], rank, _DATA))
+        return self._start(rank, data, _DATA, out=True)
 
     def receive(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
         """Start to receive into a contiguous host tensor; call the result to wait for it."""
-        with self._blaming(rank):
-            return self._waiting(rank, self._group.recv([data], rank, _DATA))
+        return self._start(rank, data, _DATA, out=False)
 
     def alive(self) -> None:
         """Let the others know that this rank is busy: call it often during long work."""
@@ -213,38 +222,40 @@ class Traffic:
                 raise failure from error
             raise
 
-    # No frame of these holds the group: it closes when `fail` drops it, though an error's traceback
-    # keeps the frames.
-
     def _put(self, rank: int, message: bytes) -> None:
-        self._pass(rank, torch.tensor([len(message)]).view(torch.uint8), out=True)
+        size = torch.tensor([len(message)]).view(torch.uint8)
+        self._start(rank, size, _WORDS, out=True)()
         if message:
-            self._pass(rank, torch.frombuffer(bytearray(message), dtype=torch.uint8), out=True)
+            text = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            self._start(rank, text, _WORDS, out=True)()
 
     def _get(self, rank: int) -> bytes:
         size = torch.empty(_HEADER, dtype=torch.uint8)
         length = _ALIVE
         while length == _ALIVE:
-            self._pass(rank, size, out=False)
+            self._start(rank, size, _WORDS, out=False)()
             length = int(size.view(torch.int64).item())
         text = bytearray(length)
         if text:
-            self._pass(rank, torch.frombuffer(text, dtype=torch.uint8), out=False)
+            self._start(rank, torch.frombuffer(text, dtype=torch.uint8), _WORDS, out=False)()
         return bytes(text)
 
-    def _pass(self, rank: int, data: torch.Tensor, out: bool) -> None:
-        """Send or receive a part of a message."""
-        with self._blaming(rank):
-            if out:
-                work = self._group.send([data], rank, _WORDS)
-            else:
-                work = self._group.recv([data], rank, _WORDS)
-        self._waiting(rank, work)()
+    def _start(self, rank: int, data: torch.Tensor, tag: int, out: bool) -> Callable[[], None]:
+        """Start to send or to receive; call the result to wait until it is done.
 
-    def _waiting(self, rank: int, work: Any) -> Callable[[], None]:
+        What is under way keeps the connections open, and frames are kept by the tracebacks of
+        errors; so no frame holds it, but a list that `fail` empties.
+        """
+        with self._blaming(rank):
+            how = "send" if out else "recv"
+            holder = [getattr(self._group, how)([data], rank, tag)]
+        self._under_way.append(holder)
+
         def wait() -> None:
             with self._blaming(rank):
-                work.wait(_delta(self.timeout))
+                holder[0].wait(_delta(self.timeout))
+            holder.clear()
+            self._under_way.remove(holder)
 
         return wait
 
@@ -261,12 +272,25 @@ class Traffic:
 
     def _failure(self, rank: int, error: RuntimeError, seconds: float) -> DistributedError:
         silent = seconds > 0.9 * self.timeout
-        until = time.monotonic() + (0 if silent else _GRACE)
+        if silent:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"waits/{self.rank}", str(rank))
+        until = time.monotonic() + (min(_GRACE, self.timeout / 2) if silent else _GRACE)
         while time.monotonic() < until and not self._failed():
             time.sleep(0.02)
         if silent:
-            return self.fail(rank, f"not heard from for {self.timeout:g} seconds")
+            text = f"not heard from for {self.timeout:g} seconds"
+            return self.fail(self._last_in_line(rank), text)
         return self.fail(rank, f"its process ended or closed the connection ({error})")
+
+    def _last_in_line(self, rank: int) -> int:
+        """Return whom the ranks wait for: who waits for somebody else is not to blame."""
+        seen = {self.rank}
+        with contextlib.suppress(RuntimeError):
+            while rank not in seen and self._store.check([f"waits/{rank}"]):
+                seen.add(rank)
+                rank = int(self._store.get(f"waits/{rank}"))
+        return rank
 
     def _failed(self) -> bool:
         try:

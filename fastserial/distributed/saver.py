@@ -104,7 +104,8 @@ def save(
         What this rank knows of the save; on rank 0 with a line for each rank.
 
     Raises:
-        DistributedError: any rank failed, all raise it; the previous file is intact.
+        DistributedError: any rank failed, all raise it; the previous file is intact, unless a
+            rank was lost after the new one took its place.
     """
     began = perf_counter()
     if merge not in (None, "union"):
@@ -169,6 +170,7 @@ class _Saving:
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
+        table.synchronize()
         writer = ShardWriter(plan, made, table.sources, self._container, orders.checksums)
         try:
             done, out = self._write(writer, made, orders, phases)

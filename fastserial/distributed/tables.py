@@ -20,6 +20,7 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import Flat, Mesh, TensorSpec, as_dtensor, holding
 from fastserial.distributed.walk import leaves
+from fastserial.memory.storages import synchronize
 
 __all__ = ["SHARED_FROM", "Source", "Table", "bytes_of", "difference", "table_of"]
 
@@ -76,6 +77,16 @@ class Table:
     def digest(self) -> bytes:
         """Return what is the same on all ranks if and only if their tables are alike."""
         return hashlib.sha256(marshal.dumps(self.rows, 2)).digest()
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on the devices of the tensors: other threads will copy them."""
+        away = {
+            view.device: view.untyped_storage()
+            for source in self.sources
+            for _, view in source.parts
+            if view.device.type != "cpu"
+        }
+        synchronize(list(away.values()))
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return what this rank holds of each FlatShard: source, first element, end."""

@@ -145,13 +145,13 @@ def silent(path: Path, rank: int, mesh: DeviceMesh) -> None:
     """A rank that comes too late: the others raise after the timeout, and name it."""
     state = good(rank, mesh)
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(4)
     began = time.monotonic()
     error = failure(state, path, 1)
     assert isinstance(error, DistributedError), error
     assert error.rank == 1, error
     assert "not heard from" in str(error), error
-    assert time.monotonic() - began < 2.4
+    assert time.monotonic() - began < 3.9
 
 
 def main() -> None:
