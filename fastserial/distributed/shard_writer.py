@@ -16,7 +16,7 @@ from fastserial.distributed.memories import Memories
 from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
 from fastserial.distributed.tables import Source
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, Memory, host_bytes
 from fastserial.saving.extent_writer import ExtentWriter
 
@@ -121,12 +121,12 @@ class ShardWriter:
                 },
             )
             moved = perf_counter()
-            out.settle()  # the tile before is written, and free for the next round
+            out.release_sources()  # the tile before is written, and free for the next round
             out.write(self._tile_extents(found, tile), self.ledger)
             self.seconds["exchange"] += moved - began
             self.seconds["write"] += perf_counter() - moved
         began = perf_counter()
-        out.settle()
+        out.release_sources()
         self.seconds["write"] += perf_counter() - began
 
     def _held(self, move: Move) -> torch.Tensor:

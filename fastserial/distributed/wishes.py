@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.tensor_read import fill
+from fastserial.checkpoints.tensor_read import read_tensor_into
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.file_index import FileTensor
 from fastserial.distributed.grid import Grid, grid_of
@@ -86,8 +86,8 @@ class Wishes:
             whole = Box((0,) * len(tensor.shape), tensor.shape)
             part = meta[wish.box.slices(whole)]
             if view.dtype == tensor.dtype:
-                fill(reader, tensor.offset, part, view, tensor.pending)
+                read_tensor_into(reader, tensor.offset, part, view, tensor.pending)
             else:
                 found = torch.empty(part.shape, dtype=tensor.dtype, device="cpu")
-                fill(reader, tensor.offset, part, found, tensor.pending)
+                read_tensor_into(reader, tensor.offset, part, found, tensor.pending)
                 view.copy_(found)
