@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from fastserial.errors import EngineError
+from fastserial.errors import TransferAbandonedError
 
 __all__ = ["CrcLedger", "Piece", "crc32", "crc32_combine"]
 
@@ -91,7 +91,7 @@ class CrcLedger:
                 self._changed.wait_for(lambda: self._crcs[record] is not None or self._failed)
             crc = self._crcs[record]
             if crc is None:
-                raise self._cause or EngineError("it failed in another thread")
+                raise self._cause or TransferAbandonedError("it failed in another thread")
         return crc
 
     def wait_all(self) -> Sequence[int]:
@@ -99,7 +99,7 @@ class CrcLedger:
         with self._lock:
             self._changed.wait_for(lambda: not self._missing or self._failed)
             if self._missing:
-                raise self._cause or EngineError("it failed in another thread")
+                raise self._cause or TransferAbandonedError("it failed in another thread")
         return cast("list[int]", self._crcs)
 
     def fail(self, cause: BaseException | None = None) -> None:

@@ -51,7 +51,7 @@ def print_table(
 ) -> None:
     """Print rows of any number below each other, without markup, quickly.
 
-    A cell that is wider than 60 characters moves what stands to its right. (A table of rich's
+    A cell that is wider than 60 characters moves what is to its right. (A table of rich's
     takes half a millisecond for each row.)
     """
     cells = [[printable(str(cell)) for cell in row] for row in (columns, *rows)]

@@ -24,6 +24,8 @@ __all__ = [
     "PickleLimitError",
     "StorageChangedError",
     "TornSnapshotError",
+    "TransferAbandonedError",
+    "TruncatedCheckpointError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
@@ -51,6 +53,10 @@ class EngineError(FastserialError, RuntimeError):
 
 class EngineUnavailableError(EngineError, ImportError):
     """The engine asked for by name cannot run on this machine."""
+
+
+class TransferAbandonedError(FastserialError, RuntimeError):
+    """Another thread was to move bytes that are waited for, and failed; its own error says why."""
 
 
 class LayoutError(FastserialError, RuntimeError):
@@ -85,6 +91,10 @@ class CorruptCheckpointError(FastserialError, RuntimeError):
     def __str__(self) -> str:
         parts = [self.path, f"record {self.record}" if self.record else None, self.message]
         return ": ".join(part for part in parts if part)
+
+
+class TruncatedCheckpointError(CorruptCheckpointError):
+    """A checkpoint file ends too early."""
 
 
 class UnreadableCheckpointError(CorruptCheckpointError):
@@ -195,9 +205,9 @@ REMEDIES = {
     errno.EDQUOT: "Free space within the quota, or have it raised",
     errno.EFBIG: "The file system or `ulimit -f` does not allow a file of this size",
     errno.EROFS: "Remount the file system writable, or save elsewhere",
-    errno.EIO: "The disk or the network failed; look into the kernel log (dmesg)",
-    errno.ESTALE: "The network file system lost the directory; mount it anew",
-    errno.ENOTCONN: "The FUSE file system's process is gone; mount it anew",
+    errno.EIO: "The disk or the network failed; see the kernel log (dmesg)",
+    errno.ESTALE: "The network file system lost the directory; remount it",
+    errno.ENOTCONN: "The FUSE file system's process is gone; remount it",
 }
 
 _BY_ERRNO: dict[int, type[WriteError]] = {

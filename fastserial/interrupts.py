@@ -3,7 +3,7 @@
 A signal handler runs in the main thread after any call, and may raise there. So
 
 - taking something and noting it is one call (of C: no handler runs inside), as is giving it back;
-- what was taken belongs to an object that gives it back when nobody refers to it any more, in C as
+- what was taken belongs to an object that gives it back when no reference to it is left, in C as
   well, should the clean-up be skipped;
 - clean-up goes on where it was interrupted, and the interrupt is raised when all is done;
 - work on other threads cannot be interrupted.
@@ -22,11 +22,15 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
+from typing import Any, BinaryIO
 
-__all__ = ["OWN", "Background", "Descriptors", "finish"]
+__all__ = ["OWN", "Background", "Descriptors", "finish", "open_file"]
 
 OWN = os.O_ASYNC  # means nothing where a regular file is opened: our own descriptors have it
 _BOTTOM = -1  # of a list of descriptors
+_OPEN: Any = open
+_ARGUMENTS = (("rb",), (-1,), (None,), (None,), (None,), (True,))  # of `open`, up to its opener
+_GET = operator.attrgetter("get")
 _TRIES = 100  # a step that fails so often will not end
 
 
@@ -37,7 +41,7 @@ def finish(*steps: Callable[[], object]) -> None:
         steps: called again after an error; they are to go on where they were.
 
     Raises:
-        BaseException: an error of a step, or whatever a signal handler raised meanwhile.
+        BaseException: an error of a step, or whatever a signal handler raised during them.
     """
     first: BaseException | None = None
     for step in steps:
@@ -55,7 +59,7 @@ def finish(*steps: Callable[[], object]) -> None:
 
 
 class Descriptors:
-    """Descriptors that are open: closed by `close`, or when nobody refers to this any more."""
+    """Descriptors that are open: closed by `close`, or when no reference to this is left."""
 
     __slots__ = ("__weakref__", "_fds", "_free")
 
@@ -68,6 +72,12 @@ class Descriptors:
     # No handler runs before it is done: there is no function of Python's in it.
     __del__ = property(operator.attrgetter("_free"))
 
+    def __enter__(self) -> Descriptors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def open(
         self,
         path: str | os.PathLike[str],
@@ -75,7 +85,7 @@ class Descriptors:
         mode: int = 0o666,
         dir_fd: int | None = None,
     ) -> int:
-        """Return a new descriptor, as `os.open`; `openfiles` does not count it.
+        """Return a new descriptor, as `os.open`; `open_files` does not count it.
 
         Raises:
             OSError: it cannot be opened.
@@ -95,7 +105,7 @@ class Descriptors:
         """Return a copy of a descriptor.
 
         Raises:
-            OSError: it is not open, or there is none to be had.
+            OSError: it is not open, or no descriptor is left.
         """
         self._fds.extend(map(os.dup, (fd,)))
         return self._fds[-1]
@@ -104,7 +114,7 @@ class Descriptors:
         """Return a descriptor of no file, whose number `os.dup2` can give to one later.
 
         Raises:
-            OSError: there is none to be had.
+            OSError: no descriptor is left.
         """
         self._fds.extend(map(os.eventfd, (0,), (os.EFD_CLOEXEC,)))
         return self._fds[-1]
@@ -131,10 +141,32 @@ class Descriptors:
         deque(map(os.close, map(self._fds.pop, (-1,))), 0)
 
 
+def open_file(path: str | bytes | os.PathLike[Any]) -> BinaryIO:
+    """Return what `open(path, "rb")` does; `open_files` does not count its descriptor.
+
+    The file owns the descriptor before any handler can run: it is taken, and given to `open`, by
+    functions of C that call each other.
+
+    Raises:
+        OSError: as `open`.
+    """
+    name = os.fspath(path)
+    fds = map(os.open, (name,), (os.O_RDONLY | os.O_CLOEXEC | OWN,))
+    # `opener` is called with name and flags: `{name: fd}.get`
+    openers = map(_GET, map(dict.fromkeys, ((name,),), fds))
+    try:
+        file: BinaryIO = next(map(_OPEN, (name,), *_ARGUMENTS, openers))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return open(name, "rb")  # a FUSE file system may refuse flags that it does not know
+    return file
+
+
 class Background:
     """Threads that can be started, and waited for, where signal handlers raise.
 
-    Those of `threading` cannot: an interrupted `start` leaves the thread in tables for ever, and
+    Those of `threading` cannot: an interrupted `start` leaves the thread in tables forever, and
     an interrupted `join` takes it for ended.
     """
 
@@ -149,8 +181,8 @@ class Background:
         return len(self._started)
 
     def start(self, run: Callable[..., object], *arguments: object) -> bool:
-        """Run a function in a thread of its own; False if there is none to be had."""
-        if sys.is_finalizing():  # it would never run; up to Python 3.11 nothing tells
+        """Run a function in a thread of its own; False if no thread can be started."""
+        if sys.is_finalizing():  # it would never run; up to Python 3.11 there is no error
             return False
         end = threading.Lock()
         end.acquire()

@@ -1,11 +1,11 @@
-"""What a save or a load did, in fio's words: bytes, seconds, bandwidth, latencies, engine."""
+"""What a save or a load did, in fio's terms: bytes, seconds, bandwidth, latencies, engine."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastserial.printable import printable
 
@@ -20,6 +20,7 @@ __all__ = [
     "last_load_report",
     "last_save_report",
     "publish_load",
+    "publish_save",
 ]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -128,6 +129,18 @@ class Report:
         return f"{line}, fallback={printable(self.fallback)}" if self.fallback else line
 
 
+_AnyReport = TypeVar("_AnyReport", bound=Report)
+
+
+def _hand_over(report: _AnyReport, take: Callable[[_AnyReport], None] | None, name: str) -> None:
+    _log.debug("%s", report)
+    if take is not None:
+        try:
+            take(report)
+        except Exception:  # the bytes are safe: this must not look like a failed save or load
+            _log.exception("%s failed for %r", name, report.path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotReport:
     """How a save beside the program got hold of bytes that the program goes on to change.
@@ -178,10 +191,11 @@ class SaveReport(Report):
 _last_save: SaveReport | None = None
 
 
-def publish_save(report: SaveReport) -> None:
-    """Make a report the process's last one."""
+def publish_save(report: SaveReport, on_report: Callable[[SaveReport], None] | None = None) -> None:
+    """Make a report the process's last one, and hand it to `on_report`."""
     global _last_save
     _last_save = report
+    _hand_over(report, on_report, "on_report")
 
 
 def last_save_report() -> SaveReport | None:
@@ -199,7 +213,7 @@ class LoadReport(Report):
         engine: `torch` if it read the file itself.
         direct_bytes, cached_bytes: how many of `bytes` came directly from the disk and through
             the page cache.
-        verified: every record that was read has the CRC-32 its file tells.
+        verified: every record that was read has the CRC-32 that its file gives.
         phases: `directory`, `wait` (the unpickler waited for bytes).
     """
 
@@ -208,7 +222,7 @@ class LoadReport(Report):
     verified: bool = False
 
     def __str__(self) -> str:
-        if not self.bytes:  # nothing of which to tell a speed
+        if not self.bytes:  # no speed to report
             who = "by torch itself" if self.engine == "torch" else "no tensor's bytes"
             return self._with_file(f"READ: {who}, run={self.seconds * 1000:.0f}msec")
         direct, cached = format_bytes(self.direct_bytes), format_bytes(self.cached_bytes)
@@ -223,12 +237,7 @@ def publish_load(report: LoadReport, on_load: Callable[[LoadReport], None] | Non
     """Make a report the process's last one, and hand it to `on_load`."""
     global _last_load
     _last_load = report
-    _log.debug("%s", report)
-    if on_load is not None:
-        try:
-            on_load(report)
-        except Exception:  # the object is there: this must not look like a failed load
-            _log.exception("on_load failed for %r", report.path)
+    _hand_over(report, on_load, "on_load")
 
 
 def last_load_report() -> LoadReport | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["VARIABLE", "switch", "watch"]
+__all__ = ["PROBE", "VARIABLE", "switch", "watch"]
 
 VARIABLE = "FASTSERIAL"
+# A program for `python -c`: exit status 0 where `fastserial.pth` is at work.
+PROBE = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 
 
 def switch() -> bool | None:

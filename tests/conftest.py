@@ -1,12 +1,46 @@
-"""For all tests: what the user of this machine tuned does not change their saves."""
+"""For all tests: what the user of this machine tuned does not change their saves.
+
+And torch's functions are compiled once for all, not at each of thousands of `install()`s: that
+takes 25 ms each time. How they are compiled is tested in processes of their own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 
+from fastserial.patching import compile as patch_compile
+from fastserial.patching import install
 from fastserial.tuning import lookup
+
+# Loads that stock itself does not repeat cannot be compared: 4 of them today.
+_MOST_INCOMPARABLE = 8
+_incomparable: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason.startswith("stock "):
+            _incomparable.append(f"{report.nodeid}: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if len(_incomparable) > _MOST_INCOMPARABLE:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if len(_incomparable) > _MOST_INCOMPARABLE:
+        terminalreporter.section(f"more than {_MOST_INCOMPARABLE} loads were not compared")
+        for line in _incomparable:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,4 +48,31 @@ def _own_config_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         lookup.forget_cache()
+        yield
+
+
+@functools.cache
+def _compiled(version: str) -> tuple[patch_compile.Installation, tuple[CodeType, ...]]:
+    made = patch_compile.prepare(version)
+    return made, tuple(item.patched.__code__ for item in made.functions)
+
+
+def _prepare(version: str) -> patch_compile.Installation:
+    """Return fresh functions: `uninstall` gives them the code of the originals."""
+    made, codes = _compiled(version)
+    functions = []
+    for item, code in zip(made.functions, codes, strict=True):
+        old = item.patched
+        new = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
+        new.__kwdefaults__ = old.__kwdefaults__
+        functools.update_wrapper(new, old)
+        del new.__wrapped__  # type: ignore[attr-defined]
+        functions.append(dataclasses.replace(item, patched=new))
+    return dataclasses.replace(made, functions=tuple(functions))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compiled_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(install, "prepare", _prepare)
         yield

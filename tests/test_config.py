@@ -9,11 +9,12 @@ import pytest
 
 import fastserial
 from fastserial import ConfigError, config
+from fastserial.config import settings
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in config._PARSERS:
+    for name in settings._PARSERS:
         monkeypatch.delenv(f"FASTSERIAL_{name.upper()}", raising=False)
     config.set_installed()
     yield

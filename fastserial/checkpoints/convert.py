@@ -21,15 +21,16 @@ import torch
 
 from fastserial.checkpoints.mapped import Mapped, map_checkpoint
 from fastserial.checkpoints.tensor_read import is_dense
-from fastserial.checkpoints.verify import verify as verify_file
+from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.files import linux
 from fastserial.files.file_stamp import stamp
 from fastserial.formats.extents import Data, Extent
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes, read_metadata
+from fastserial.formats.storages import reach
 from fastserial.formats.zip.layout import archive_name
+from fastserial.interrupts import Descriptors
 from fastserial.memory.batch import batch_of
 from fastserial.memory.storages import HostMemory, Memory, storage_memory
 from fastserial.patching.install import get_original, patched
@@ -94,9 +95,10 @@ def convert(
     name, path = os.fspath(source), os.fspath(target)
     to = to or ("safetensors" if path.endswith(".safetensors") else "zip")
     if verify:
-        _verify(name)
-    fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
+        refuse_damaged(name)
+    files = Descriptors()
     try:
+        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
         before = stamp(fd)
         mapped = map_checkpoint(fd, name)
         value = _part(mapped.value, key)
@@ -111,30 +113,23 @@ def convert(
             else:
                 _write_zip(value, writer)
             nbytes = writer.tell()
-            writer.settle()
+            writer.release_sources()
             if not before.holds_for(fd):
                 raise CorruptCheckpointError("the file changed while it was read", path=name)
     except CorruptCheckpointError as error:
         error.path = error.path or name
         raise
     finally:
-        os.close(fd)
+        files.close()
     dropped = tuple(name for name in metadata if name != "format" and to != "safetensors")
     return Converted(mapped.container, to, nbytes, dropped)
-
-
-def _verify(path: str) -> None:
-    report = verify_file(path)
-    if report.problems:
-        first = report.problems[0]
-        raise CorruptCheckpointError(first.message, path=path, record=first.record)
 
 
 def _part(value: Any, key: str) -> Any:
     """Return what is under a key; names in it may hold dots themselves.
 
     Raises:
-        ConvertError: there is nothing; tells how far the way goes, and what is there.
+        ConvertError: there is nothing; says how far the path resolves, and what is there.
     """
     names = key.split(".") if key else []
     found = _under(value, names)
@@ -219,7 +214,7 @@ class _Places:
 
 
 class _RowsMemory:
-    """A tensor's elements in order, some rows at a time: for those that do not lie in order."""
+    """A tensor's elements in order, some rows at a time: for those that are not contiguous."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel() * tensor.itemsize
@@ -406,9 +401,9 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     spans: list[tuple[int, int, str]] = []
     for key, tensor in tensors.items():
         if tensor.numel():
-            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
-            spans.append((start, start + (last + 1) * tensor.itemsize, key))
+            length = reach(tensor.shape, tensor.stride()) * tensor.itemsize
+            spans.append((start, start + length, key))
     spans.sort()
     stop, owner = 0, ""
     for start, end, key in spans:

@@ -17,11 +17,12 @@ from fastserial.errors import (
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.formats.legacy.structure import is_legacy, read_legacy
-from fastserial.formats.safetensors import contiguous_stride, read_header
-from fastserial.formats.storages import ITEM_BYTES, PACKED
+from fastserial.formats.detect import Format, checkpoint_format
+from fastserial.formats.legacy.structure import read_legacy
+from fastserial.formats.safetensors import read_header
+from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
-from fastserial.formats.zip.directory import Directory, is_zip
+from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import read_places, read_record
 
 __all__ = ["StoragePlace", "TensorIndex", "TensorPlace", "is_little_endian", "read_index"]
@@ -31,7 +32,7 @@ _SMALL_RECORD = 64
 
 @dataclass(frozen=True, slots=True)
 class StoragePlace:
-    """A storage's bytes: `nbytes` at `offset` of the file; `crc` None if the file tells none."""
+    """A storage's bytes: `nbytes` at `offset` of the file; `crc` None if the file has none."""
 
     name: str
     offset: int
@@ -112,13 +113,10 @@ def read_index(fd: int, path: str) -> TensorIndex:
         OSError: it cannot be read.
     """
     try:
-        if is_zip(fd):
+        found = checkpoint_format(fd, path)
+        if found is Format.ZIP:
             return _of_zip(fd)
-        if path.endswith(".safetensors"):
-            return _of_safetensors(fd)
-        if is_legacy(fd):
-            return _of_legacy(fd)
-        raise UnreadableCheckpointError("neither a zip, a legacy nor a safetensors checkpoint")
+        return _of_legacy(fd) if found is Format.LEGACY else _of_safetensors(fd)
     except CorruptCheckpointError as error:
         error.path = error.path or path
         raise
@@ -132,7 +130,7 @@ def _of_zip(fd: int) -> TensorIndex:
             "the archive holds no data.pkl: not a checkpoint of torch.save"
         )
     if not is_little_endian(fd, directory):
-        raise UnreadableTensorError("the file is of a big-endian machine: use torch.load")
+        raise UnreadableTensorError("the file was written on a big-endian machine: use torch.load")
     storages = {
         record.name.removeprefix("data/"): StoragePlace(
             record.name, record.data_offset, record.size, record.crc or None
@@ -147,7 +145,7 @@ def is_little_endian(fd: int, directory: Directory) -> bool:
     """Return whether `torch.load` takes the storages of a zip for little-endian.
 
     Raises:
-        CorruptCheckpointError: the record that tells is damaged.
+        CorruptCheckpointError: the record that says so is damaged.
         OSError: it cannot be read.
     """
     record = directory.find("byteorder")
@@ -159,7 +157,7 @@ def is_little_endian(fd: int, directory: Directory) -> bool:
 def _of_legacy(fd: int) -> TensorIndex:
     file = read_legacy(fd)
     if not file.little_endian:
-        raise UnreadableTensorError("the file is of a big-endian machine: use torch.load")
+        raise UnreadableTensorError("the file was written on a big-endian machine: use torch.load")
     storages = {
         storage.key: StoragePlace(storage.key, storage.data_offset, storage.nbytes, None)
         for storage in file.storages

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.files import linux
-from fastserial.formats.legacy.structure import is_legacy, read_legacy
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.detect import Format, checkpoint_format
+from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.pickles import Limits
-from fastserial.formats.safetensors import contiguous_stride, read_header
-from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.safetensors import read_header
+from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
-from fastserial.formats.zip.directory import Directory, is_zip, read_directory
+from fastserial.formats.zip.directory import Directory, read_directory
 from fastserial.formats.zip.records import read_record
+from fastserial.interrupts import Descriptors
 from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["Inspection", "StorageUse", "inspect"]
@@ -67,14 +67,14 @@ class Inspection:
         path: the file.
         format: `zip`, `legacy` or `safetensors`.
         bytes: size of the file.
-        hints: what the file tells of the torch that wrote it.
-        archive_name: what stands before the names of the records (zip).
+        hints: what the file says about the torch that wrote it.
+        archive_name: the folder in the names of the records (zip).
         records: (name, offset of the data, bytes) of each record (zip).
         tensors: in the order of the pickle.
         storages: in the order of the file.
         imports: the names that unpickling would import.
         values: how many other values (numbers, strings, ...) there are.
-        notes: what is odd, and what could not be told.
+        notes: what is odd, and what could not be found out.
     """
 
     path: str
@@ -144,45 +144,21 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         OSError: it cannot be read.
     """
     name = os.fspath(path)
-    fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        info = os.fstat(fd)
-        with paused_collection():
-            return _inspect(name, fd, info, limits)
+        with Descriptors() as files, paused_collection():
+            return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
     except CorruptCheckpointError as error:
         error.path = name
         raise
-    finally:
-        os.close(fd)
 
 
-def _inspect(name: str, fd: int, info: os.stat_result, limits: Limits | None) -> Inspection:
-    size = info.st_size
-    if stat.S_ISDIR(info.st_mode):
-        raise UnreadableCheckpointError(
-            "a directory, such as torch.distributed.checkpoint writes: give a file"
-        )
-    if not stat.S_ISREG(info.st_mode):
-        raise UnreadableCheckpointError("not a regular file")
-    if not size:
-        raise UnreadableCheckpointError("the file is empty")
-    if name.endswith(".distcp"):
-        raise UnreadableCheckpointError(
-            "a shard of torch.distributed.checkpoint, which holds many small archives"
-        )
-    if is_zip(fd):
+def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
+    found, size = checkpoint_format(fd, name), os.fstat(fd).st_size
+    if found is Format.ZIP:
         return _inspect_zip(name, fd, size, limits)
-    if name.endswith(".safetensors"):
-        return _inspect_safetensors(name, fd, size)
-    if is_legacy(fd):
+    if found is Format.LEGACY:
         return _inspect_legacy(name, fd, size, limits)
-    try:
-        read_directory(fd, size, headers=False)
-    except CorruptCheckpointError:
-        raise UnreadableCheckpointError(
-            "neither a zip, a legacy nor a safetensors checkpoint"
-        ) from None
-    raise CorruptCheckpointError("the first bytes of the archive are damaged", offset=0)
+    return _inspect_safetensors(name, fd, size)
 
 
 def _inspect_zip(name: str, fd: int, size: int, limits: Limits | None) -> Inspection:

@@ -6,7 +6,6 @@ import contextlib
 import operator
 import os
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class LazyCheckpoint:
     Keys are joined by dots where dictionaries, lists or objects are nested: `model.0.weight`. The
     pickle is read, but never executed. Safe for use by several threads, in signal handlers, and in
     forked children such as the workers of a `DataLoader`; pickled, as for spawned ones, it is
-    opened anew by its path. One that nobody uses any more is closed. Open files share threads and
+    reopened by its path. One that nobody uses any more is closed. Open files share threads and
     staging buffers.
     """
 
@@ -127,12 +126,7 @@ class LazyCheckpoint:
     def __enter__(self) -> LazyCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextlib.contextmanager
@@ -153,7 +147,7 @@ class LazyCheckpoint:
             reader.close()
             raise
         reader.blocks.rest()
-        if self._source is None or self._idle:  # closed meanwhile, or one is enough to keep open
+        if self._source is None or self._idle:  # closed in between, or one is enough to keep open
             reader.close()
         else:
             self._idle.append(reader)

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.verify import verify as verify_file
+from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import options
-from fastserial.errors import CorruptCheckpointError
 from fastserial.patching.install import installed, patched
 
 __all__ = ["load"]
@@ -26,7 +25,7 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
         args, kwargs: as `torch.load`.
         verify: check the CRC-32 of every record that is read: zip files that are regular files
             and were written with checksums, not with `mmap=True`. `last_load_report().verified`
-            tells whether it was possible. By default as the option `verify_on_load`.
+            says whether it was possible. By default as the option `verify_on_load`.
 
     Raises:
         CorruptCheckpointError: a record is damaged (`verify`), or the file is hostile, or it
@@ -35,16 +34,9 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
     """
     function = _function()
     if verify and function is torch.load and not installed() and isinstance(f, str | os.PathLike):
-        _verify(f)  # torch has no patch: in a pass of its own
+        refuse_damaged(f)  # torch has no patch: in a pass of its own
     with options(**({} if verify is None else {"verify_on_load": verify})):
         return function(f, *args, **kwargs)
-
-
-def _verify(path: str | os.PathLike[str]) -> None:
-    report = verify_file(path)
-    if report.problems:
-        first = report.problems[0]
-        raise CorruptCheckpointError(first.message, path=report.path, record=first.record)
 
 
 def _function() -> Any:

@@ -15,28 +15,27 @@ from typing import Any
 
 import torch
 
-from fastserial import config as config_module
 from fastserial.checkpoints.index import StoragePlace, TensorIndex, TensorPlace, read_index
 from fastserial.checkpoints.module_state import ModuleState
-from fastserial.checkpoints.tensor_read import direct_extent, fill, meta_of
+from fastserial.checkpoints.tensor_read import direct_extent, meta_of, read_tensor_into
 from fastserial.checksums import CrcLedger
-from fastserial.config import Config
+from fastserial.config import Config, current
+from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import (
     CheckpointKeyError,
     CorruptCheckpointError,
     LoadMismatchError,
     UnreadableTensorError,
 )
-from fastserial.loading.reader import FastFileReader
+from fastserial.formats.storages import reach
+from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import CheckedSink, PartsSink, ReadExtent, Sink
 from fastserial.memory.gc_pause import paused_collection
 from fastserial.memory.storages import synchronize
-from fastserial.reports import Latency, LoadReport, publish_load
 
 __all__ = ["LoadedKeys", "load_into"]
 
-_FEW_BYTES = 32 * 1024  # per tensor, on average
-_SHOWN = 20  # mismatches that an error tells
+_SHOWN = 20  # mismatches that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class LoadedKeys:
 
     Attributes:
         missing_keys: tensors that the checkpoint does not hold; they are unchanged.
-        unexpected_keys: tensors of the checkpoint that nobody asked for.
+        unexpected_keys: tensors of the checkpoint that were not asked for.
     """
 
     missing_keys: list[str]
@@ -100,7 +99,7 @@ def load_into(
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
-    config = config or config_module.current()
+    config = config or current()
     verify = config.verify_on_load if verify is None else verify
     began = perf_counter()
     module = ModuleState(target) if isinstance(target, torch.nn.Module) else None
@@ -116,11 +115,20 @@ def load_into(
             claimed = module.unpickled if module is not None else []
             jobs, left = _match(wanted, index, key, strict, type(target).__name__, claimed, unread)
             passes = _last_of_each(jobs)
-            if reader.size > len(jobs) * _FEW_BYTES:
+            if reader.size > len(jobs) * FEW_BYTES:
                 pause.end()  # reading may take long
             synchronize([job.target.untyped_storage() for job in jobs])
             checked = _read(reader, passes, verify)
-        _publish(reader, index.container, checked, config, began)
+        report_load(
+            reader.blocks.counts,
+            config,
+            path=reader.name,
+            container=index.container,
+            seconds=perf_counter() - began,
+            engine=reader.blocks.engine_name,
+            verified=checked,
+            fallback=reader.blocks.fallback,
+        )
     for job in jobs:
         if not job.target.is_inference():
             torch.autograd.graph.increment_version(job.target)
@@ -260,7 +268,7 @@ def _last_of_each(jobs: Sequence[_Job]) -> list[list[_Job]]:
         storage = job.target.untyped_storage()
         where = (job.target.device, storage.data_ptr())
         start = int(job.target.storage_offset()) * job.target.itemsize
-        stop = start + _reach(job.target)
+        stop = start + reach(job.target.shape, job.target.stride()) * job.target.itemsize
         taken = storages.setdefault(where, [])
         number = last.get(where, 0)
         if any(start < other_stop and other_start < stop for other_start, other_stop in taken):
@@ -272,11 +280,6 @@ def _last_of_each(jobs: Sequence[_Job]) -> list[list[_Job]]:
             passes.append([])
         passes[number].append(job)
     return passes
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * tensor.itemsize
 
 
 def _read(reader: FastFileReader, passes: Sequence[Sequence[_Job]], verify: bool) -> bool:
@@ -301,7 +304,7 @@ def _read(reader: FastFileReader, passes: Sequence[Sequence[_Job]], verify: bool
         else:
             reader.read_into([extent for _, extent in plain])
         for job in others:
-            fill(reader, job.base, meta_of(job.place), job.target, job.place.pending)
+            read_tensor_into(reader, job.base, meta_of(job.place), job.target, job.place.pending)
     return checked
 
 
@@ -343,29 +346,3 @@ def _read_checked(
                 offset=place.offset,
             )
     return all(place.crc is not None for place in places)
-
-
-def _publish(
-    reader: FastFileReader, container: str, verified: bool, config: Config, began: float
-) -> None:
-    blocks = reader.blocks
-    counts = blocks.counts
-    publish_load(
-        LoadReport(
-            path=reader.name,
-            container=container,
-            bytes=counts.direct + counts.cached,
-            seconds=perf_counter() - began,
-            engine=blocks.engine_name,
-            direct_bytes=counts.direct,
-            cached_bytes=counts.cached,
-            verified=verified,
-            fallback=blocks.fallback,
-            block_size=config.block_size,
-            queue_depth=config.queue_depth,
-            threads=config.threads,
-            submit=Latency.of(counts.submit_seconds),
-            complete=Latency.of(counts.complete_seconds),
-        ),
-        config.on_load,
-    )

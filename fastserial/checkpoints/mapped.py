@@ -1,6 +1,6 @@
 """A checkpoint's objects with storages that are mapped, not read: they cost no memory.
 
-Unpickling follows torch's rules for `weights_only=True`. Where a storage lies in the file is told
+Unpickling follows torch's rules for `weights_only=True`. Where a storage lies in the file is given
 by its address in the mapping.
 """
 
@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import os
 import pickle
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,15 +18,11 @@ import torch
 from torch import _weights_only_unpickler
 
 from fastserial.checkpoints.index import is_little_endian
-from fastserial.errors import (
-    ConvertError,
-    CorruptCheckpointError,
-    FastserialError,
-    UnreadableCheckpointError,
-)
-from fastserial.formats.legacy.structure import is_legacy, read_legacy
-from fastserial.formats.safetensors import contiguous_stride, read_header
-from fastserial.formats.zip.directory import is_zip
+from fastserial.errors import ConvertError, CorruptCheckpointError, FastserialError
+from fastserial.formats.detect import Format, checkpoint_format
+from fastserial.formats.legacy.structure import read_legacy
+from fastserial.formats.safetensors import read_header
+from fastserial.formats.storages import contiguous_stride
 from fastserial.formats.zip.records import PICKLE, read_places
 from fastserial.memory.storages import new_storage
 from fastserial.patching.install import get_original
@@ -35,7 +30,7 @@ from fastserial.patching.install import get_original
 __all__ = ["Mapped", "map_checkpoint"]
 
 _PROTOCOL = 2  # torch's default
-_BIG_ENDIAN = "the file is of a big-endian machine: load and save it with torch"
+_BIG_ENDIAN = "the file was written on a big-endian machine: load and save it with torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +77,24 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         ConvertError: its pickle needs more than `weights_only` allows, or it cannot be mapped.
         OSError: it cannot be read.
     """
-    info = os.fstat(fd)
-    size = info.st_size
+    size = os.fstat(fd).st_size
     try:
-        if not stat.S_ISREG(info.st_mode):
-            raise UnreadableCheckpointError("not a regular file")
-        if not size:
-            raise UnreadableCheckpointError("the file is empty")
+        found = checkpoint_format(fd, path)
         whole = cast(
             "torch.UntypedStorage",
             torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size),
         )
         sizes = None
-        if is_zip(fd):
-            container, (value, sizes) = "zip", _map_zip(fd, path, size, whole)
-        elif path.endswith(".safetensors"):
-            container, value = "safetensors", _map_safetensors(fd, whole)
-        elif is_legacy(fd):
-            container, value = "legacy", _map_legacy(fd, path, whole)
+        if found is Format.ZIP:
+            value, sizes = _map_zip(fd, path, size, whole)
+        elif found is Format.LEGACY:
+            value = _map_legacy(fd, path, whole)
         else:
-            raise UnreadableCheckpointError("neither a zip, a legacy nor a safetensors checkpoint")
+            value = _map_safetensors(fd, whole)
     except CorruptCheckpointError as error:
         error.path = error.path or path
         raise
-    return Mapped(container, value, whole, sizes)
+    return Mapped(found.value, value, whole, sizes)
 
 
 def _map_zip(

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.verify import verify as verify_file
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.checkpoints.verify import refuse_damaged
+from fastserial.errors import ConvertError
 
 __all__ = ["ModuleState"]
 
@@ -72,10 +72,8 @@ class ModuleState:
         """
         from fastserial.checkpoints.mapped import map_checkpoint
 
-        problems = verify_file(path).problems if verify and self.unpickled else ()
-        if problems:
-            first = problems[0]
-            raise CorruptCheckpointError(first.message, path=path, record=first.record)
+        if verify and self.unpickled:
+            refuse_damaged(path)
         reasons: dict[str, str] = {}
         part: Any = None
         if self.unpickled:
@@ -150,7 +148,7 @@ def _spot(value: Any) -> _Spot | None:
 
 
 def _part(value: Any, prefix: str) -> Any:
-    """Return what lies under a key whose parts are joined by dots, None if nothing does."""
+    """Return what is under a key whose parts are joined by dots, None if there is nothing."""
     if not prefix:
         return value
     if isinstance(value, Mapping):

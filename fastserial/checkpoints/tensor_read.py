@@ -12,15 +12,23 @@ from collections.abc import Iterator
 import torch
 
 from fastserial.checkpoints.index import TensorPlace
+from fastserial.config.performance import CONTIGUOUS_RUN, SCATTERED_CHUNK
 from fastserial.errors import UnreadableTensorError
+from fastserial.formats.storages import reach
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
 
-__all__ = ["apply_pending", "direct_extent", "fetch", "fill", "is_dense", "meta_of", "resolved"]
+__all__ = [
+    "apply_pending",
+    "direct_extent",
+    "fetch",
+    "is_dense",
+    "meta_of",
+    "read_tensor_into",
+    "resolved",
+]
 
-_RUN = 64 * 1024  # contiguous bytes from here on are read by themselves
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 32 * 1024 * 1024  # bytes of memory for parts that lie scattered
 
 
 def meta_of(place: TensorPlace) -> torch.Tensor:
@@ -51,11 +59,8 @@ def is_dense(view: torch.Tensor) -> bool:
 
 
 def _span(view: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first element to behind its last."""
-    if view.numel() == 0:
-        return 0
-    reach = sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
-    return int(reach + 1) * view.itemsize
+    """Return the bytes from a tensor's first element to the end of its last."""
+    return reach(view.shape, view.stride()) * view.itemsize
 
 
 def _first(base: int, view: torch.Tensor) -> int:
@@ -96,7 +101,7 @@ def fetch(reader: FastFileReader, base: int, view: torch.Tensor) -> torch.Tensor
     The strides are those of the view where that costs no memory, else contiguous.
 
     Raises:
-        CorruptCheckpointError: the file changed meanwhile.
+        CorruptCheckpointError: the file changed during the read.
         OSError: the file cannot be read.
     """
     nbytes, span = view.numel() * view.itemsize, _span(view)
@@ -109,11 +114,11 @@ def fetch(reader: FastFileReader, base: int, view: torch.Tensor) -> torch.Tensor
     if runs:
         reader.read_into(runs)
     else:
-        fill(reader, base, view, out)
+        read_tensor_into(reader, base, view, out)
     return out
 
 
-def fill(
+def read_tensor_into(
     reader: FastFileReader,
     base: int,
     view: torch.Tensor,
@@ -130,7 +135,7 @@ def fill(
     span = _span(view)
     if not span:
         return
-    if span <= _CHUNK or view.dim() == 0:
+    if span <= SCATTERED_CHUNK or view.dim() == 0:
         raw = torch.empty(span // view.itemsize, dtype=view.dtype, device="cpu")
         reader.read_into([ReadExtent(_first(base, view), span, _host(raw))])
         found = resolved(raw.as_strided(view.shape, view.stride()), pending)
@@ -141,7 +146,7 @@ def fill(
         return
     dim = max(range(view.dim()), key=lambda d: (view.shape[d] > 1, view.stride(d)))
     row = view.stride(dim) * view.itemsize
-    rows = max(1, _CHUNK // max(row, 1))
+    rows = max(1, SCATTERED_CHUNK // max(row, 1))
     if view.shape[dim] <= 1:  # cannot be cut any more
         rows = 1
     for start in range(0, view.shape[dim], rows):
@@ -149,7 +154,7 @@ def fill(
         part, into = view.narrow(dim, start, count), target.narrow(dim, start, count)
         if count == 1:
             part, into = part.select(dim, 0), into.select(dim, 0)
-        fill(reader, base, part, into, pending)
+        read_tensor_into(reader, base, part, into, pending)
 
 
 def apply_pending(tensor: torch.Tensor, pending: tuple[str, ...]) -> torch.Tensor:
@@ -182,7 +187,7 @@ def _runs(base: int, view: torch.Tensor, out: torch.Tensor) -> Iterator[ReadExte
         cut -= 1
         inner *= view.shape[cut]
     nbytes = inner * view.itemsize
-    if nbytes < _RUN:
+    if nbytes < CONTIGUOUS_RUN:
         return
     outer = list(zip(view.shape[:cut], view.stride()[:cut], strict=True))
     address, first = out.data_ptr(), _first(base, view)

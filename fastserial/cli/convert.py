@@ -43,7 +43,7 @@ def convert(
     """
     from fastserial.checkpoints.convert import convert as run
 
-    # torch's warning tells of what either goes well or is an error of ours, with a remedy
+    # torch's warning is about what either goes well or is an error of ours, with a remedy
     warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
     done = run(
         source, target, to.value if to else None, key=key, copy_shared=copy_shared, verify=verify

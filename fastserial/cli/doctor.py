@@ -128,8 +128,8 @@ def _direct(folder: Folder) -> str:
         return f"no ({folder.direct_problem})"
     if folder.alignment is None:
         return "a trial write passes, but the kernel says the file system has none"
-    told = "reported by the kernel" if folder.alignment.kernel_reported else "assumed"
+    source = "reported by the kernel" if folder.alignment.kernel_reported else "assumed"
     return (
         f"a trial write passes; alignment {folder.alignment.memory} bytes in memory, "
-        f"{folder.alignment.offset} in the file ({told})"
+        f"{folder.alignment.offset} in the file ({source})"
     )

@@ -85,8 +85,8 @@ def demo(
 
     Exit status 1 if there is any difference.
     """
+    from fastserial.bench.cli.demo import run_demo
     from fastserial.bench.measuring.units import parse_bytes
-    from fastserial.bench.studies.demo import run_demo
 
     same = run_demo(folder, parse_bytes(size), runs)
     raise typer.Exit(0 if same else 1)

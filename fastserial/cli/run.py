@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fastserial.errors import FastserialError
-from fastserial.startup import VARIABLE
+from fastserial.startup import PROBE, VARIABLE
 
 __all__ = ["run"]
-
-_PROBE = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 
 
 def run(argv: Sequence[str]) -> NoReturn:
@@ -31,7 +29,7 @@ def run(argv: Sequence[str]) -> NoReturn:
     # -O, -W, -X and the like, as multiprocessing passes them to its children
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     python = [sys.executable, *flags]
-    if subprocess.run([*python, "-c", _PROBE], env=environment, check=False).returncode:
+    if subprocess.run([*python, "-c", PROBE], env=environment, check=False).returncode:
         raise FastserialError(
             f"fastserial.pth is not active in {sys.executable}, so the program would run without "
             "fastserial: install the package there (`pip install fastserial`, or `pip install "

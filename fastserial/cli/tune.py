@@ -35,7 +35,7 @@ def tune(
 ) -> None:
     """Find the best settings for the device of a folder, and use them for saves there.
 
-    Settings that are not clearly faster than the defaults, in pairs measured anew, are not kept.
+    Settings that are not clearly faster than the defaults, in freshly measured pairs, are not kept.
     FASTSERIAL_TUNED=0 switches the use of tuned settings off; `fastserial doctor FOLDER` shows
     what is in force.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fastserial import config as config_module
+from fastserial.config import current
 from fastserial.console import counted, new_console, print_table, say
 from fastserial.reports import format_bandwidth, format_bytes
 
@@ -39,7 +39,7 @@ def verify(
     """
     from fastserial.checkpoints.verify import verify as check
 
-    config = config_module.current(**({"threads": threads} if threads else {}))
+    config = current(**({"threads": threads} if threads else {}))
     reports: list[VerifyReport] = []
     console = new_console()
     nothing: list[str] = []

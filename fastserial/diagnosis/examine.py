@@ -29,7 +29,6 @@ from fastserial.tuning.store import Entry
 
 __all__ = ["examine"]
 
-_STARTS_WITH_PTH = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 _LIBAIO = ("libaio.so.1", "libaio.so.1t64")
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 _PACKAGES = ("isal", "tqdm", "deepspeed", "cuda-bindings")
@@ -60,7 +59,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
         engines=tuple(engines.survey()),
         options=options,
         options_problem=problem,
-        unknown_variables=_unknown_variables(),
+        unknown_variables=tuple(config.unknown_variables()),
         packages=_packages(),
         memlock=_memlock(),
         small_pages=huge_pages.refused(),
@@ -113,7 +112,7 @@ def _options(folder: Path | None) -> tuple[tuple[Option, ...], Config, str | Non
         Option(
             name,
             getattr(current, name),
-            "default" if problem else "tune" if name in by_tune else _source(name),
+            "default" if problem else "tune" if name in by_tune else config.origin_of(name),
         )
         for name in (field.name for field in dataclasses.fields(Config))
     )
@@ -121,7 +120,7 @@ def _options(folder: Path | None) -> tuple[tuple[Option, ...], Config, str | Non
 
 
 def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
-    """Return what `tune` found for a folder, or why that cannot be told."""
+    """Return what `tune` found for a folder, or why that is unknown."""
     if folder is None:
         return None, None
     try:
@@ -130,23 +129,10 @@ def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
         return None, str(error)
 
 
-def _source(name: str) -> str:
-    if name in (config._scoped.get() or {}):
-        return "options()"
-    if name in config._installed:
-        return "install()"
-    variable = f"FASTSERIAL_{name.upper()}"
-    return variable if variable in os.environ else "default"
-
-
-def _unknown_variables() -> tuple[str, ...]:
-    return tuple(config.unknown_variables())
-
-
 def _boot() -> Boot:
     environment = {**os.environ, startup.VARIABLE: "1"}
     probe = subprocess.run(
-        [sys.executable, "-c", _STARTS_WITH_PTH],
+        [sys.executable, "-c", startup.PROBE],
         env=environment,
         capture_output=True,
         check=False,

@@ -12,16 +12,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastserial.config.performance import PAGE
 from fastserial.files import linux
 from fastserial.files.device_id import block_node, first_line
 from fastserial.files.linux import DirectAlignment
+from fastserial.files.replacement import TEMPORARY_NAME
+from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
 __all__ = ["Device", "Folder", "device_of", "folder_problem", "leftovers", "probe_folder"]
 
-_TEMPORARY = re.compile(r"\..+\.fastserial-\d+\.tmp", re.DOTALL)
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
-_PAGE = 4096
 _TRIAL_BYTES = 1 << 20
 
 
@@ -103,26 +104,23 @@ def folder_problem(folder: Path) -> str | None:
 def leftovers(folder: Path) -> tuple[str, ...]:
     """Return the names of temporary files in a folder whose save was killed."""
     with os.scandir(folder) as entries:
-        found = [e.name for e in entries if _TEMPORARY.fullmatch(e.name) and _abandoned(e.path)]
+        named = [entry for entry in entries if re.fullmatch(TEMPORARY_NAME, entry.name)]
+    found = [entry.name for entry in named if _abandoned(entry.path)]
     return tuple(sorted(found))
 
 
 def _abandoned(path: str) -> bool:
     """Tell whether nobody holds the lock that the owner of a temporary file holds."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with Descriptors() as files:
+            fd = files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < _YOUNG:
+                return False
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
     except OSError:
         return False
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < _YOUNG:
-            return False
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
 def device_of(path: Path) -> Device:
@@ -144,11 +142,11 @@ def device_of(path: Path) -> Device:
 
 def _try_direct(fd: int) -> str | None:
     alignment = linux.direct_alignment(fd)
-    size = max(_PAGE, alignment.offset if alignment is not None else 0)
+    size = max(PAGE, alignment.offset if alignment is not None else 0)
     pool = BufferPool(1, size)
-    direct = -1
+    files = Descriptors()
     try:
-        direct = linux.reopen(fd, os.O_RDWR | os.O_DIRECT)
+        direct = linux.reopen(fd, os.O_RDWR | os.O_DIRECT, files)
         view = pool.take().view
         view[:] = os.urandom(size)
         written = os.pwritev(direct, [view], 0)
@@ -157,8 +155,7 @@ def _try_direct(fd: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     finally:
-        if direct >= 0:
-            os.close(direct)
+        files.close()
         pool.close()
     return None
 

@@ -91,7 +91,13 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """A finished request: `transferred` bytes, or the error that ended it."""
+    """A finished request.
+
+    Attributes:
+        transferred: bytes moved. Fewer than `length` without an error means the end of the file in
+            a read, and a failure in a write: an engine goes on after a short write.
+        error: what ended the request, or None.
+    """
 
     request: Request
     transferred: int

@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import ClassVar
 
+from fastserial.config.performance import FEW_CORES
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
 from fastserial.interrupts import Background, finish
 from fastserial.memory.buffers import Buffer
 
 __all__ = ["ThreadsEngine", "transfer"]
-
-_FEW_CORES = 4
 
 
 def transfer(request: Request, done: int = 0) -> int:
@@ -46,7 +45,7 @@ def transfer(request: Request, done: int = 0) -> int:
 
 
 class ThreadsEngine(Engine):
-    """A few threads that read and write blocks; where no thread is to be had, the submitting one.
+    """A few threads that read and write blocks; the submitting thread where none can be started.
 
     Who prepares a block to be written depends on the machine. With few cores it is the submitting
     thread, while the others wait for the device: two copies at a time would take the cores that
@@ -61,11 +60,11 @@ class ThreadsEngine(Engine):
         """Take `threads` threads; `prepare_here`: whether the submitting one prepares blocks."""
         super().__init__(threads)
         if prepare_here is None:
-            prepare_here = len(os.sched_getaffinity(0)) <= _FEW_CORES
+            prepare_here = len(os.sched_getaffinity(0)) <= FEW_CORES
         self._prepare_here = prepare_here
         self._work: _Work = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        # Workers end when nobody refers to the engine, should an interrupt skip its `close`.
+        # Workers end when no reference to the engine is left, should an interrupt skip its `close`.
         self._gone = weakref.ref(self, self._work.put)
         self._workers = Background()
         self._queue_depth = 1
@@ -170,7 +169,7 @@ def _run(
 ) -> None:
     """Serve requests until there is something else in the queue, and leave that to the others.
 
-    It is put there by `gone`, once nobody refers to the engine: nor may what is held here.
+    It is put there by `gone`, once no reference to the engine is left: nor may what is held here.
     """
     while isinstance(request := work.get(), Request):
         _hand_over(serve(request), gone)

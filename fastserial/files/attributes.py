@@ -32,7 +32,7 @@ _OF_THE_CONTENT = frozenset({"security.capability", "security.evm", "security.im
 _PROMISED = ("user.", "security.", "system.")
 _ACL = "system."
 _NOBODY = 65534  # what the kernel shows for an owner who is not known here
-_EVERYBODY = ["0", "0", "4294967295"]  # the whole of a map that leaves nobody out
+_EVERYBODY = ["0", "0", "4294967295"]  # a map of all numbers
 
 
 class CannotKeep(Exception):
@@ -155,7 +155,7 @@ def _extend(fd: int, made: dict[str, bytes], wanted: dict[str, bytes], acl: bool
 
 
 def _is_known(number: int, kind: str) -> bool:
-    """Return whether an owner's number is that of somebody, and not what stands for strangers."""
+    """Return whether an owner's number is mapped, and not the overflow one."""
     if number != _NOBODY:
         return True
     try:

@@ -18,15 +18,11 @@ import os
 from time import perf_counter
 
 from fastserial.config import Config
+from fastserial.config.performance import ALWAYS_FITS, FAST_DEVICE, TRIAL
 from fastserial.files.meminfo import available_bytes
 
-__all__ = ["TRIAL", "CachedWrites", "cached_writes", "fits", "reads_through_cache"]
+__all__ = ["CachedWrites", "cached_writes", "fits", "reads_through_cache"]
 
-TRIAL = 16 * 1024 * 1024  # bytes; a throttle or a disk's cache takes the first few at once
-_ALWAYS_FITS = 64 * 1024 * 1024  # bytes; asking costs more than it tells
-# Bytes a second. Through the page cache 2 cores save about 1 GB a second, so a device of half that
-# speed is waited for either way.
-_FAST = 400e6
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
 
@@ -36,8 +32,8 @@ _fast: dict[int, bool] = {}  # by the number of the device
 
 
 def fits(nbytes: int) -> bool:
-    """Return whether the page cache has room for so many bytes."""
-    if nbytes <= _ALWAYS_FITS:
+    """Return whether the page cache has room for that many bytes."""
+    if nbytes <= ALWAYS_FITS:
         return True
     available = available_bytes()
     return available is None or nbytes <= available
@@ -119,7 +115,7 @@ class CachedWrites:
         # and those to a file opened with O_SYNC or O_DSYNC, which is part of it, did
         waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
         took = perf_counter() - (self._began if waited else began)
-        fast = _fast[device] = self._nbytes > took * _FAST
+        fast = _fast[device] = self._nbytes > took * FAST_DEVICE
         return fast
 
     def _sync(self, offset: int, length: int, flags: int) -> bool:

@@ -1,7 +1,7 @@
 """Whether a file system can replace a file as a whole: known from its type, or tried out once.
 
 Object stores and old distributed file systems behind FUSE may have no `rename` over an existing
-file, or take the bytes of a file in their order only. The trial writes out of order first: those
+file, or only take the bytes of a file sequentially. The trial writes out of order first: those
 that refuse it make no file of what was refused, which matters where files cannot be removed.
 """
 
@@ -12,6 +12,7 @@ import errno
 import os
 from dataclasses import dataclass
 
+from fastserial.config.performance import PAGE
 from fastserial.files import linux
 
 __all__ = ["CAPABLE", "Limit", "limit_of"]
@@ -20,44 +21,21 @@ __all__ = ["CAPABLE", "Limit", "limit_of"]
 # bcachefs, ramfs, NFS, Ceph, Lustre, GPFS, BeeGFS.
 CAPABLE = frozenset(
     {
-        0xEF53,
-        0x58465342,
-        0x9123683E,
-        0x01021994,
-        0x794C7630,
-        0xF2F52010,
-        0x2FC12FC1,
-        0xCA451A4E,
-        0x858458F6,
-        0x6969,
-        0x00C36400,
-        0x0BD00BD0,
-        0x47504653,
-        0x19830326,
+        0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0xF2F52010, 0x2FC12FC1,
+        0xCA451A4E, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
     }
-)
-_PAGE = 4096
+)  # fmt: skip
 # These tell of the moment, not of the file system.
 _PASSING = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.ENOENT,
-    errno.ENAMETOOLONG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EINTR,
-    errno.ENOTCONN,
-    errno.EIO,
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENAMETOOLONG,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
     errno.ESTALE,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Why no file can be replaced; `sequential`: and bytes are taken in their order only."""
+    """Why no file can be replaced; `sequential`: and bytes are only taken sequentially."""
 
     reason: str
     sequential: bool = False
@@ -88,9 +66,9 @@ def _tried(directory: str) -> Limit | None:
     """
     stem = os.path.join(directory, f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}")
     first, second = f"{stem}-1.tmp", f"{stem}-2.tmp"
-    limit = Limit("the file system takes the bytes of a file in their order only", True)
+    limit = Limit("the file system only takes the bytes of a file sequentially", True)
     try:
-        _write(first, (_PAGE, 0))
+        _write(first, (PAGE, 0))
         limit = Limit("the file system cannot rename a file over another")
         _write(second, (0,))
         os.rename(second, first)
@@ -111,7 +89,7 @@ def _write(path: str, offsets: tuple[int, ...]) -> None:
         stack.callback(os.close, fd)
         try:
             for offset in offsets:
-                os.pwrite(fd, bytes(_PAGE), offset)
+                os.pwrite(fd, bytes(PAGE), offset)
         except OSError:
             stack.pop_all()
             with contextlib.suppress(OSError):  # which may fail as well, otherwise

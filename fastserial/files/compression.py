@@ -7,22 +7,21 @@ option need show, whichever way the bytes come; ZFS only compares the size with 
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
 
 from fastserial.files import linux
+from fastserial.interrupts import Descriptors
 
 __all__ = ["Compression", "compression_of"]
 
-_UNTOLD = ("zfs", "bcachefs")
+_UNKNOWN = ("zfs", "bcachefs")
 _FS_IOC_GETFLAGS = 0x80086601 if struct.calcsize("P") == 8 else 0x80046601
 _FS_NOCOMP_FL = 0x400  # chattr +m
 _FS_NOCOW_FL = 0x800000  # chattr +C: overwritten in place, thus never compressed
-_OVERLAYS = 4  # how many overlays may lie upon each other
+_OVERLAYS = 4  # how many overlays may be stacked
 
 
 class Compression(enum.Enum):
@@ -33,7 +32,7 @@ class Compression(enum.Enum):
 
 
 def compression_of(fd: int) -> Compression | None:
-    """Return how an open file is compressed, None if it is not, or nobody tells."""
+    """Return how an open file is compressed, None if it is not, or that is unknown."""
     if linux.is_compressed(fd):
         return Compression.THROUGH_CACHE
     if os.major(os.fstat(fd).st_dev):  # a block device; those below have none
@@ -46,10 +45,11 @@ def compression_of(fd: int) -> Compression | None:
 
 def _of_mount(fd: int, overlays: int) -> Compression | None:
     kind, options = _mount_of(fd)
-    if kind in _UNTOLD:
+    if kind in _UNKNOWN:
         return Compression.ANY_WAY
     if kind == "overlay" and overlays:
-        with _opened(options.get("upperdir", "")) as upper:
+        with Descriptors() as files:
+            upper = files.open(options.get("upperdir", ""), os.O_PATH | os.O_DIRECTORY)
             return _of_mount(upper, overlays - 1)
     if kind != "btrfs":
         return None
@@ -65,8 +65,8 @@ def _of_mount(fd: int, overlays: int) -> Compression | None:
 def _mount_of(fd: int) -> tuple[str, dict[str, str]]:
     """Return the type of the file system that an open file lies on, and its mount options."""
     with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as file:
-        told = dict(line.split(":", 1) for line in file)
-    number = told.get("mnt_id", "").strip()
+        fields = dict(line.split(":", 1) for line in file)
+    number = fields.get("mnt_id", "").strip()
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
         for line in mounts:
             before, _, after = line.partition(" - ")
@@ -84,12 +84,3 @@ def _flags(fd: int) -> int:
     except OSError:
         return 0
     return int.from_bytes(found[:4], "little")
-
-
-@contextlib.contextmanager
-def _opened(folder: str) -> Iterator[int]:
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

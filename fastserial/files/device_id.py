@@ -2,8 +2,8 @@
 
 Tried in this order, each together with the type of the file system:
 
-- the UUID of the file system, which the kernel tells any user (Linux 6.9). It stays with the data
-  when a disk gets another name or another slot;
+- the UUID of the file system, which the kernel reports to any user (Linux 6.9). It stays with the
+  data when a disk gets another name or another slot;
 - what the disk itself is called (serial number, WWID, device-mapper UUID, file of a loop device),
   with the number of the partition;
 - what is mounted (`server:/export` of a network file system);
@@ -55,10 +55,10 @@ def first_line(path: Path) -> str:
 
 def _uuid(fd: int) -> str | None:
     try:
-        told = fcntl.ioctl(fd, _FS_IOC_GETFSUUID, bytes(1 + _UUID_BYTES))
+        answer = fcntl.ioctl(fd, _FS_IOC_GETFSUUID, bytes(1 + _UUID_BYTES))
     except OSError:
         return None
-    uuid = told[1 : 1 + told[0]]
+    uuid = answer[1 : 1 + answer[0]]
     return f"uuid {uuid.hex()}" if any(uuid) else None  # images are sometimes made without
 
 

@@ -1,8 +1,7 @@
-"""Small text files and folders, made durable: what tells others that a checkpoint is there."""
+"""Small text files and folders, made durable: what marks a checkpoint as there for others."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Iterable
@@ -10,10 +9,11 @@ from collections.abc import Iterable
 from fastserial.errors import write_error
 from fastserial.files.in_place import InPlaceFile, open_target
 from fastserial.files.targets import StockWay, path_target
+from fastserial.interrupts import Descriptors
 
 __all__ = ["replace_text", "sync_folders"]
 
-# Some file systems cannot sync a directory; their metadata is synchronous or nobody's promise.
+# Some file systems cannot sync a directory; their metadata is synchronous or promised by nothing.
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 
 
@@ -51,11 +51,9 @@ def sync_folders(folders: Iterable[str]) -> None:
     """
     wanted = {os.path.abspath(folder) for folder in folders}
     for folder in wanted | {os.path.dirname(folder) for folder in wanted}:
-        with contextlib.ExitStack() as stack:
+        with Descriptors() as files:
             try:
-                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                stack.callback(os.close, fd)
-                os.fsync(fd)
+                os.fsync(files.open(folder, os.O_RDONLY | os.O_DIRECTORY))
             except OSError as error:
                 if error.errno not in _CANNOT:
                     raise

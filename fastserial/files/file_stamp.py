@@ -29,7 +29,7 @@ class FileStamp:
     ends: tuple[bytes, ...] = ()
 
     def holds_for(self, fd: int) -> bool:
-        """Tell whether a file has not changed since, as far as can be told."""
+        """Tell whether a file has not changed since, as far as is known."""
         found = os.fstat(fd)
         if ((found.st_dev, found.st_ino), found.st_size) != (self.place, self.size):
             return False

@@ -1,4 +1,4 @@
-"""Overwriting a file where it is, as torch does, where no new file may take its place.
+"""Overwriting a file in place, as torch does, where no new file can replace it.
 
 The old content is gone once the first byte is written, and a crash leaves a part of the new one.
 Until the checkpoint is pickled and laid out nothing is touched, so that an object that cannot be
@@ -12,6 +12,7 @@ import errno
 import os
 from typing import Protocol
 
+from fastserial import trace
 from fastserial.files import linux
 from fastserial.files.replacement import CannotReplace, Replacement
 from fastserial.files.targets import FileTarget, InPlaceTarget, Target
@@ -20,7 +21,6 @@ from fastserial.interrupts import Descriptors, finish
 __all__ = ["CallersFile", "Destination", "InPlaceFile", "open_target"]
 
 _NO_FILE = "no file was made"
-_NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Destination(Protocol):
@@ -32,7 +32,7 @@ class Destination(Protocol):
         start: place in the file of the first byte (bytes).
         durable: after `sync`: what was written is on the device.
         fallback: why it is not done the best way, or None.
-        sequential: the file takes its bytes in their order only.
+        sequential: the file only takes its bytes sequentially.
         shared: others know the file, and may hold a `lockf` lock on it.
     """
 
@@ -67,6 +67,7 @@ class Destination(Protocol):
         """Take back what can be taken back. Idempotent; nothing after `commit`."""
 
 
+@trace.traced("open target")
 def open_target(target: Target, durable: bool) -> Destination:
     """Make a new file for a target, or open the one that is there where that cannot be.
 
@@ -155,6 +156,7 @@ class InPlaceFile:
             self.begun = True
             os.ftruncate(self.fd, 0)
 
+    @trace.traced("fsync")
     def sync(self) -> None:
         """Put the new content on the device, if the save is to be durable.
 
@@ -162,12 +164,7 @@ class InPlaceFile:
             OSError: the device failed.
         """
         if self._wanted_durable:
-            try:
-                os.fsync(self.fd)
-                self.durable = True
-            except OSError as error:
-                if error.errno not in _NO_SYNC:
-                    raise
+            self.durable = linux.synced(self.fd)
 
     def commit(self) -> None:
         """Close the file.

@@ -1,6 +1,6 @@
 """The few Linux calls Python has no function for, and what a file system takes.
 
-Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) tells the alignment direct I/O needs;
+Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) gives the alignment direct I/O needs;
 `fallocate(2)` fails where the file system cannot reserve space, unlike `posix_fallocate`, which
 then writes zeros to every block.
 """
@@ -15,7 +15,9 @@ import struct
 import sys
 from dataclasses import dataclass
 
-from fastserial.interrupts import OWN, Descriptors
+from fastserial import trace
+from fastserial.config.performance import PAGE
+from fastserial.interrupts import Descriptors
 
 __all__ = [
     "PROC",
@@ -32,9 +34,9 @@ __all__ = [
     "magic_of",
     "mount_of",
     "name_max",
-    "open_own",
     "preallocate",
     "reopen",
+    "synced",
 ]
 
 PROC = 0x9FA0  # what `magic_of` says of procfs
@@ -50,13 +52,12 @@ _STATX_MNT_ID = 0x1000  # since Linux 5.8,
 _STATX_MNT_ID_UNIQUE = 0x4000  # never used again: since 6.8
 _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
-_MASK_AT, _MOUNT_AT, _MEMORY_AT, _OFFSET_AT = 0, 144, 152, 156
+_MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
-_INTERRUPTIONS = 8  # so often the reserving of space is begun anew
+_INTERRUPTIONS = 8  # how often reserving space is started over
 _NAME_MAX = 255  # bytes of a file's name on most file systems
 _FALLOC_FL_KEEP_SIZE = 1
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
-DEFAULT_ALIGNMENT = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
@@ -73,54 +74,36 @@ class DirectAlignment:
     kernel_reported: bool
 
 
+def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_char] | None:
+    """Return what `statx` tells (`struct statx`), None if it fails or is not there."""
+    if _statx is None:
+        return None
+    buffer = (ctypes.c_char * _STATX_BYTES)()
+    return buffer if _statx(fd, path, flags, mask, buffer) == 0 else None
+
+
 def direct_alignment(fd: int) -> DirectAlignment | None:
     """Return the alignment direct I/O needs on an open file; None: the kernel says it has none."""
-    if _statx is not None:
-        buffer = (ctypes.c_char * _STATX_BYTES)()
-        if _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) == 0:
-            raw = bytes(buffer)
-
-            def field(at: int) -> int:
-                return int.from_bytes(raw[at : at + 4], "little")
-
-            if field(_MASK_AT) & _STATX_DIOALIGN:
-                memory, offset = field(_MEMORY_AT), field(_OFFSET_AT)
-                return DirectAlignment(memory, offset, True) if offset else None
-    return DirectAlignment(DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT, False)
+    found = _statx_of(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
+    if found is not None and _MASK.unpack_from(found)[0] & _STATX_DIOALIGN:
+        memory, offset = _ALIGNMENTS.unpack_from(found)
+        return DirectAlignment(memory, offset, True) if offset else None
+    return DirectAlignment(PAGE, PAGE, False)
 
 
-def reopen(fd: int, flags: int, files: Descriptors | None = None) -> int:
-    """Open the file behind a descriptor anew, with other flags; `files` then owns it.
+def reopen(fd: int, flags: int, files: Descriptors) -> int:
+    """Reopen the file behind a descriptor with other flags; `files` owns it.
 
     Raises:
         OSError: the file system does not take the flags, or /proc is not mounted.
     """
-    path = f"/proc/self/fd/{fd}"
-    return open_own(path, flags) if files is None else files.open(path, flags)
-
-
-def open_own(
-    path: str | os.PathLike[str], flags: int, mode: int = 0o666, *, dir_fd: int | None = None
-) -> int:
-    """Open a file for ourselves, as `os.open` does: `openfiles` does not count the descriptor.
-
-    Raises:
-        OSError: as `os.open`.
-    """
-    flags |= os.O_CLOEXEC
-    try:
-        return os.open(path, flags | OWN, mode, dir_fd=dir_fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    # A FUSE file system may refuse flags that it does not know.
-    return os.open(path, flags, mode, dir_fd=dir_fd)
+    return files.open(f"/proc/self/fd/{fd}", flags)
 
 
 def magic_of(path: str) -> int:
     """Return the number of the file system's type (`f_type` of statfs) that holds `path`.
 
-    0 if that cannot be told.
+    0 if that is unknown.
     """
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _statfs(os.fsencode(path), buffer) != 0:
@@ -131,12 +114,8 @@ def magic_of(path: str) -> int:
 
 def mount_of(path: str) -> int:
     """Return the number of the mount that holds `path`, 0 if the kernel does not tell."""
-    if _statx is None:
-        return 0
-    buffer = ctypes.create_string_buffer(_STATX_BYTES)
-    if _statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE, buffer) != 0:
-        return 0
-    return int.from_bytes(buffer.raw[_MOUNT_AT : _MOUNT_AT + 8], sys.byteorder)
+    found = _statx_of(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE)
+    return int(_MOUNT.unpack_from(found)[0]) if found is not None else 0
 
 
 def is_out_of_inodes(place: int | str) -> bool:
@@ -170,11 +149,12 @@ def is_locked(fd: int) -> bool:
     return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
+@trace.traced("preallocate")
 def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> bool:
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
     With `keep_size` the space is there, but the file does not grow. Returns False where the file
-    system cannot, or where signals come faster than it can: some begin anew after each.
+    system cannot, or where signals come faster than it can: some start over after each.
 
     Raises:
         OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed.
@@ -190,6 +170,21 @@ def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> b
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
     return False
+
+
+def synced(fd: int) -> bool:
+    """Put an open file or directory on its device; False where the file system cannot.
+
+    Raises:
+        OSError: the device failed.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
 
 
 def free_bytes(place: int | str) -> int:
@@ -221,13 +216,11 @@ def is_compressed(fd: int) -> bool:
 
 
 def _attributes(fd: int) -> int:
-    """Return the attributes of an open file, as far as the kernel tells them."""
-    if _statx is None:
+    """Return the attributes of an open file, as far as the kernel reports them."""
+    found = _statx_of(fd, b"", _AT_EMPTY_PATH, 0)
+    if found is None:
         return 0
-    buffer = (ctypes.c_char * _STATX_BYTES)()
-    if _statx(fd, b"", _AT_EMPTY_PATH, 0, buffer) != 0:
-        return 0
-    attributes, known = _ATTRIBUTES.unpack_from(buffer)
+    attributes, known = _ATTRIBUTES.unpack_from(found)
     return int(attributes & known)
 
 
@@ -239,12 +232,11 @@ def is_mount_point(path: str, parent_device: int) -> bool:
         parent_device: `st_dev` of its directory, for kernels that do not tell (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
-    if _statx is not None:
-        buffer = ctypes.create_string_buffer(_STATX_BYTES)
-        if _statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0, buffer) == 0:
-            attributes, known = _ATTRIBUTES.unpack_from(buffer)
-            if known & _STATX_ATTR_MOUNT_ROOT:
-                return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
+    found = _statx_of(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0)
+    if found is not None:
+        attributes, known = _ATTRIBUTES.unpack_from(found)
+        if known & _STATX_ATTR_MOUNT_ROOT:
+            return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
     return os.stat(path).st_dev != parent_device
 
 

@@ -10,7 +10,7 @@ __all__ = ["available_bytes", "meminfo"]
 _PATH = "/proc/meminfo"
 _GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 62  # bytes; version 1 tells the largest multiple of a page
+_NO_LIMIT = 1 << 62  # bytes; version 1 reports the largest multiple of a page
 # The limit, what is used, and what of that is page cache: of version 2, and of version 1.
 _UNIFIED = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 _LEGACY = (
@@ -31,7 +31,7 @@ def meminfo() -> dict[str, int]:
 
 
 def available_bytes() -> int | None:
-    """Return how much memory programs and page cache can still take, None if nobody tells.
+    """Return how much memory programs and page cache can still take, None if unknown.
 
     What the page cache holds counts as available, as the kernel gives it up for others.
     """

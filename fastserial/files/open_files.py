@@ -1,7 +1,7 @@
 """Whether this process holds a file open, and would miss a new one that took its place.
 
 `NamedTemporaryFile`, `mkstemp`, a lock (`flock`) on the checkpoint: what is saved under the name is
-expected behind the descriptor. A descriptor of our own is not (`filesystem.open_own`), nor one that
+expected behind the descriptor. A descriptor of our own is not (`interrupts`), nor one that
 another thread reads from at this moment: that reader is to see the old file to its end.
 """
 
@@ -33,7 +33,7 @@ def is_held(device: int, inode: int) -> bool:
             if found.st_ino != inode or found.st_dev != device:
                 continue
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in between
             continue
         if flags & (OWN | os.O_PATH):  # the latter cannot read
             continue

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from mmap import PAGESIZE
 
 __all__ = ["cached_bytes", "cached_fraction"]
 
 _CACHESTAT = 451  # the same on every architecture
-_PAGE = 4096
 _PROBES = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,7 +39,7 @@ def cached_bytes(fd: int, offset: int, length: int) -> int | None:
     wanted = _Range(offset, length)
     if _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(counts), 0) != 0:
         return None
-    return int(counts.cached) * _PAGE
+    return int(counts.cached) * PAGESIZE
 
 
 def cached_fraction(fd: int, offset: int, length: int) -> float | None:
@@ -49,10 +49,10 @@ def cached_fraction(fd: int, offset: int, length: int) -> float | None:
     """
     if length <= 0:
         return None
-    start = offset - offset % _PAGE
-    pages = -(-(offset + length - start) // _PAGE)
-    cached = cached_bytes(fd, start, pages * _PAGE)
-    return _probe(fd, offset, length) if cached is None else min(1.0, cached / (pages * _PAGE))
+    start = offset - offset % PAGESIZE
+    pages = -(-(offset + length - start) // PAGESIZE)
+    cached = cached_bytes(fd, start, pages * PAGESIZE)
+    return _probe(fd, offset, length) if cached is None else min(1.0, cached / (pages * PAGESIZE))
 
 
 def _probe(fd: int, offset: int, length: int) -> float | None:

@@ -21,27 +21,30 @@ import stat
 from collections.abc import Iterator
 from itertools import chain
 
+from fastserial import trace
+from fastserial.config.performance import LARGE_FILE
 from fastserial.files import linux
 from fastserial.files.attributes import Attributes, CannotKeep, attributes_of, give
 from fastserial.files.targets import PathTarget
 from fastserial.interrupts import Background, Descriptors, finish
 
-__all__ = ["LARGE", "CannotReplace", "Replacement", "free", "temporary_name", "wait_until_free"]
+__all__ = ["CannotReplace", "Replacement", "free", "temporary_name", "wait_until_free"]
 
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
 _NAME_MAX = 255  # bytes,
 _SHORT_NAME = 28  # characters: with the suffix, too, no file system finds it too long
-_CHARACTER_MAX = 4  # of which a character takes up to so many
-# What file systems say that have no locks, or cannot sync.
+_CHARACTER_MAX = 4  # bytes that one character may take
+# What file systems say that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
-LARGE = 64 * 1024 * 1024  # bytes; less is freed faster than a thread is started
 _freeing_threads = Background()
+
+
+TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temporary_name` returns
 
 
 def temporary_name(name: str, slot: int, name_max: int = _NAME_MAX) -> str:
@@ -285,20 +288,18 @@ class Replacement:
     def begin(self) -> None:
         """Do nothing: the file is new."""
 
+    @trace.traced("fsync")
     def sync(self) -> None:
         """Put data and metadata on the device, if the save is to be durable."""
         if self.durable:
-            try:
-                os.fsync(self.fd)
-            except OSError as error:
-                if error.errno not in _NO_SYNC:
-                    raise
+            if not linux.synced(self.fd):
                 self.durable = False
                 self.fallback = "the file system cannot sync a file"
         elif self.named is not None:
             # network file systems report late errors at a close; in one call, as `interrupts` says
             list(map(os.close, map(os.dup, (self.fd,))))
 
+    @trace.traced("rename")
     def commit(self) -> None:
         """Make the file the target, and the change of name durable. `sync` comes before.
 
@@ -340,7 +341,7 @@ class Replacement:
     def _announce(self) -> None:
         """Let those who watch the directory see the file closed, as they do when torch writes it.
 
-        They are told of the last `close` of a file without a name under a number, such as `#12`.
+        They see the last `close` of a file without a name under a number, such as `#12`.
         """
         files = Descriptors()
         with contextlib.suppress(OSError):
@@ -351,17 +352,14 @@ class Replacement:
 
     def _hold(self, base: str) -> None:
         """Keep a large old file's space allocated until the new one is safe: see `free`."""
-        if self.target.size >= LARGE:
+        if self.target.size >= LARGE_FILE:
             self._replaced = Descriptors()
             with contextlib.suppress(OSError):
                 self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
 
+    @trace.traced("directory sync")
     def _sync_directory(self) -> None:
-        try:
-            os.fsync(self._directory)
-        except OSError as error:
-            if error.errno not in _NO_SYNC:
-                raise
+        if not linux.synced(self._directory):
             self.fallback = "the file system cannot sync a directory"
 
     def _link_as_target(self) -> bool:
@@ -415,7 +413,7 @@ class Replacement:
 def free(files: Descriptors) -> None:
     """Close a descriptor that is the last to hold a file; on a thread if the file is large."""
     try:
-        large = files.newest >= 0 and os.fstat(files.newest).st_size >= LARGE
+        large = files.newest >= 0 and os.fstat(files.newest).st_size >= LARGE_FILE
     except OSError:
         large = False
     if not large or not _freeing_threads.start(files.close):

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from fastserial.files.file_stamp import FileStamp, stamp
 
-__all__ = ["FileSource", "file_source"]
+__all__ = ["FileSource", "file_name", "file_source", "plain_file"]
 
 _METHODS = frozenset({"fileno", "read", "readinto", "seek", "tell"})
 
@@ -36,18 +36,17 @@ class FileSource:
     stamp: FileStamp
 
     def is_unchanged(self) -> bool:
-        """Tell whether nobody wrote to the file since it was handed over, as far as is known."""
+        """Tell whether the file was not written to since it was handed over, as far as is known."""
         return self.stamp.holds_for(self.fd)
 
 
 def file_source(file: Any, small: int) -> FileSource | None:
     """Return a file object as a source if its descriptor shows what its `read` would give.
 
-    Subclasses and wrappers may change the bytes, so only plain files and what fsspec's local file
-    system hands out are taken. Of files of more than `small` bytes the ends are noted, to tell
+    Of files of more than `small` bytes the ends are noted, to tell
     later whether they changed.
     """
-    raw = _raw_file(file)
+    raw = plain_file(file, (io.BufferedReader, io.BufferedRandom), _METHODS)
     if raw is None:
         return None
     try:
@@ -61,19 +60,30 @@ def file_source(file: Any, small: int) -> FileSource | None:
         seen = stamp(fd, found, ends=found.st_size > small)
     except (OSError, ValueError):
         return None
-    name = getattr(raw, "name", None)
-    text = name if isinstance(name, str) else f"<fd {fd}>"
-    return FileSource(text, file, fd, start, found.st_size, seen)
+    return FileSource(file_name(raw, fd), file, fd, start, found.st_size, seen)
 
 
-def _raw_file(file: Any) -> Any:
+def plain_file(file: Any, kinds: tuple[type, ...], methods: frozenset[str]) -> Any:
+    """Return the plain Python file that a file object is, or None if it may be something else.
+
+    Args:
+        file: subclasses and wrappers may change the bytes; of these, only what fsspec's local file
+            system hands out is known.
+        kinds: what is accepted in addition to `io.FileIO`.
+        methods: names of those that must not have been replaced.
+    """
     kind = type(file)
-    if kind.__module__ == "fsspec.implementations.local" and kind.__name__ == "LocalFileOpener":
-        return _raw_file(file.f)
-    if kind in (io.BufferedReader, io.BufferedRandom):
-        return file if _is_plain(file) and type(file.raw) is io.FileIO else None
-    return file if kind is io.FileIO and _is_plain(file) else None
+    opener = (kind.__module__, kind.__name__) == ("fsspec.implementations.local", "LocalFileOpener")
+    if not opener and kind not in (*kinds, io.FileIO):
+        return None
+    if not methods.isdisjoint(vars(file)):
+        return None
+    if opener:
+        return plain_file(file.f, kinds, methods)
+    return file if kind is io.FileIO or type(file.raw) is io.FileIO else None
 
 
-def _is_plain(file: Any) -> bool:
-    return _METHODS.isdisjoint(vars(file))  # nobody put a method of his own in their place
+def file_name(file: Any, fd: int) -> str:
+    """Return what a file object calls itself: its path, or the number of its descriptor."""
+    name = getattr(file, "name", None)
+    return name if isinstance(name, str) else f"<fd {fd}>"

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import capabilities, linux, open_files
+from fastserial.files.sources import file_name, plain_file
+from fastserial.interrupts import Descriptors
 
 __all__ = [
     "FileTarget",
@@ -27,6 +29,7 @@ __all__ = [
     "writable_target",
 ]
 
+_METHODS = frozenset({"write"})  # whoever puts one in its place watches or changes the bytes
 _MAX_LINKS = 40  # as the kernel's own limit
 _RACES = 8  # so often links may be changed, or the file replaced, while we look
 
@@ -62,7 +65,7 @@ class FileTarget:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceTarget:
-    """A regular file that no new file may take the place of: overwritten, as torch does.
+    """A regular file that no new file can replace: overwritten, as torch does.
 
     Attributes:
         name: the path as the user gave it.
@@ -131,11 +134,9 @@ def _is_removed(directory: str, parent: os.stat_result) -> bool:
     if parent.st_nlink:
         return False
     try:
-        fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with Descriptors() as files:
+            fd = files.open(directory, os.O_PATH | os.O_DIRECTORY)
             return os.readlink(f"/proc/self/fd/{fd}").endswith(" (deleted)")
-        finally:
-            os.close(fd)
     except OSError:  # then the save finds out
         return False
 
@@ -182,7 +183,7 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     if not os.access(path, os.W_OK, effective_ids=True):
         raise _denial(directory, name)
     if not is_open:
-        return in_place("the directory is not open to us, so the file can only be overwritten")
+        return in_place("this process may not write to the directory, only overwrite the file")
     if os.geteuid() not in (0, existing.st_uid):
         return in_place("the file is another user's, so it can only be overwritten")
     if linux.is_mount_point(path, parent.st_dev):
@@ -243,26 +244,21 @@ def _refusal(number: int, name: str) -> WriteError:
 def _raw_file(file: Any) -> BinaryIO | None:
     """Return the plain Python file inside a file object, or None if there is none we know."""
     kind = type(file)
-    written = getattr(file, "__dict__", {}).get("write")
     if kind.__module__ == "tempfile" and kind.__name__ == "_TemporaryFileWrapper":
         # The wrapper keeps its own `write` around the file's once it was used.
+        written = vars(file).get("write")
         if written is not None and getattr(written, "__wrapped__", None) != file.file.write:
             return None
         return _raw_file(file.file)
-    if written is not None:  # somebody watches or changes what is written
-        return None
-    if kind.__module__ == "fsspec.implementations.local" and kind.__name__ == "LocalFileOpener":
-        return _raw_file(file.f)
-    if kind in (io.BufferedWriter, io.BufferedRandom):
-        return file if type(file.raw) is io.FileIO else None
-    return file if kind is io.FileIO else None
+    found: BinaryIO | None = plain_file(file, (io.BufferedWriter, io.BufferedRandom), _METHODS)
+    return found
 
 
 def file_target(file: Any) -> FileTarget | StockWay:
     """Decide how to write to a file object: only plain files on a regular file are ours.
 
     Anything else that has a descriptor (gzip, sockets, wrappers) may not put the bytes it is given
-    at the place the descriptor tells.
+    at the descriptor's position.
     """
     raw = _raw_file(file)
     if raw is None:
@@ -279,8 +275,7 @@ def file_target(file: Any) -> FileTarget | StockWay:
         offset = raw.tell()
     except (OSError, ValueError) as error:
         return StockWay(f"the file's position is not known: {error}")
-    name = getattr(raw, "name", None)
-    return FileTarget(name if isinstance(name, str) else f"<fd {fd}>", raw, fd, offset)
+    return FileTarget(file_name(raw, fd), raw, fd, offset)
 
 
 def target_of(target: Any) -> Target | StockWay:
@@ -311,7 +306,7 @@ def writable_target(
 
 
 def free_bytes_for(target: Target, fd: int) -> int | None:
-    """Return the bytes free where the target lies, None if that cannot be told any more.
+    """Return the bytes free where the target lies, None if that is no longer known.
 
     Args:
         fd: of the file that is written.

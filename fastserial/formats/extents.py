@@ -20,8 +20,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
-from typing import Protocol
 
+from fastserial.memory.batch import Batch
 from fastserial.memory.storages import Memory
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "DescriptorPatch",
     "Extent",
     "Hole",
-    "HostBatch",
     "Literal",
     "Packed",
     "Source",
@@ -37,32 +36,6 @@ __all__ = [
     "clip",
     "is_late",
 ]
-
-
-class HostBatch(Protocol):
-    """Storages on the host, by number; somebody may resize them.
-
-    Attributes:
-        addresses: of their bytes.
-        shared: other threads run, and may resize them at any time.
-    """
-
-    addresses: Sequence[int]
-    shared: bool
-
-    def texts(self, begin: int, end: int) -> list[bytes]:
-        """Copy those of [begin, end), however they may be resized at the time.
-
-        Raises:
-            StorageChangedError: a storage was resized.
-        """
-
-    def check(self, begin: int, end: int) -> None:
-        """Raise if one of [begin, end) is not where it was, at its size.
-
-        Raises:
-            StorageChangedError: a storage was resized.
-        """
 
 
 @dataclass(slots=True)
@@ -100,7 +73,7 @@ class DescriptorPatch:
 
 @dataclass(slots=True)
 class Packed:
-    """Small host storages, one behind the other, as one piece: few objects for many tensors.
+    """Consecutive small host storages as one piece: few objects for many tensors.
 
     Behind storage i come its data descriptor, if there is a `seal` to pack it, and `gaps[i]`. If
     `first` is not None, it is the index of the first storage's record, and the CRC-32s of all are
@@ -112,7 +85,7 @@ class Packed:
     sizes: Sequence[int]
     gaps: Sequence[bytes]
     seal: Struct | None
-    batch: HostBatch
+    batch: Batch
     begin: int
     # A piece cut by the end of a block is made as a whole, and kept until all of it was used.
     made: bytearray | None = None

@@ -1,7 +1,7 @@
-"""The safetensors container: a length, a JSON header, and the tensors one behind the other.
+"""The safetensors container: a length, a JSON header, and the tensors back to back.
 
 Eight bytes (little-endian) tell the length of the header, which gives each tensor's type, shape and
-place in the bytes behind it. The header is padded with spaces so that those start at a multiple of
+place in the bytes after it. The header is padded with spaces so that those start at a multiple of
 eight; larger elements come first, so that all are aligned.
 """
 
@@ -20,7 +20,6 @@ from fastserial.formats.zip.directory import read_exactly
 __all__ = [
     "TYPE_NAMES",
     "SafetensorsEntry",
-    "contiguous_stride",
     "header_bytes",
     "read_header",
     "read_metadata",
@@ -70,7 +69,7 @@ def read_header(fd: int) -> list[SafetensorsEntry]:
     """Read the header, in the order of the file.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or tells of bytes that are not in the file.
+        CorruptCheckpointError: it is damaged, or names bytes that are not in the file.
         OSError: the file cannot be read.
     """
     size = os.fstat(fd).st_size
@@ -129,16 +128,6 @@ def _entry(key: str, value: Any, start: int) -> SafetensorsEntry:
     if dtype is not None and math.prod(shape) * ITEM_BYTES[dtype] != last - first:
         raise CorruptCheckpointError("its shape does not fit its bytes", record=key)
     return SafetensorsEntry(key, name, dtype, tuple(shape), start + first, last - first)
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor (elements)."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def header_bytes(

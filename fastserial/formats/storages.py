@@ -1,15 +1,24 @@
-"""The storages a checkpoint's pickle speaks of: what stands in its persistent ids."""
+"""The storages a checkpoint's pickle speaks of, in persistent ids, and tensors' places in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Global, Persistent
 
-__all__ = ["ITEM_BYTES", "PACKED", "StorageEntry", "dtype_name", "storage_entry", "storage_table"]
+__all__ = [
+    "ITEM_BYTES",
+    "PACKED",
+    "StorageEntry",
+    "contiguous_stride",
+    "dtype_name",
+    "reach",
+    "storage_entry",
+    "storage_table",
+]
 
 _BY_SIZE = {
     1: (
@@ -141,3 +150,20 @@ def storage_table(persistents: Iterable[Persistent]) -> dict[str, StorageEntry]:
                 f"described with {known.nbytes} and with {entry.nbytes} bytes", record=entry.key
             )
     return table
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor (elements)."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the elements of memory from a tensor's first one to the end of its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

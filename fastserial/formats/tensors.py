@@ -19,6 +19,7 @@ from fastserial.formats.storages import (
     PACKED,
     StorageEntry,
     dtype_name,
+    reach,
     storage_entry,
     storage_table,
 )
@@ -88,17 +89,14 @@ class TensorEntry:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte in the storage, and the first one behind the last."""
+        """First byte in the storage, and the first one after the last."""
         size, packed = ITEM_BYTES[self.dtype], PACKED.get(self.dtype, 1)
         first = self.storage_offset // packed * size
-        if 0 in self.shape:
-            return first, first
-        reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        return first, first + (reach // packed + 1) * size
+        return first, first + -(-reach(self.shape, self.stride) // packed) * size
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one behind the other in the storage."""
+        """Whether its elements are contiguous in the storage."""
         expected = 1
         for n, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if n != 1 and step != expected:
@@ -109,7 +107,7 @@ class TensorEntry:
 
 @dataclass(slots=True)
 class Outline:
-    """What a checkpoint's pickle tells.
+    """What a checkpoint's pickle says.
 
     Attributes:
         tensors: in the order of the pickle.
@@ -353,7 +351,7 @@ def _integers(value: Any) -> tuple[int, ...]:
 
 
 def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> Outline | None:
-    """Return what a zip checkpoint's pickle tells of its tensors, None if it has no pickle.
+    """Return what a zip checkpoint's pickle says of its tensors, None if it has no pickle.
 
     Raises:
         CorruptCheckpointError: the pickle is damaged, or none that torch writes.

@@ -3,7 +3,7 @@
     import fastserial.integrations.deepspeed as fast
 
     engine, *_ = deepspeed.initialize(...)
-    fast.enable(engine)  # save_checkpoint and load_checkpoint as ever, the same files
+    fast.enable(engine)  # save_checkpoint and load_checkpoint unchanged, the same files
 
 or, before `deepspeed.initialize`, by configuration:
 
@@ -29,7 +29,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from fastserial import config as config_module
+from fastserial import config
 from fastserial.checkpoints.save import save
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
@@ -75,7 +75,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             ConfigError: an option has an unknown name or an impossible value.
         """
         super().__init__()
-        config_module.current(**options)
+        config.current(**options)
         self.name = type(self).__name__
         self.options = dict(options)
         self.zip_container = zip_container
@@ -99,7 +99,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         if self._failure is not None:
             return
         try:
-            with config_module.options(**self.options):
+            with config.options(**self.options):
                 save(state_dict, path, zip_container=self.zip_container)
         except Exception as error:
             self.fail(error)
@@ -128,7 +128,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         _agree(failure, f"checkpoint {info.tag}")
         return True
 
-    def publish(self, save_dir: str) -> None:
+    def write_latest(self, save_dir: str) -> None:
         """Let `latest` name the checkpoint that was committed. Every rank must call it.
 
         Raises:
@@ -158,8 +158,8 @@ def _agree(failure: Exception | None, what: str) -> None:
         torch.distributed.all_gather_object(reasons, text)
     if failure is not None:
         raise failure
-    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    raise CheckpointFailedError(f"{what} is not complete, `latest` is as it was. {told}")
+    failures = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    raise CheckpointFailedError(f"{what} is not complete, `latest` is as it was. {failures}")
 
 
 def enable(engine: Any, /, **options: Any) -> Any:
@@ -175,7 +175,7 @@ def enable(engine: Any, /, **options: Any) -> Any:
     """
     current = engine.checkpoint_engine
     if isinstance(current, FastserialCheckpointEngine):
-        config_module.current(**options)
+        config.current(**options)
         current.options = dict(options)
         return engine
     if not isinstance(current, TorchCheckpointEngine):
@@ -212,7 +212,7 @@ def _save_checkpoint(
     stock = type(engine).save_checkpoint
     done = stock(engine, save_dir, tag, client_state or {}, False, exclude_frozen_parameters)
     if save_latest:
-        engine.checkpoint_engine.publish(save_dir)
+        engine.checkpoint_engine.write_latest(save_dir)
     return done
 
 

@@ -6,7 +6,7 @@ needs none of this. What is repaired in DeepSpeed 0.18 to 0.19.8, each shown by 
 - On CPU the class cannot be made: its op `UtilsBuilder` is not implemented there.
 - That op's `cast_to_byte_tensor` keeps no reference to the tensors it aliases, so the size in
   front of each storage of a legacy file is read after it was freed. Ours is a view.
-- An existing file is not truncated: a longer one leaves its end behind the new data.
+- An existing file is not truncated: a longer one keeps its end after the new data.
 - A write that failed is not noticed (no event result is read), so a full disk leaves a file with
   holes or without its end, and `close` succeeds. Ours reserves the space and looks afterwards.
 - Requests are aligned to 512 bytes whatever the device wants; on 4096-byte sectors writes are

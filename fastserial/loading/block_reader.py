@@ -11,24 +11,24 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fastserial import trace
 from fastserial.config import Config
+from fastserial.config.performance import MOSTLY_CACHED
 from fastserial.engines import Completion, Engine, Op, Request
 from fastserial.errors import CorruptCheckpointError
-from fastserial.files import linux
 from fastserial.files.caching import reads_through_cache
+from fastserial.files.direct import DirectFile, open_direct
 from fastserial.files.page_cache import cached_fraction
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.crew import Crew, Hand, engage
 from fastserial.memory.buffers import Buffer
 
-__all__ = ["PAGE", "Block", "BlockReader", "ReadCounts"]
+__all__ = ["Block", "BlockReader", "ReadCounts"]
 
 _log = logging.getLogger("fastserial")
-PAGE = 4096
-_MOSTLY = 0.9  # a block with this part in the page cache is read through it
 
 Delivery = Callable[[memoryview, int], None]
 
@@ -42,12 +42,15 @@ class Block:
             `BlockReader.alignment`, or the block ends where the file does.
         deliver: called once with the bytes and their address, on any thread.
         memory: where to put the bytes; None: in a staging buffer, there during `deliver` only.
+        fail: called instead if the bytes cannot be read, and the other blocks go on; None: that
+            ends the reader.
     """
 
     offset: int
     length: int
     deliver: Delivery
     memory: Buffer | None = None
+    fail: Callable[[OSError], None] | None = None
 
 
 @dataclass(slots=True)
@@ -84,26 +87,25 @@ class BlockReader:
         Raises:
             EngineUnavailableError: the configured engine cannot read here.
         """
-        self.fallback: str | None = None
         self.counts = ReadCounts()
-        self.alignment = PAGE
         self._fd = fd
         self._size = size
         self._config = config
         self._on_progress = on_progress
         self._owner = owner
         self._files = Descriptors()
-        self._direct_fd = -1  # stays open after a refusal: requests in flight name it
         self._refused = False
         self._in_flight = 0
         self._batch: list[Request] = []
         self._crew = crew
         self._hand: Hand | None = engage(config) if crew is None else crew.take(config)
         try:
-            self._open_direct()
+            direct = self._open_direct()
         except BaseException:
             self.close()
             raise
+        self.alignment, self.fallback = direct.alignment, direct.refusal
+        self._direct_fd = direct.fd  # stays open after a refusal: requests in flight name it
 
     @property
     def _engine(self) -> Engine:
@@ -130,25 +132,14 @@ class BlockReader:
         if self._hand is None and self._crew is not None:
             self._hand = self._crew.take(self._config)
 
-    def _open_direct(self) -> None:
+    def _open_direct(self) -> DirectFile:
         config = self._config
         small = self._size <= config.small_file
         if config.direct is False or (small and config.direct is not True):
-            return
+            return DirectFile(-1)
         if reads_through_cache(config, self._size):
-            return
-        alignment = linux.direct_alignment(self._fd)
-        if alignment is None:
-            self.fallback = "the file system has no direct I/O for this file"
-            return
-        self.alignment = max(PAGE, alignment.offset, alignment.memory)
-        if config.block_size % self.alignment:
-            self.fallback = f"block_size is not a multiple of the device's {self.alignment} bytes"
-            return
-        try:
-            self._direct_fd = linux.reopen(self._fd, os.O_RDONLY | os.O_DIRECT, self._files)
-        except OSError as error:
-            self.fallback = f"direct I/O refused: {error.strerror}"
+            return DirectFile(-1)
+        return open_direct(self._fd, os.O_RDONLY, config.block_size, self._files)
 
     @property
     def engine_name(self) -> str:
@@ -171,7 +162,7 @@ class BlockReader:
         if self._config.direct is True:
             return True
         fraction = cached_fraction(self._fd, offset, length)
-        return fraction is None or fraction < _MOSTLY
+        return fraction is None or fraction < MOSTLY_CACHED
 
     def put(self, block: Block, direct: bool | None = None) -> None:
         """Queue a block; waits for others if the queue is full.
@@ -187,17 +178,6 @@ class BlockReader:
         while self.in_flight >= self._config.queue_depth:
             self.reap()
         self._batch.append(self._request(block, direct))
-
-    def read(self, blocks: Iterable[Block]) -> None:
-        """Read blocks, and return when all have delivered.
-
-        Raises:
-            OSError: a read failed.
-            CorruptCheckpointError: the file is shorter than it was.
-        """
-        for block in blocks:
-            self.put(block)
-        self.drain()
 
     def drain(self) -> None:
         """Wait until all blocks have delivered."""
@@ -216,7 +196,7 @@ class BlockReader:
         self.flush()
         for completion in self._engine.wait(1):
             self._in_flight -= 1
-            self._settle(completion)
+            self._complete(completion)
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
@@ -233,7 +213,7 @@ class BlockReader:
     # -- one block -----------------------------------------------------------------------------
 
     def _request(self, block: Block, direct: bool | None) -> Request:
-        buffer = block.memory or self._stage()
+        buffer = block.memory or self._staging_buffer()
         length = block.length
         aligned = length - length % self.alignment
         if direct is None:
@@ -244,12 +224,8 @@ class BlockReader:
             fd = self._fd
         return Request(Op.READ, fd, block.offset, length, buffer, tag=block, finish=self._finish)
 
-    def _stage(self) -> Buffer:
-        config = self._config
+    def _staging_buffer(self) -> Buffer:
         pool = self._working.pool
-        if pool is None:
-            pool = self._engine.allocate(config.queue_depth, config.block_size)
-            self._working.pool = pool
         while not pool.free:
             self.reap()
         return pool.take()
@@ -265,27 +241,43 @@ class BlockReader:
                     "the file became shorter while it was read", offset=block.offset + moved
                 )
             moved += got
-        block.deliver(view, request.buffer.address)
+        with trace.step("deliver"):
+            block.deliver(view, request.buffer.address)
 
-    def _settle(self, completion: Completion) -> None:
+    def _complete(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
         block: Block = request.tag
         direct = request.fd == self._direct_fd
         if error is not None:
-            # `done` is not set: it was the read that failed, not the delivery
-            refused = isinstance(error, OSError) and error.errno == errno.EINVAL
-            if not refused or not direct or request.times[2]:
-                raise error
-            self._refuse_direct()
+            self._recover(request, error, direct)
             direct = False
-            self._finish(request, 0)
         elif not self._engine.capabilities.parallel_prepare:
             self._finish(request, completion.transferred)
-        if block.memory is None and self._working.pool is not None:
+        if block.memory is None:
             self._working.pool.give(request.buffer)
         self._count(request, direct)
         if self._on_progress is not None:
             self._on_progress(block.length)
+
+    def _recover(self, request: Request, error: BaseException, direct: bool) -> None:
+        """Read a block through the page cache after direct I/O failed, or tell that it is lost."""
+        fail = request.tag.fail
+        # `done` is set: it was not the read that failed, but the delivery
+        if not isinstance(error, OSError) or (request.times[2] and fail is None):
+            raise error
+        refused = direct and error.errno == errno.EINVAL
+        if refused:
+            self._refuse_direct()
+        elif fail is None:
+            raise error
+        try:
+            if not direct:
+                raise error
+            self._finish(request, 0)
+        except OSError as lost:
+            if fail is None:
+                raise
+            fail(lost)
 
     def _count(self, request: Request, direct: bool) -> None:
         counts, length = self.counts, request.tag.length
@@ -294,6 +286,8 @@ class BlockReader:
         else:
             counts.cached += length
         queued, started, done = request.times
+        if trace.listener is not None:
+            trace.block("device read", request.times, request.mover)
         if done:
             counts.submit_seconds.append(started - queued)
             counts.complete_seconds.append(done - started)

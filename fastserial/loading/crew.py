@@ -23,19 +23,14 @@ __all__ = ["Crew", "Hand", "common_crew", "engage"]
 
 @dataclass(slots=True)
 class Hand:
-    """An engine that is open, and its staging buffers once some were needed."""
+    """An engine that is open, and its staging buffers: no memory before they are used."""
 
     engine: Engine
-    pool: BufferPool | None = None
+    pool: BufferPool
 
     def close(self) -> None:
         """Stop the engine and free the buffers. Idempotent."""
-        finish(self.engine.close, self._free)
-
-    def _free(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
-            self.pool = None
+        finish(self.engine.close, self.pool.close)
 
 
 def engage(config: Config) -> Hand:
@@ -44,25 +39,25 @@ def engage(config: Config) -> Hand:
     Raises:
         EngineUnavailableError: the configured engine cannot read here.
     """
-    hand = Hand(create(config.engine, config.threads))
+    engine = create(config.engine, config.threads)
+    to_close = [engine.close]
     try:
-        able = hand.engine.capabilities
+        able = engine.capabilities
         if not able.reads or not able.moves_data:
             raise EngineUnavailableError(f"engine {config.engine!r} does not read")
-        # engines with buffers of their own get them now; the others when the first is needed
-        if able.registered_buffers:
-            hand.pool = hand.engine.allocate(config.queue_depth, config.block_size)
-        hand.engine.open(hand.pool.buffers if hand.pool else (), config.queue_depth)
+        pool = engine.allocate(config.queue_depth, config.block_size)
+        to_close.append(pool.close)
+        engine.open(pool.buffers, config.queue_depth)
     except BaseException:
-        hand.close()
+        finish(*to_close)
         raise
-    return hand
+    return Hand(engine, pool)
 
 
 class Crew:
     """Hands that have nothing to do. No lock: a signal handler may read, too.
 
-    They end with the crew, since an engine's threads end when nobody refers to it. Nothing is
+    They end with the crew, since an engine's threads end with the last reference to it. Nothing is
     closed then: the last to refer to a crew may be one of these threads, which cannot wait for
     itself, and a finalizer would let others find a crew that is ending.
     """

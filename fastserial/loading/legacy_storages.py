@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.formats.legacy.layout import COUNT
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ExpectedSink, ReadExtent, storage_sink
 from fastserial.memory.huge_pages import HugePages
@@ -14,14 +14,13 @@ from fastserial.memory.storages import synchronize
 
 __all__ = ["read_storages"]
 
-_COUNT = struct.Struct("<q")
 _DEVICES = frozenset({"cpu", "cuda"})
 
 
 def read_storages(
     reader: FastFileReader, storages: Mapping[Any, Any], keys: Sequence[Any], offset: int
 ) -> int:
-    """Fill the storages, which lie in the file in the order of `keys`, each behind its count.
+    """Fill the storages, which lie in the file in the order of `keys`, each after its count.
 
     Args:
         reader: the file.
@@ -30,24 +29,25 @@ def read_storages(
         offset: where the first count is (bytes).
 
     Returns:
-        The byte behind the last storage.
+        The first byte after the last storage.
 
     Raises:
         CorruptCheckpointError: the file is not as the pickle says; torch's own way says what.
+        UnreadableCheckpointError: storages are on devices that we do not fill.
         OSError: the disk failed.
     """
     if len(set(keys)) != len(keys) or not all(key in storages for key in keys):
         raise CorruptCheckpointError("the list of storages is damaged")
     untyped = [storages[key]._untyped_storage for key in keys]
     if any(storage.device.type not in _DEVICES for storage in untyped):
-        raise CorruptCheckpointError("storages on other devices are torch's to read")
+        raise UnreadableCheckpointError("storages on other devices are torch's to read")
     extents: list[ReadExtent] = []
     pages = HugePages()
     for key, storage in zip(keys, untyped, strict=True):
         nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
-        count = _COUNT.pack(nbytes // item)
-        extents.append(ReadExtent(offset, _COUNT.size, ExpectedSink(count, f"the size of {key}")))
-        offset += _COUNT.size
+        count = COUNT.pack(nbytes // item)
+        extents.append(ReadExtent(offset, COUNT.size, ExpectedSink(count, f"the size of {key}")))
+        offset += COUNT.size
         if nbytes:
             if storage.device.type == "cpu":
                 pages.advise(storage.data_ptr(), nbytes)

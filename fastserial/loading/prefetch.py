@@ -1,6 +1,6 @@
 """The storages of a zip checkpoint, read ahead of torch's unpickler.
 
-One read of the central directory tells where every record lies. A thread reads the records in
+One read of the central directory says where every record is. A thread reads the records in
 the order of their keys, which is the order in which pickles ask for them and, in files of torch
 2.7 and later, that of the file. A large record is read straight into memory of its own, as it
 lies in the file, header included, and the storage is a slice of that memory; small neighbours
@@ -18,13 +18,16 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, cast
 
 import torch
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
+from fastserial.config.performance import LOOK_AHEAD, STRAIGHT_BLOCKS
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.interrupts import Background, finish
@@ -39,8 +42,6 @@ __all__ = ["Prefetch"]
 
 _log = logging.getLogger("fastserial")
 _ALIGNMENT = 64  # of torch's own memory (bytes)
-_STRAIGHT_BLOCKS = 4  # blocks in one read that needs no buffer: fewer turns for the interpreter
-_LOOK_AHEAD = 256 * 1024 * 1024  # bytes read and not yet asked for
 
 # Not `ctypes.memmove`: giving the interpreter up for a few bytes costs more than copying them.
 _memmove = ctypes.PyDLL(None).memmove
@@ -60,7 +61,7 @@ class Prefetch:
         """Plan to read stored, not empty records.
 
         Args:
-            file: nobody else reads from it meanwhile; closed when all is read.
+            file: nothing else reads from it until then; closed when all is read.
             records: what to read; their `data_offset` may be wrong (see `take`).
             verify: check each record's CRC-32.
         """
@@ -93,10 +94,10 @@ class Prefetch:
         file.bar.expect(sum(unit.length for unit in self._units))
 
     def start(self, owner: object = None) -> bool:
-        """Start reading; False if there is no thread to be had.
+        """Start reading; False if no thread can be started.
 
         Args:
-            owner: once nobody refers to it any more, reading ends as if closed.
+            owner: once no reference to it is left, reading ends as if closed.
         """
         self._provide()
         self._owner = weakref.ref(self if owner is None else owner, self._nudges.put)
@@ -129,7 +130,7 @@ class Prefetch:
         return self._error
 
     def end_of(self, name: str) -> int:
-        """Return the byte behind the data of a record."""
+        """Return the offset of the first byte after a record's data."""
         return self._ends[name]
 
     def close(self) -> None:
@@ -150,7 +151,7 @@ class Prefetch:
         while self._provided < len(units):
             unit = units[self._provided]
             if not unit.provided:
-                if self._held and self._held + unit.length > _LOOK_AHEAD:
+                if self._held and self._held + unit.length > LOOK_AHEAD:
                     break
                 try:
                     unit.allocate(self._blocks.alignment)
@@ -172,7 +173,9 @@ class Prefetch:
             self._arrivals.get()
         self._wanted = None
         there = name in self._ready
-        self.wait_seconds += perf_counter() - began
+        ended = perf_counter()
+        self.wait_seconds += ended - began
+        trace.tell("wait for a storage", began, ended)
         if not there and isinstance(self._error, CorruptCheckpointError):
             raise self._error
         return there
@@ -223,7 +226,7 @@ class Prefetch:
                 if unit.is_large:
                     self._read_large(unit)
                 else:
-                    self._put(Block(unit.offset, self._clip(unit), _Spread(self, unit)))
+                    self._put(Block(unit.offset, self._clip(unit), partial(self._spread, unit)))
             if not self._is_over():
                 self._blocks.drain()
         except BaseException as caught:  # handed to the thread that unpickles
@@ -269,7 +272,7 @@ class Prefetch:
         direct = self._blocks.goes_direct(unit.offset, self._clip(unit))
         self._pages.advise(unit.base, unit.length)
         whole = host_buffer(unit.base, unit.length) if straight else None
-        size = self._block_size * (_STRAIGHT_BLOCKS if straight else 1)
+        size = self._block_size * (STRAIGHT_BLOCKS if straight else 1)
         stop = unit.offset + self._clip(unit)
         at = unit.offset
         while at < stop:
@@ -278,7 +281,7 @@ class Prefetch:
             part = None
             if whole is not None:
                 part = Buffer(-1, whole.view[first : end - unit.offset], unit.base + first)
-            self._put(Block(at, end - at, _Arrive(self, unit, first), part), direct)
+            self._put(Block(at, end - at, partial(self._arrive, unit, first), part), direct)
             at = end
 
     def _put(self, block: Block, direct: bool | None = None) -> None:
@@ -287,7 +290,7 @@ class Prefetch:
 
     # -- the engine's threads ------------------------------------------------------------------
 
-    def arrive(self, unit: Unit, view: memoryview, address: int, first: int) -> None:
+    def _arrive(self, unit: Unit, first: int, view: memoryview, address: int) -> None:
         """Deliver a block of a large record: `view` is its unit's bytes from `first` on."""
         if address != unit.base + first:
             ctypes.memmove(unit.base + first, address, len(view))
@@ -307,7 +310,7 @@ class Prefetch:
             self._ready[record.name] = unit
             self._arrivals.put(None)
 
-    def spread(self, unit: Unit, view: memoryview, address: int) -> None:
+    def _spread(self, unit: Unit, view: memoryview, address: int) -> None:
         """Deliver small neighbours: give each its own memory."""
         found: dict[str, _Arrived] = {}
         memory, unit.memory = unit.memory, []
@@ -324,33 +327,6 @@ class Prefetch:
             found[record.name] = damage or _part(storage, 0, record.size)
         self._ready.update(found)
         self._arrivals.put(None)
-
-
-class _Arrive:
-    """Delivers a block of a large record."""
-
-    __slots__ = ("_first", "_prefetch", "_unit")
-
-    def __init__(self, prefetch: Prefetch, unit: Unit, first: int) -> None:
-        self._prefetch = prefetch
-        self._unit = unit
-        self._first = first
-
-    def __call__(self, view: memoryview, address: int) -> None:
-        self._prefetch.arrive(self._unit, view, address, self._first)
-
-
-class _Spread:
-    """Delivers a block of small records."""
-
-    __slots__ = ("_prefetch", "_unit")
-
-    def __init__(self, prefetch: Prefetch, unit: Unit) -> None:
-        self._prefetch = prefetch
-        self._unit = unit
-
-    def __call__(self, view: memoryview, address: int) -> None:
-        self._prefetch.spread(self._unit, view, address)
 
 
 def _part(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.UntypedStorage:

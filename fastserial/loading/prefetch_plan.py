@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
 
-from fastserial.formats.zip.directory import LOCAL_SIGNATURE, RecordEntry
+from fastserial.config.performance import LARGE_RECORD, NEAR_RECORDS
+from fastserial.formats.zip.directory import RecordEntry
+from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
 from fastserial.memory.storages import new_storage
 
 __all__ = ["Unit", "has_header", "plan_units"]
 
-_LARGE = 512 * 1024  # records from here on get memory and reads of their own
-_NEAR = 64 * 1024  # small records further apart are not read together
 _DIGITS = 20  # of a key that is looked at
-_HEADER = struct.Struct("<4s22xHH")  # signature, length of name, length of extra field
 
 _Keyed = tuple[int, RecordEntry]
 
@@ -98,12 +96,12 @@ def plan_units(records: Sequence[RecordEntry], alignment: int, most: int) -> lis
 
     for item in keyed:
         record = item[1]
-        if record.size >= _LARGE or _span(record, record, alignment)[1] > most:
+        if record.size >= LARGE_RECORD or _span(record, record, alignment)[1] > most:
             close()
             units.append(Unit([item], alignment, True))
             continue
         if group and (
-            record.header_offset - group[-1][1].data_end > _NEAR
+            record.header_offset - group[-1][1].data_end > NEAR_RECORDS
             or _span(group[0][1], record, alignment)[1] > most
         ):
             close()
@@ -127,10 +125,10 @@ def _order(record: RecordEntry, index: int) -> int:
 
 def has_header(view: memoryview, at: int, record: RecordEntry) -> bool:
     """Tell whether a record's local header lies at `at`, and ends where its data starts."""
-    signature, name_length, extra_length = _HEADER.unpack_from(view, at)
-    stop = at + _HEADER.size + name_length
+    signature, name_length, extra_length = LOCAL_LENGTHS.unpack_from(view, at)
+    stop = at + LOCAL.size + name_length
     return (
         signature == LOCAL_SIGNATURE
         and stop + extra_length - at == record.data_offset - record.header_offset
-        and view[at + _HEADER.size : stop] == record.full_name
+        and view[at + LOCAL.size : stop] == record.full_name
     )

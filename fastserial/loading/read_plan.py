@@ -8,16 +8,15 @@ places. Where memory and file happen to be aligned alike, direct reads go straig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from fastserial.config.performance import NEAR_EXTENTS, STRAIGHT_PIECE
 from fastserial.loading.block_reader import Block
 from fastserial.loading.sinks import HostSink, ReadExtent, Sink
 from fastserial.memory.buffers import host_buffer
 
 __all__ = ["plan_blocks"]
-
-_NEAR = 128 * 1024  # bytes not wanted that are read rather than split a read in two
-_STRAIGHT = 64 * 1024  # pieces from here on are worth a read of their own
 
 
 class _Piece(NamedTuple):
@@ -82,7 +81,7 @@ def _runs(window: Sequence[_Piece]) -> Iterator[list[_Piece]]:
     run: list[_Piece] = []
     end = 0
     for piece in window:
-        if run and piece.offset - end > _NEAR:
+        if run and piece.offset - end > NEAR_EXTENTS:
             yield run
             run = []
         run.append(piece)
@@ -105,13 +104,13 @@ def _direct(
             return
     start = first - first % alignment
     stop = min(file_size, last + -last % alignment)
-    yield Block(start, stop - start, _Scatter(run, start)), True
+    yield Block(start, stop - start, partial(_scatter, run, start)), True
 
 
 def _cached(run: list[_Piece], straight: bool) -> Iterator[tuple[Block, bool]]:
     together: list[_Piece] = []
     for piece in run:
-        if straight and piece.length >= _STRAIGHT and isinstance(piece.sink, HostSink):
+        if straight and piece.length >= STRAIGHT_PIECE and isinstance(piece.sink, HostSink):
             if together:
                 yield _staged(together), False
                 together = []
@@ -124,24 +123,16 @@ def _cached(run: list[_Piece], straight: bool) -> Iterator[tuple[Block, bool]]:
 
 def _staged(run: list[_Piece]) -> Block:
     start, stop = run[0].offset, max(piece.end for piece in run)
-    return Block(start, stop - start, _Scatter(run, start))
+    return Block(start, stop - start, partial(_scatter, run, start))
 
 
 def _straight_block(piece: _Piece, sink: HostSink) -> Block:
     buffer = host_buffer(sink.address + piece.start, piece.length)
-    return Block(piece.offset, piece.length, _Scatter([piece], piece.offset), buffer)
+    return Block(piece.offset, piece.length, partial(_scatter, [piece], piece.offset), buffer)
 
 
-class _Scatter:
-    """Delivers a block: hands each piece to its sink."""
-
-    __slots__ = ("_pieces", "_start")
-
-    def __init__(self, pieces: list[_Piece], start: int) -> None:
-        self._pieces = pieces
-        self._start = start
-
-    def __call__(self, view: memoryview, address: int) -> None:
-        for offset, length, sink, start in self._pieces:
-            at = offset - self._start
-            sink.deliver(view[at : at + length], address + at, start)
+def _scatter(pieces: list[_Piece], begin: int, view: memoryview, address: int) -> None:
+    """Deliver a block, which begins at byte `begin` of the file: hand each piece to its sink."""
+    for offset, length, sink, start in pieces:
+        at = offset - begin
+        sink.deliver(view[at : at + length], address + at, start)

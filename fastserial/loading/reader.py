@@ -7,23 +7,23 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from fastserial import config as config_module
-from fastserial.config import Config
+from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.file_stamp import stamp
+from fastserial.files.sources import file_name
 from fastserial.interrupts import Descriptors, finish
-from fastserial.loading.block_reader import BlockReader
+from fastserial.loading.block_reader import BlockReader, ReadCounts
 from fastserial.loading.crew import Crew
 from fastserial.loading.read_plan import plan_blocks
 from fastserial.loading.sinks import ReadExtent
 from fastserial.memory import headroom
 from fastserial.progress import progress_bar
+from fastserial.reports import Latency, LoadReport, publish_load
 
-__all__ = ["FastFileReader"]
+__all__ = ["FastFileReader", "report_load"]
 
 
 class FastFileReader:
@@ -51,7 +51,7 @@ class FastFileReader:
             EngineUnavailableError: the configured engine cannot read here.
         """
         self._closed = True  # until there is something to close
-        config = config if config is not None else config_module.current()
+        config = config if config is not None else current()
         self.config = headroom.fitted(config)
         self._files = Descriptors()
         self._shared = False
@@ -84,8 +84,8 @@ class FastFileReader:
         """Read extents, in the order of the file; returns when all are in their places.
 
         Raises:
-            CorruptCheckpointError: an extent goes past the end, or the file changed meanwhile.
-            OSError: the disk failed; `filename` tells the file.
+            CorruptCheckpointError: an extent goes past the end, or the file changed.
+            OSError: the disk failed; `filename` names the file.
         """
         if self._closed:
             raise ValueError("I/O operation on closed file.")
@@ -160,17 +160,12 @@ class FastFileReader:
         self._closed = True
         finish(self.blocks.close, self.bar.close)
         if not self._shared:
-            self._files = Descriptors()  # closed as soon as nobody reads from it
+            self._files = Descriptors()  # closed after the last read from it
 
     def __enter__(self) -> FastFileReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -182,9 +177,30 @@ def _open(
         path = os.fspath(source)
         return name or path, files.open(path, os.O_RDONLY)
     fd = source if isinstance(source, int) else source.fileno()
-    called = getattr(source, "name", None)
-    text = name or (called if isinstance(called, str) else f"<fd {fd}>")
+    text = name or file_name(source, fd)
     try:
         return text, linux.reopen(fd, os.O_RDONLY, files)
     except OSError:  # without /proc, or with rights given up: positions are never used
         return text, files.duplicate(fd)
+
+
+def report_load(counts: ReadCounts, config: Config, **rest: Any) -> None:
+    """Publish the report of a load.
+
+    Args:
+        counts: what was read.
+        config: the options that it was read with.
+        rest: the other fields of `LoadReport`.
+    """
+    report = LoadReport(
+        bytes=counts.direct + counts.cached,
+        direct_bytes=counts.direct,
+        cached_bytes=counts.cached,
+        block_size=config.block_size,
+        queue_depth=config.queue_depth,
+        threads=config.threads,
+        submit=Latency.of(counts.submit_seconds),
+        complete=Latency.of(counts.complete_seconds),
+        **rest,
+    )
+    publish_load(report, config.on_load)

@@ -8,16 +8,16 @@ from io import BytesIO
 from time import perf_counter
 from typing import Any, BinaryIO
 
-from fastserial import config as config_module
+from fastserial.config import current
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
+from fastserial.loading.block_reader import ReadCounts
 from fastserial.loading.prefetch import Prefetch
-from fastserial.loading.reader import FastFileReader
+from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.zip_reader import FastZipReader
 from fastserial.memory import headroom
 from fastserial.memory.gc_pause import paused_collection
-from fastserial.reports import Latency, LoadReport, publish_load
 
 __all__ = ["LoadSession", "current_session"]
 
@@ -40,7 +40,7 @@ class LoadSession:
 
     def __init__(self, opener: Any) -> None:
         self.opener = opener
-        self.config = config_module.current()
+        self.config = current()
         self.began = perf_counter()
         self.file: BinaryIO | None = None
         self.source: FileSource | None = None
@@ -94,31 +94,23 @@ class LoadSession:
         self._publish()
 
     def _publish(self) -> None:
-        reader, config = self.reader, self.config
-        counts = reader.blocks.counts if reader is not None else None
-        publish_load(
-            LoadReport(
-                path=self.source.name if self.source is not None else repr(self.file),
-                container=self.container,
-                bytes=counts.direct + counts.cached if counts is not None else 0,
-                seconds=perf_counter() - self.began,
-                engine=reader.blocks.engine_name if reader and self.ours else "torch",
-                direct_bytes=counts.direct if counts is not None else 0,
-                cached_bytes=counts.cached if counts is not None else 0,
-                verified=self.verified,
-                fallback=self.fallback or (reader.blocks.fallback if reader else None),
-                block_size=config.block_size,
-                queue_depth=config.queue_depth,
-                threads=config.threads,
-                phases=self.phases,
-                submit=Latency.of(counts.submit_seconds if counts is not None else ()),
-                complete=Latency.of(counts.complete_seconds if counts is not None else ()),
-            ),
-            config.on_load,
+        blocks = self.reader.blocks if self.reader is not None else None
+        engine = blocks.engine_name if blocks is not None and self.ours else "torch"
+        fallback = self.fallback or (blocks.fallback if blocks is not None else None)
+        report_load(
+            blocks.counts if blocks is not None else ReadCounts(),
+            self.config,
+            path=self.source.name if self.source is not None else repr(self.file),
+            container=self.container,
+            seconds=perf_counter() - self.began,
+            engine=engine,
+            verified=self.verified,
+            fallback=fallback,
+            phases=self.phases,
         )
 
     def open_reader(self, source: FileSource, needed: int = 0) -> FastFileReader:
-        """Open the file; `needed`: bytes that the storages will take besides.
+        """Open the file; `needed`: bytes that the storages will take in addition.
 
         Raises:
             MemoryError: a limit leaves no room for what we need beyond torch.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import CorruptCheckpointError
+from fastserial.memory.storages import HostMemory, memmove
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +22,6 @@ __all__ = [
     "Sink",
     "storage_sink",
 ]
-
-memmove = ctypes.memmove  # drops the GIL while it copies
 
 
 class Sink(Protocol):
@@ -44,15 +42,10 @@ class ReadExtent:
         self.sink = sink
 
 
-class HostSink:
-    """`nbytes` bytes of host memory at `address`; `owner` keeps them alive."""
+class HostSink(HostMemory):
+    """Host memory that takes the bytes of an extent."""
 
-    __slots__ = ("address", "nbytes", "owner")
-
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.owner = owner
+    __slots__ = ()
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         if address != self.address + start:  # else it was read straight to its place

@@ -1,4 +1,4 @@
-"""FastZipReader: stands where torch's PyTorchFileReader stands while `_load` runs.
+"""FastZipReader: takes the place of torch's PyTorchFileReader in `_load`.
 
 torch's own reader still serves the pickle and the small records, and every storage that is not
 as expected; the others come from the prefetch.
@@ -13,15 +13,10 @@ import torch
 
 from fastserial.checksums import crc32
 from fastserial.errors import CorruptCheckpointError
-from fastserial.formats.zip.directory import (
-    Directory,
-    RecordEntry,
-)
+from fastserial.formats.zip.directory import Directory, RecordEntry
 from fastserial.loading.prefetch import Prefetch
 
-__all__ = ["MOST_INFLATED", "FastZipReader"]
-
-MOST_INFLATED = 1040  # deflate makes at most 1032 bytes from one
+__all__ = ["FastZipReader"]
 
 
 class _Loaded:

@@ -9,6 +9,7 @@ from itertools import accumulate, repeat
 from operator import add
 from typing import TYPE_CHECKING
 
+from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.errors import StorageChangedError
 from fastserial.memory.storages import (
     HostMemory,
@@ -24,11 +25,9 @@ from fastserial.memory.storages import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PACKED_BYTES", "PACKED_STORAGE", "Batch", "batch_of", "storage_batch"]
+__all__ = ["Batch", "batch_of", "storage_batch"]
 
 _AROUND = 128  # about how many container bytes come with a storage
-PACKED_STORAGE = 64 * 1024  # a storage up to this many bytes may be packed with others,
-PACKED_BYTES = 512 * 1024  # into pieces of about this many
 
 
 @dataclass(slots=True)
@@ -40,7 +39,7 @@ class Batch:
         sizes: bytes of each.
         memory: the memory of the storage at an index; the addresses are valid as long as this is
             kept.
-        storages: the storages, if that is what it is about: somebody may resize them meanwhile.
+        storages: the storages, if there are any: another thread may resize them.
         shared: other threads run, and may do so at any time.
     """
 

@@ -1,11 +1,11 @@
 """Python's cyclic garbage collector, held off while thousands of objects are made.
 
 Each of them brings the next collection nearer, and a collection looks at all that live: with
-20,000 tensors that took a third of the time. References are counted meanwhile as ever.
+20,000 tensors that took a third of the time. Reference counting goes on as usual.
 
-A threshold of 0 holds it off, not `gc.disable()`, which others may call meanwhile. The pause lasts
-as long as somebody refers to it: no interrupt, no forgotten call makes it longer, and it needs no
-lock, which a signal handler could find taken.
+A threshold of 0 holds it off, not `gc.disable()`, which other code may call in between. The pause
+lasts as long as a reference to it exists: no interrupt, no forgotten call makes it longer, and it
+needs no lock, which a signal handler could find taken.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class paused_collection:
     def end(self) -> None:
         """Let others collect again. Idempotent."""
         if self._pause is not None and gc.get_threshold()[0]:
-            self._pause.restore = gc.isenabled  # somebody set others meanwhile
+            self._pause.restore = gc.isenabled  # other code set others during the pause
         self._pause = None
 
 
 def _forget() -> None:
-    """Begin anew in a forked child: the threads that paused are not there."""
+    """Start over in a forked child: the threads that paused are not there."""
     pause = _current() if _current is not None else None
     if pause is not None:
         pause.restore()

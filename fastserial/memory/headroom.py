@@ -26,7 +26,7 @@ def fitted(config: Config, needed: int = 0) -> Config:
 
     Args:
         config: the options in force.
-        needed: bytes that the caller will take besides.
+        needed: bytes that the caller will take in addition.
     """
     room = _room(needed)
     if room is None:
@@ -40,7 +40,7 @@ def fitted(config: Config, needed: int = 0) -> Config:
 
 
 def is_enough(config: Config, needed: int = 0, threads: int = 1) -> bool:
-    """Return whether half of what is left has room for one block and so many threads."""
+    """Return whether half of what is left has room for one block and that many threads."""
     room = _room(needed)
     return room is None or room >= config.block_size + threads * _thread_bytes()
 

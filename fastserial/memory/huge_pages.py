@@ -12,15 +12,13 @@ import mmap
 from pathlib import Path
 from time import perf_counter
 
+from fastserial.config.performance import HUGE_PAGE, SLOW_TOUCH, SLOW_TOUCHES, TIMED_STEP
+
 __all__ = ["PR_GET_THP_DISABLE", "SWITCH", "HugePages", "gather_pages", "refused"]
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PR_GET_THP_DISABLE = 42
-_HUGE = 2 * 1024 * 1024
 _MADV_COLLAPSE = 25  # Linux 6.1
-_STEP = 4 * _HUGE  # bytes of which one huge page is timed
-_SLOW = 1.5e-3  # seconds
-_ENOUGH = 2  # slow ones; a single one may be chance
 
 # With the interpreter held: waiting for it would be timed, too.
 _memset = ctypes.PyDLL(None).memset
@@ -45,22 +43,22 @@ class HugePages:
     @property
     def are_slow(self) -> bool:
         """Whether small pages are used instead."""
-        return self._slow >= _ENOUGH
+        return self._slow >= SLOW_TOUCHES
 
     def advise(self, address: int, nbytes: int) -> None:
         """Let memory whose bytes nobody needs come on huge pages, but for its unaligned ends.
 
         Direct reads to small pages were seen to take about one and a half times as long.
         """
-        first = -(-address // _HUGE) * _HUGE
-        stop = (address + nbytes) // _HUGE * _HUGE
-        for start in range(first, stop, _STEP):
+        first = -(-address // HUGE_PAGE) * HUGE_PAGE
+        stop = (address + nbytes) // HUGE_PAGE * HUGE_PAGE
+        for start in range(first, stop, TIMED_STEP):
             if self.are_slow:
                 return
-            _advise(start, min(stop - start, _STEP), mmap.MADV_HUGEPAGE)
+            _advise(start, min(stop - start, TIMED_STEP), mmap.MADV_HUGEPAGE)
             began = perf_counter()
             _memset(start, 0, 1)
-            self._slow += perf_counter() - began > _SLOW
+            self._slow += perf_counter() - began > SLOW_TOUCH
 
 
 def refused() -> str | None:
@@ -75,8 +73,8 @@ def refused() -> str | None:
 
 
 def _advise(address: int, nbytes: int, *advices: int) -> None:
-    start = -(-address // _HUGE) * _HUGE
-    length = (address + nbytes) // _HUGE * _HUGE - start
+    start = -(-address // HUGE_PAGE) * HUGE_PAGE
+    length = (address + nbytes) // HUGE_PAGE * HUGE_PAGE - start
     if length > 0:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastserial import trace
 from fastserial.errors import StorageChangedError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class HostMemory:
 
 
 class StorageOnHost(HostMemory):
-    """Bytes of a host storage, which somebody may resize while they are copied.
+    """Bytes of a host storage, which another thread may resize while they are copied.
 
     A resize frees the memory at once; no reference keeps it. So every copy is followed by a look
     whether the storage is where it was, at its size. `shared`: other threads run, and may do it in
@@ -177,6 +178,7 @@ def storage_memory(storage: torch.UntypedStorage) -> StorageOnHost | StorageMemo
     return StorageMemory(storage)
 
 
+@trace.traced("wait for the GPU")
 def synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
     """Wait for the work queued on the current streams of the storages' devices.
 

@@ -20,10 +20,10 @@ __all__ = [
     "BuiltFunction",
     "BuiltModule",
     "build_module",
+    "check_hashes",
     "digest",
     "split_lines",
     "strip",
-    "verify",
 ]
 
 BEGIN = "# >>> fastserial"
@@ -104,7 +104,7 @@ def build_module(text: str, patch: Patch, module: str) -> BuiltModule:
     return BuiltModule(module, text, "".join(built), functions)
 
 
-def verify(built: BuiltModule) -> str | None:
+def check_hashes(built: BuiltModule) -> str | None:
     """Return why a built module is not the one its patch was made for, or None."""
     for function in built.functions:
         name = function.patch.full_name
@@ -218,7 +218,7 @@ def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 def _the_one(blocks: list[list[ast.stmt]], match: Match) -> ast.stmt:
     found = [node for block in blocks for node in block if _matches(node, match, block)]
     if len(found) != 1:
-        raise PatchError(f"{len(found)} statements look like {match}, not one")
+        raise PatchError(f"{len(found)} statements match the anchor {match}, not one")
     return found[0]
 
 

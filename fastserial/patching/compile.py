@@ -93,12 +93,12 @@ def _source(module: types.ModuleType) -> str:
 
 
 def _compiled(patch: Patch, source: Callable[[types.ModuleType], str]) -> Iterator[SwappedFunction]:
-    from fastserial.patching.build import build_module, verify
+    from fastserial.patching.build import build_module, check_hashes
 
     for module_name in patch.modules:
         module = importlib.import_module(module_name)
         built = build_module(source(module), patch, module_name)
-        if (reason := verify(built)) is not None:
+        if (reason := check_hashes(built)) is not None:
             raise PatchError(reason)
         file = _built_file(module, patch)
         for function in built.functions:
@@ -126,7 +126,7 @@ def _show_lines(file: str, built: BuiltModule) -> None:
 
 
 def _running(module: types.ModuleType, built: BuiltFunction) -> types.FunctionType:
-    """Return torch's function, if it is the one that stands in the installed file."""
+    """Return torch's function, if it is the one in the installed file."""
     function = vars(module).get(built.patch.name)
     if (
         not isinstance(function, types.FunctionType)

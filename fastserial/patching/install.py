@@ -106,7 +106,7 @@ def install(*, strict: bool = False, **options: Any) -> bool:
         EngineUnavailableError: there is no such engine, or it cannot run here.
     """
     config = importlib.import_module("fastserial.config")
-    # wrong options are told now, not hours later by the first checkpoint
+    # wrong options are reported now, not hours later by the first checkpoint
     chosen = config.chosen(**options)
     config.Config.resolve(chosen)
     if isinstance(chosen.get("engine"), str):

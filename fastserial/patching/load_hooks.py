@@ -17,21 +17,21 @@ from typing import Any, BinaryIO
 
 import torch
 
+from fastserial.config.performance import FEW_BYTES, SHORT_LOAD
 from fastserial.errors import CorruptCheckpointError
-from fastserial.files import linux
 from fastserial.files.sources import FileSource
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.records import all_checksums, read_places, storage_records
+from fastserial.formats.zip.structs import MOST_INFLATED
+from fastserial.interrupts import open_file
 from fastserial.loading.legacy_storages import read_storages
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.session import LoadSession, current_session
-from fastserial.loading.zip_reader import MOST_INFLATED, FastZipReader
+from fastserial.loading.zip_reader import FastZipReader
 
 __all__ = ["load_legacy_storages", "open_source", "zip_reader"]
 
 _log = logging.getLogger("fastserial")
-_FEW_BYTES = 32 * 1024  # per record, on average
-_SHORT = 1 << 30  # bytes; cycles of other threads may wait as long as that takes
 
 
 def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
@@ -43,7 +43,7 @@ def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
     serialization: Any = torch.serialization
     if serialization._is_path(target):
         # A save to the same path, in another thread, need not spare a file that only we read.
-        return LoadSession(open(target, "rb", opener=linux.open_own))
+        return LoadSession(open_file(target))
     return LoadSession(serialization._open_buffer_reader(target))
 
 
@@ -90,13 +90,13 @@ def _fast_reader(load: LoadSession, stock: Any) -> Any:
         load.fallback = "the archive does not start at byte 0"
         return stock
     began = perf_counter()
-    if source.size <= _SHORT:
+    if source.size <= SHORT_LOAD:
         # our objects beside torch's would bring a collection nearer, which may take as long
         load.pause.__enter__()
     count = len(stock.get_all_records())
     limit = source.size * MOST_INFLATED
     sized = hasattr(stock, "get_record_size")  # since 2.7
-    if source.size < count * _FEW_BYTES and sized and not config.verify_on_load:
+    if source.size < count * FEW_BYTES and sized and not config.verify_on_load:
         # its records cost torch less than finding them costs us
         with contextlib.suppress(OSError):
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_WILLNEED)

@@ -11,7 +11,7 @@ import difflib
 import importlib.util
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,17 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from fastserial.errors import PatchError
-from fastserial.patching.build import BuiltModule, build_module, digest, split_lines, strip, verify
+from fastserial.patching.build import (
+    BuiltModule,
+    build_module,
+    check_hashes,
+    digest,
+    split_lines,
+    strip,
+)
 from fastserial.patching.patch_file import (
     Anchor,
     Edit,
-    Match,
     Patch,
     candidates,
     load_patches,
@@ -163,7 +169,7 @@ def _from_wheel(path: Path, name: str) -> bytes:
 def fitting(source: TorchSource, patches: tuple[Patch, ...] | None = None) -> tuple[Patch, bool]:
     """Return the patch that `install()` would choose for a torch, and if it is made for it.
 
-    When none fits, it is the one that comes nearest: `check` then tells what differs.
+    When none fits, it is the one that comes nearest: `check` then says what differs.
 
     Raises:
         PatchError: there are no patches.
@@ -226,7 +232,7 @@ def _checks(patch: Patch, source: TorchSource) -> list[FunctionCheck]:
                 source_hash=expected is not None,
                 built_hash=expected == digest(one.text),
                 strips_back=strip(built.text) == original and strip(one.text) == one.original,
-                problem=verify(built),
+                problem=check_hashes(built),
             )
         )
     return found
@@ -263,7 +269,7 @@ def build(folder: Path, source: TorchSource, patch: Patch | None = None) -> list
     chosen = patch or fitting(source)[0]
     modules = _built(chosen, source)
     for built in modules:
-        if (reason := verify(built)) is not None:
+        if (reason := check_hashes(built)) is not None:
             raise PatchError(f"{source.where}: {reason}")
     written: list[Path] = []
     for built in modules:
@@ -297,7 +303,14 @@ def new(source: TorchSource, folder: Path | None = None, base: Patch | None = No
     known = next((patch for patch in patches if patch.name == name), None)
     start = known or base or _nearest(source.version, list(patches))
     hashes: dict[str, dict[str, str]] = {}
-    for built in _built(start, source):
+    try:
+        modules = _built(start, source)
+    except PatchError as error:
+        raise PatchError(
+            f"{error}. {folder / start.name}.toml does not fit: write the anchor by hand into "
+            f"{folder / name}.toml (CONTRIBUTING.md, 'A new torch release')"
+        ) from error
+    for built in modules:
         for one in built.functions:
             fresh = {digest(one.original): digest(one.text)}
             old = one.patch.hashes if known else {}
@@ -345,18 +358,7 @@ def _render_edit(edit: Edit) -> str:
 def _render_anchor(anchor: Anchor) -> str:
     table: dict[str, str] = {"place": f'"{anchor.place}"'}
     if anchor.match is not None:
-        table.update(_render_match(anchor.match))
+        table.update(anchor.match.table())
     if anchor.inside:
-        steps = ", ".join(_inline(_render_match(step)) for step in anchor.inside)
-        table["inside"] = f"[{steps}]"
-    return _inline(table)
-
-
-def _render_match(match: Match) -> dict[str, str]:
-    table = {"statement": match.statement, "calls": match.calls, "name": match.name}
-    shown = {key: f'"{value}"' for key, value in table.items() if value is not None}
-    return {**shown, **({"last": "true"} if match.last else {})}
-
-
-def _inline(table: Mapping[str, str]) -> str:
+        table["inside"] = f"[{', '.join(map(str, anchor.inside))}]"
     return "{" + ", ".join(f"{key} = {value}" for key, value in table.items()) + "}"

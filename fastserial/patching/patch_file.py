@@ -51,6 +51,16 @@ class Match:
     name: str | None = None
     last: bool = False
 
+    def table(self) -> dict[str, str]:
+        """Return the keys and values of its table in a patch file."""
+        shown = {"statement": self.statement, "calls": self.calls, "name": self.name}
+        found = {key: f'"{value}"' for key, value in shown.items() if value is not None}
+        return {**found, **({"last": "true"} if self.last else {})}
+
+    def __str__(self) -> str:
+        """Return its table in a patch file."""
+        return "{" + ", ".join(f"{key} = {value}" for key, value in self.table().items()) + "}"
+
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
@@ -156,7 +166,8 @@ def read_patch(path: Path) -> Patch:
 
 
 def _function(table: Mapping[str, Any], module: str) -> FunctionPatch:
-    before, after = _hashes(table["sha256"]), _hashes(table["built_sha256"])
+    # without hashes it fits no torch; `fastserial patches new` adds them
+    before, after = _hashes(table.get("sha256", [])), _hashes(table.get("built_sha256", []))
     if len(before) != len(after):
         raise ValueError(f"{table['name']}: sha256 and built_sha256 do not pair")
     edits = tuple(Edit(_anchor(edit["anchor"]), edit["insert"]) for edit in table["edit"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import importlib
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,11 @@ from fastserial.files.targets import (
     Target,
     target_of,
 )
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE, MAX_ALIGNMENT, archive_name
+from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.interrupts import Background
 from fastserial.memory.storages import device_types
-from fastserial.patching import self_check as self_check_module
+from fastserial.patching.self_check import self_check
 from fastserial.saving import torch_writer
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.sequential_writer import SequentialWriter
@@ -48,13 +48,6 @@ _log = logging.getLogger("fastserial")
 # Storages on these devices are torch's: they hold no bytes, or raise when saved.
 _BODILESS = frozenset({"meta"})
 _complete: set[str] = set()  # modules that are imported
-
-
-def self_check() -> str | None:
-    """Return why this torch must stay stock, or None if everything is as fastserial knows it."""
-    if sys.byteorder != "little":
-        return "big-endian machines are not supported"
-    return self_check_module.self_check()
 
 
 def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from fastserial.checksums import crc32
@@ -63,7 +65,9 @@ def _probe_ours(align: int) -> list[tuple[int, bytearray]]:
 
 
 def self_check() -> str | None:
-    """Return None if our zip layout equals the installed torch's, else what is different."""
+    """Return why this torch must stay stock, or None if our zip layout equals its own."""
+    if sys.byteorder != "little":
+        return "big-endian machines are not supported"
     try:
         aligns = (DEFAULT_ALIGNMENT, 4096) if has_alignment() else (DEFAULT_ALIGNMENT,)
         same = all(_probe_theirs(align) == _probe_ours(align) for align in aligns)

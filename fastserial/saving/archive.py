@@ -1,15 +1,15 @@
-"""ZipArchive: stands where torch's PyTorchFileWriter stands, and writes through a FastFileWriter.
+"""ZipArchive: takes the place of torch's PyTorchFileWriter, and writes through a FastFileWriter.
 
-torch's `_save` calls `write_record` for the pickle and the small records, as ever; then the patch
+torch's `_save` calls `write_record` for the pickle and the small records; then the patch
 hands over all storages in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.errors import name_in
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
@@ -26,7 +26,7 @@ _HEAD = 8
 
 
 class ArchiveSink(Protocol):
-    """Where an archive goes: a FastFileWriter, or somebody else's."""
+    """Where an archive goes: a FastFileWriter or a foreign writer."""
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class ArchiveSink(Protocol):
     def write_plan(self, plan: ZipPlan) -> None:
         """Append a whole archive."""
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Return when no storage given so far is needed any more."""
 
     def close(self) -> None:
@@ -83,6 +83,7 @@ class ZipArchive:
         """Return the name put before the records' names."""
         return self._archive
 
+    @trace.traced("layout")
     def write_record(
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
@@ -101,6 +102,7 @@ class ZipArchive:
         """Add a record whose bytes are left out (`skip_data`)."""
         self._layout.add_hole(name, size)
 
+    @trace.traced("layout")
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
         synchronize(storages)
@@ -128,12 +130,7 @@ class ZipArchive:
     def __enter__(self) -> ZipArchive:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             name_in(error, self._writer.name)
             if self._owns_writer:
@@ -144,7 +141,7 @@ class ZipArchive:
             if self._owns_writer:
                 self._writer.close()
             else:
-                self._writer.settle()
+                self._writer.release_sources()
         except BaseException:
             self._writer.abort()
             raise

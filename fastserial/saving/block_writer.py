@@ -16,13 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
+from fastserial.config.performance import PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.compression import Compression
+from fastserial.files.direct import open_direct
 from fastserial.formats.extents import Data, Hole, Literal, Packed, Source
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import headroom
@@ -35,7 +38,6 @@ from fastserial.saving.statistics import TransferTally
 __all__ = ["BlockWriter"]
 
 _log = logging.getLogger("fastserial")
-_PAGE = 4096
 _NOT_READ_BACK = "; not read back"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
@@ -98,7 +100,7 @@ class BlockWriter:
         self._direct_fd = -1
         self._cached: CachedWrites | None = None  # blocks go through the page cache
         self._read_back: ReadBack | None = None
-        self._align = _PAGE
+        self._align = PAGE
         self._engine: Engine | None = None
         self._pool: BufferPool | None = None
         self._batch: list[Request] = []
@@ -135,14 +137,14 @@ class BlockWriter:
         A range that begins within a page begins with a block of the rest of that page.
         """
         begin = self._parts[0].offset if self._parts else offset
-        if begin % _PAGE:
-            end = begin + -begin % _PAGE
+        if begin % PAGE:
+            end = begin + -begin % PAGE
         else:
             size = self._config.block_size
             end = begin - begin % size + size
         return end - offset
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
         if any(_is_borrowed(part.source) for part in self._parts):
@@ -155,6 +157,7 @@ class BlockWriter:
             self._dispatch()
         self._drain()
 
+    @trace.traced("stop engine")
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
         finish(self._stop, self._free)
@@ -177,6 +180,7 @@ class BlockWriter:
         self._parts = []
         self._batch = []
 
+    @trace.traced("write tail (page cache)")
     def _write_cached(self, view: memoryview, offset: int) -> None:
         began = perf_counter()
         self.tally.cached_bytes += len(view)
@@ -218,6 +222,7 @@ class BlockWriter:
             )
         )
 
+    @trace.traced("start engine")
     def _open(self) -> BufferPool | None:
         """Start the engine; None: it has no memory, and blocks go through the page cache."""
         if self._engineless:
@@ -272,7 +277,7 @@ class BlockWriter:
         return able.moves_data and able.unaligned and not able.registered_buffers
 
     def _trial(self, cached: CachedWrites, offset: int, length: int) -> None:
-        """Go over to direct I/O, once enough is written, if the device is the faster way."""
+        """Switch to direct I/O, once enough is written, if that is faster."""
         if not cached.is_enough:
             cached.take(offset, length)
             return
@@ -300,30 +305,19 @@ class BlockWriter:
         if self._config.direct is False:
             return
         if self._compression is Compression.THROUGH_CACHE:
-            self.fallback = "the file system compresses this file, but not what is written directly"
+            self.fallback = "the file system compresses this file, but not direct writes"
             return
-        alignment = linux.direct_alignment(self._fd)
-        if alignment is None:
-            self.fallback = "the file system has no direct I/O for this file"
-            return
-        self._align = max(_PAGE, alignment.offset, alignment.memory)
-        if self._config.block_size % self._align:
-            self.fallback = f"block_size is not a multiple of the device's {self._align} bytes"
-            return
-        try:
-            synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
-            flags = os.O_WRONLY | os.O_DIRECT | synced
-            self._direct_fd = linux.reopen(self._fd, flags, self._files)
-        except OSError as error:
-            self.fallback = f"direct I/O refused: {error.strerror}"
-            return
-        self.direct = True
+        synced = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
+        found = open_direct(self._fd, os.O_WRONLY | synced, self._config.block_size, self._files)
+        self._direct_fd, self._align, self.fallback = found
+        self.direct = found.refusal is None
 
     def _submit(self) -> None:
         if self._batch and self._engine is not None:
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
-            self._engine.submit(batch)
+            with trace.step("submit"):
+                self._engine.submit(batch)
 
     def _drain(self) -> None:
         self._submit()
@@ -334,9 +328,13 @@ class BlockWriter:
         """Wait for at least one request and take back its buffer."""
         if self._engine is None or self._pool is None:
             return
-        for completion in self._engine.wait(1):
+        with trace.step("wait for blocks"):
+            finished = self._engine.wait(1)
+        for completion in finished:
             self._in_flight -= 1
             request = completion.request
+            if trace.listener is not None:
+                trace.block("device write", request.times, request.mover)
             self._check(completion)
             block: _Block = request.tag
             if request.length < block.length and self._engine.capabilities.moves_data:
@@ -384,8 +382,9 @@ def _is_borrowed(source: Source) -> bool:
     return isinstance(source, Data | Packed)
 
 
+@trace.traced("fill (rest)")
 def _prepare(request: Request) -> None:
-    """Fill a block's buffer. If that fails, nobody waits for its checksums for ever."""
+    """Fill a block's buffer. If that fails, no thread waits forever for its checksums."""
     block: _Block = request.tag
     began = perf_counter()
     try:

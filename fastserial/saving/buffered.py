@@ -1,6 +1,6 @@
 """The way through the page cache for little data: no engine, no pool, hardly a copy.
 
-Large host storages go to the kernel from where they lie; what is between them is put together.
+Large host storages go to the kernel from where they are; what is between them is gathered.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 
+from fastserial import trace
 from fastserial.checksums import crc32
+from fastserial.config.performance import CACHED_CHUNK, MOST_PIECES, UNCOPIED
 from fastserial.formats.extents import Data, Hole, Literal
 from fastserial.memory.storages import HostMemory, StorageOnHost
 from fastserial.saving.fill import Part, staged
 
 __all__ = ["write_all", "write_buffered"]
 
-_UNCOPIED = 64 * 1024  # a storage of so many bytes is worth a piece of its own
-_CHUNK = 1024 * 1024  # stays in cache between checksum and copy into the page cache
-_MOST_PIECES = 512  # the kernel takes 1024
 
-
+@trace.traced("write (page cache)")
 def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> None:
-    """Write parts to a file, in their order.
+    """Write parts to a file, in the order given.
 
     Args:
         fd: of the file.
         parts: what needs checksums comes after what gives them.
-        fill_holes: write the zeros of holes, too: the file takes its bytes in their order only.
+        fill_holes: write the zeros of holes, too: the file only takes its bytes sequentially.
 
     Raises:
         OSError: the disk is full or failed.
-        StorageChangedError: a storage was resized meanwhile.
+        StorageChangedError: a storage was resized during the save.
     """
     together: list[Part] = []
     gathered = 0  # bytes in `together`
@@ -47,7 +46,7 @@ def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> 
         pieces.append(piece)
         queued += len(piece)
         end = offset + len(piece)
-        if queued >= _CHUNK or len(pieces) == _MOST_PIECES:
+        if queued >= CACHED_CHUNK or len(pieces) == MOST_PIECES:
             write()
 
     def write() -> None:
@@ -74,13 +73,13 @@ def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> 
             for chunk in _chunks(part):
                 together.append(chunk)
                 gathered += chunk.length
-                if gathered >= _CHUNK:
+                if gathered >= CACHED_CHUNK:
                     join()
             continue
         join()
         crc = 0
-        for start in range(0, part.length, _CHUNK):
-            piece = data[start : start + _CHUNK]
+        for start in range(0, part.length, CACHED_CHUNK):
+            piece = data[start : start + CACHED_CHUNK]
             if part.ledger is not None:
                 crc = crc32(piece, crc)
             put(piece, part.offset + start)
@@ -91,13 +90,13 @@ def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> 
 
 
 def _chunks(part: Part) -> Iterator[Part]:
-    """Cut what is put together in memory, such as a part on a device: little is there at a time."""
+    """Cut what is gathered in memory, such as a part on a device: little is there at a time."""
     offset, source, start, length, ledger = part
-    if length <= _CHUNK or not isinstance(source, Data | Literal | Hole):
+    if length <= CACHED_CHUNK or not isinstance(source, Data | Literal | Hole):
         yield part
         return
-    for done in range(0, length, _CHUNK):
-        yield Part(offset + done, source, start + done, min(_CHUNK, length - done), ledger)
+    for done in range(0, length, CACHED_CHUNK):
+        yield Part(offset + done, source, start + done, min(CACHED_CHUNK, length - done), ledger)
 
 
 def _known(parts: Sequence[Part]) -> memoryview | None:
@@ -111,7 +110,7 @@ def _known(parts: Sequence[Part]) -> memoryview | None:
 def _uncopied(part: Part) -> memoryview | None:
     """Return the memory of a part that can be written from where it is."""
     _, source, start, length, _ = part
-    if length < _UNCOPIED or not isinstance(source, Data):
+    if length < UNCOPIED or not isinstance(source, Data):
         return None
     memory = source.memory
     if not isinstance(memory, HostMemory):
@@ -134,7 +133,7 @@ def _check(parts: Sequence[Part]) -> None:
 
 
 def write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
-    """Write pieces one behind the other from byte `offset` on.
+    """Write pieces back to back from byte `offset` on.
 
     Raises:
         OSError: the disk is full or failed.

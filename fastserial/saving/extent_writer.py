@@ -1,6 +1,6 @@
 """Writes extents of a layout to a file: little data through the page cache, more of it in blocks.
 
-The extents may be any of a layout, in any order, and the file one that somebody else opened: N
+The extents may be any of a layout, in any order, and the file one that was opened elsewhere: N
 writers, in one process or in several, write one file together (`clip` cuts a layout up). What
 needs checksums that other writers know is written once their ledgers are merged into one.
 """
@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.files.compression import Compression, compression_of
@@ -45,7 +46,7 @@ class ExtentWriter:
             config: the options.
             on_progress: called with the bytes of each piece that is written.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
-            sequential: the file takes its bytes in their order only.
+            sequential: the file only takes its bytes sequentially.
             owner: kept as long as the descriptor is written to.
         """
         self.tally = TransferTally()
@@ -91,7 +92,7 @@ class ExtentWriter:
         return None if self._config.direct is True else compression_of(self._fd)
 
     def reconfigure(self, config: Config) -> bool:
-        """Go over to other options, with the engine so far in reserve; False if it is too late."""
+        """Switch to other options, with the engine so far in reserve; False if it is too late."""
         if self._blocks is not None:
             return False
         self._untuned, self._config = self._config, config
@@ -104,7 +105,7 @@ class ExtentWriter:
     def write(
         self, extents: Iterable[Extent], ledger: CrcLedger | None = None, base: int = 0
     ) -> None:
-        """Write extents; their memory must stay as it is until `settle` or `finish`.
+        """Write extents; their memory must stay as it is until `release_sources` or `finish`.
 
         Args:
             extents: fastest in file order. A late one comes after what it needs, unless the
@@ -133,8 +134,9 @@ class ExtentWriter:
                 owner=self._owner,
             )
         if blocks is not None:
-            for part in parts:
-                blocks.put(part)
+            with trace.step("cut into blocks"):
+                for part in parts:
+                    blocks.put(part)
             return
         began = perf_counter()
         write_buffered(self._fd, parts, self._sequential)
@@ -143,10 +145,10 @@ class ExtentWriter:
         if self._on_progress is not None:
             self._on_progress(nbytes)
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Wait until no memory given so far is needed any more, but for `bytes` objects."""
         if self._blocks is not None:
-            self._blocks.settle()
+            self._blocks.release_sources()
 
     def finish(self) -> None:
         """Wait until everything is written."""

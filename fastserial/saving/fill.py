@@ -11,19 +11,17 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
+from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.errors import EngineError
+from fastserial.config.performance import FILL_CHUNK, JOINED
+from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Hole, Literal, Packed, Source, Trailer
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, memmove
 
 __all__ = ["Part", "fill", "staged"]
 
-_CHUNK = 256 * 1024  # stays in a core's cache between copy and checksum; copies cost less CPU, too
 _CRC = struct.Struct("<I")
-# Up to this many bytes on average, storages are copied together: twice, but without a step of
-# Python's for each, and without giving up the interpreter's lock to another thread each time.
-_JOINED = 8 * 1024
 
 
 class Part(NamedTuple):
@@ -43,7 +41,7 @@ class Part(NamedTuple):
 
 
 def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
-    """Put the bytes of the parts one behind the other at `address`, which `view` shows.
+    """Put the bytes of the parts back to back at `address`, which `view` shows.
 
     What needs checksums comes last: it may wait for other threads to fill the blocks before.
     """
@@ -67,14 +65,17 @@ def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
         at += length
     for at, (_, source, start, length, ledger) in late:
         if ledger is None:
-            raise EngineError("a source that needs checksums came without a ledger")
+            raise LayoutError("a source that needs checksums came without a ledger")
         if isinstance(source, DescriptorPatch):
             text: bytes | bytearray = bytearray(source.data)
-            _CRC.pack_into(text, source.at, ledger.wait(source.record))
+            with trace.step("wait for checksums"):
+                _CRC.pack_into(text, source.at, ledger.wait(source.record))
         elif isinstance(source, Trailer):
-            text = source.data(ledger.wait_all())
+            with trace.step("wait for checksums"):
+                crcs = ledger.wait_all()
+            text = source.data(crcs)
         else:
-            raise EngineError(f"no such source: {source!r}")
+            raise LayoutError(f"no such source: {source!r}")
         view[at : at + length] = text[start : start + length]
 
 
@@ -82,13 +83,18 @@ def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int
     _, _, start, length, ledger = part
     memory = source.memory
     wanted = source.record is not None and ledger is not None
-    step = _CHUNK if wanted or isinstance(memory, HostMemory) else length
+    step = FILL_CHUNK if wanted or isinstance(memory, HostMemory) else length
+    copy_to, checksum = memory.copy_to, crc32
+    if trace.listener is not None:
+        near = isinstance(memory, HostMemory)
+        copy_to = trace.traced("copy" if near else "copy from the device (D2H)")(copy_to)
+        checksum = trace.traced("CRC-32")(checksum)
     crc = 0
     for done in range(0, length, step):
         size = min(step, length - done)
-        memory.copy_to(address + at + done, start + done, size)
+        copy_to(address + at + done, start + done, size)
         if wanted:
-            crc = crc32(view[at + done : at + done + size], crc)
+            crc = checksum(view[at + done : at + done + size], crc)
     if source.record is not None and ledger is not None:
         ledger.add(source.record, start, length, crc)
 
@@ -114,6 +120,7 @@ def staged(parts: Sequence[Part]) -> bytearray:
     return whole
 
 
+@trace.traced("pack small storages")
 def _fill_packed(
     source: Packed, ledger: CrcLedger | None, view: memoryview, address: int, at: int
 ) -> None:
@@ -122,7 +129,7 @@ def _fill_packed(
     Enters the CRC-32s in the ledger, if they are wanted.
     """
     known = ledger if source.first is not None else None
-    if source.batch.shared or source.length <= _JOINED * len(source.sizes):
+    if source.batch.shared or source.length <= JOINED * len(source.sizes):
         crcs = _join(source, known is not None, view, at)
     else:
         crcs = _copy(source, known is not None, view, address, at)
@@ -137,9 +144,9 @@ def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
     if seal is None:
         parts = chain.from_iterable(zip(texts, source.gaps, strict=True))
     else:
-        told = crcs if wanted else repeat(0, len(sizes))
+        values = crcs if wanted else repeat(0, len(sizes))
         marks = repeat(DESCRIPTOR_SIGNATURE, len(sizes))
-        seals = map(seal.pack, marks, told, sizes, sizes)
+        seals = map(seal.pack, marks, values, sizes, sizes)
         parts = chain.from_iterable(zip(texts, seals, source.gaps, strict=True))
     view[at : at + source.length] = b"".join(parts)
     return crcs

@@ -26,7 +26,7 @@ class ReadBack:
     """
 
     def __init__(self, fd: int, direct: bool, block_size: int) -> None:
-        """Open the file behind `fd` anew, for reading; `direct`: also past the page cache.
+        """Reopen the file behind `fd` for reading; `direct`: also past the page cache.
 
         Where that is refused (the mode of the file, a limit on descriptors), it is read through
         `fd`, if that can read: blocks that were written past the page cache are not in it, and
@@ -48,7 +48,7 @@ class ReadBack:
         self._pool = BufferPool(1, block_size)
 
     def check(self, request: Request, direct: bool) -> None:
-        """Compare one finished write; `direct` tells which way it went.
+        """Compare one finished write; `direct` says which way it went.
 
         Raises:
             OSError: the file holds other bytes (EIO), or cannot be read.

@@ -12,6 +12,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from fastserial.checksums import CrcLedger, crc32
+from fastserial.config.performance import SEQUENTIAL_CHUNK, SEQUENTIAL_GATHERED
 from fastserial.formats.extents import Data
 from fastserial.formats.zip.layout import ZipPlan
 from fastserial.memory.storages import HostMemory, Memory, StorageOnHost
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["SequentialWriter"]
-
-_GATHER = 4 * 1024 * 1024  # container bytes per write
-_CHUNK = 16 * 1024 * 1024  # of device storages, which pass through the host
 
 
 class SequentialWriter:
@@ -60,11 +58,11 @@ class SequentialWriter:
             else:
                 self._parts.append(Part(extent.offset, source, extent.start, extent.length, ledger))
                 self._gathered += source.length
-                if self._gathered >= _GATHER:
+                if self._gathered >= SEQUENTIAL_GATHERED:
                     self._flush()
         self._flush()
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Do nothing: a foreign writer has copied what it was given."""
 
     def abort(self) -> None:
@@ -101,10 +99,10 @@ class SequentialWriter:
 
     def _write_chunks(self, memory: Memory) -> int:
         crc = 0
-        chunk = bytearray(min(_CHUNK, memory.nbytes))
+        chunk = bytearray(min(SEQUENTIAL_CHUNK, memory.nbytes))
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-        for start in range(0, memory.nbytes, _CHUNK):
-            length = min(_CHUNK, memory.nbytes - start)
+        for start in range(0, memory.nbytes, SEQUENTIAL_CHUNK):
+            length = min(SEQUENTIAL_CHUNK, memory.nbytes - start)
             memory.copy_to(address, start, length)
             with memoryview(chunk)[:length] as part:
                 self._target.write(part)

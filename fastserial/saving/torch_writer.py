@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 
@@ -54,6 +55,7 @@ def new_writer(sink: Any, align: int) -> Any:
     return torch._C.PyTorchFileWriter(sink, True, *more)
 
 
+@trace.traced("layout")
 def finish(layout: ZipLayout) -> ZipPlan:
     """Add what torch's writer adds at the end of an archive, and return the plan."""
     digits = _names_hash(tuple(layout.names))

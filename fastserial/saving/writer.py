@@ -12,12 +12,12 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fastserial import config as config_module
+from fastserial import trace
 from fastserial.checksums import CrcLedger
-from fastserial.config import Config
+from fastserial.config import Config, chosen
+from fastserial.config.performance import GATHERED
 from fastserial.errors import WriteError, name_in
 from fastserial.files import linux
 from fastserial.files.in_place import open_target
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["FastFileWriter"]
 
 _log = logging.getLogger("fastserial")
-_GATHER = 64 * 1024  # small writes are gathered up to this many bytes
 
 
 class FastFileWriter:
@@ -78,19 +77,17 @@ class FastFileWriter:
             TypeError: neither or both of `target` and `file_path` are given.
         """
         self._failed = False
-        chosen = target if target is not None else file_path
-        if chosen is None or (target is not None and file_path is not None):
+        if (target is None) is (file_path is None):
             raise TypeError("give a FastFileWriter one target")
-        if not isinstance(chosen, Target):
-            chosen = writable_target(chosen)
-        self._target = target = chosen
+        given: Any = target if target is not None else file_path
+        self._target = target = given if isinstance(given, Target) else writable_target(given)
         if config is not None and not isinstance(config, Config):
             from fastserial.engines.deepspeed.writer_config import options_of  # rarely wanted
 
             config = options_of(config) if config.dnvme_handle is not None else None
         self._chosen: Mapping[str, Any] | None = None  # None: all options are given
         if config is None:
-            self._chosen = config_module.chosen()
+            self._chosen = chosen()
             config = Config.resolve(self._chosen)
         self._config = config
         self._pid = os.getpid()
@@ -188,9 +185,9 @@ class FastFileWriter:
         self._statistics.write += 1
         with memoryview(data).cast("B") as view:
             length = len(view)
-            if length < _GATHER:
+            if length < GATHERED:
                 self._gathered += view
-                if len(self._gathered) >= _GATHER:
+                if len(self._gathered) >= GATHERED:
                     with _Guarded(self):
                         self._use_tuned()
                         self._gather()
@@ -203,7 +200,7 @@ class FastFileWriter:
                 source = Literal(data if isinstance(data, bytes) else view)
                 self._pass_on([Extent(0, length, source)], length)
                 if not isinstance(data, bytes):
-                    self._out.settle()
+                    self._out.release_sources()
             self._add_transfer(began)
         return length
 
@@ -216,6 +213,7 @@ class FastFileWriter:
             self._check_open()
         self._statistics.flush += 1
 
+    @trace.traced("layout")
     def save_torch_storage_object_list(
         self,
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
@@ -238,12 +236,12 @@ class FastFileWriter:
         nbytes = sum(batch.sizes) + sum(map(len, counts))
         synchronize(storages)
         self._write_extents(storage_extents(batch, counts), nbytes, None)
-        self.settle()
+        self.release_sources()
         self._statistics.count_storages(len(storage_obj_list), nbytes)
         return nbytes
 
     def write_plan(self, plan: ZipPlan) -> None:
-        """Append a whole zip archive. The storages must stay as they are until `settle` or `close`.
+        """Append a whole zip archive; its storages may change after `release_sources` or `close`.
 
         Raises:
             WriteError: the disk is full or failed.
@@ -254,14 +252,14 @@ class FastFileWriter:
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self._write_extents(plan.extents, plan.nbytes, ledger)
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Return when no storage given so far is needed any more.
 
         Raises:
             WriteError: the disk is full or failed.
         """
         with _Guarded(self):
-            self._out.settle()
+            self._out.release_sources()
 
     def close(self) -> None:
         """Write the rest, sync, and put the new file in its place. Idempotent.
@@ -305,12 +303,7 @@ class FastFileWriter:
     def __enter__(self) -> FastFileWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:
@@ -355,15 +348,15 @@ class FastFileWriter:
         self._written += nbytes
 
     def _use_tuned(self) -> None:
-        """Go over to what `fastserial tune` found for this device, once, before the first block.
+        """Switch to what `fastserial tune` found for this device, once, before the first block.
 
         Small files are not worth it: they are one plain write. How large a stream of `write`s
         will be is not known; it is no small one once it is passed on.
         """
-        chosen, self._chosen = self._chosen, None
-        if chosen is None or not self._config.tuned:
+        given, self._chosen = self._chosen, None
+        if given is None or not self._config.tuned:
             return
-        config = lookup.applied(self._config, chosen, self._place.fd)
+        config = lookup.applied(self._config, given, self._place.fd)
         if config is not self._config and self._out.reconfigure(config):
             self._config = config
 
@@ -403,7 +396,7 @@ class FastFileWriter:
 
     def _publish(self) -> None:
         out, config = self._out, self._config
-        report = SaveReport(
+        self._report = SaveReport(
             path=self.name,
             container=self._container,
             bytes=self._written,
@@ -419,14 +412,7 @@ class FastFileWriter:
             submit=Latency.of(out.submit_seconds),
             complete=Latency.of(out.complete_seconds),
         )
-        self._report = report
-        publish_save(report)
-        _log.debug("%s", report)
-        if config.on_report is not None:
-            try:
-                config.on_report(report)
-            except Exception:  # the file is safe: this must not look like a failed save
-                _log.exception("on_report failed for %r", self.name)
+        publish_save(self._report, config.on_report)
 
 
 class _Guarded:
@@ -440,11 +426,6 @@ class _Guarded:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._writer._give_up(error)

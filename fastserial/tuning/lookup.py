@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastserial import config as config_module
-from fastserial.config import Config
+from fastserial.config import Config, chosen
+from fastserial.interrupts import Descriptors
 
 if TYPE_CHECKING:
     from fastserial.tuning.store import Entry
@@ -30,19 +30,19 @@ _file: Mapping[str, Entry] | None = None
 _by_device: dict[int, Mapping[str, Any]] = {}
 
 
-def applied(config: Config, chosen: Mapping[str, Any], fd: int) -> Config:
+def applied(config: Config, given: Mapping[str, Any], fd: int) -> Config:
     """Return the options for a file on the device of an open one.
 
     Args:
         config: the options in force.
-        chosen: those of them that somebody set: they stay. Settings for one engine mean nothing
+        given: those of them that somebody set: they stay. Settings for one engine mean nothing
             for another, so an engine that somebody set makes the rest stay, too.
         fd: the file, or a directory.
     """
     found = _found(fd)
     if not found or not config.tuned:
         return config
-    options = _usable(found, chosen)
+    options = _usable(found, given)
     return replace(config, **options) if options else config
 
 
@@ -53,12 +53,9 @@ def config_for(folder: Path) -> Config:
         ConfigError: an option or environment variable has an impossible value.
         OSError: the folder cannot be opened.
     """
-    chosen = config_module.chosen()
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return applied(Config.resolve(chosen), chosen, fd)
-    finally:
-        os.close(fd)
+    given = chosen()
+    with Descriptors() as files:
+        return applied(Config.resolve(given), given, files.open(folder, os.O_RDONLY))
 
 
 def sources_for(folder: Path) -> frozenset[str]:
@@ -68,14 +65,11 @@ def sources_for(folder: Path) -> frozenset[str]:
         ConfigError: an option or environment variable has an impossible value.
         OSError: the folder cannot be opened.
     """
-    chosen = config_module.chosen()
-    if not Config.resolve(chosen).tuned:
+    given = chosen()
+    if not Config.resolve(given).tuned:
         return frozenset()
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return frozenset(_usable(_found(fd), chosen))
-    finally:
-        os.close(fd)
+    with Descriptors() as files:
+        return frozenset(_usable(_found(files.open(folder, os.O_RDONLY)), given))
 
 
 def entry_for(folder: Path) -> tuple[str, Entry | None]:
@@ -88,25 +82,22 @@ def entry_for(folder: Path) -> tuple[str, Entry | None]:
     from fastserial.files.device_id import device_key
     from fastserial.tuning.store import read
 
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        key = device_key(fd)
-    finally:
-        os.close(fd)
+    with Descriptors() as files:
+        key = device_key(files.open(folder, os.O_RDONLY))
     return key, read().get(key)
 
 
 def forget_cache() -> None:
-    """Let this process read the file anew."""
+    """Let this process reread the file."""
     global _file
     _file = None
     _by_device.clear()
 
 
-def _usable(found: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    if found and chosen.get("engine", found["engine"]) != found["engine"]:
+def _usable(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if found and given.get("engine", found["engine"]) != found["engine"]:
         return {}
-    barred = {*chosen, *(_MEMORY if _MEMORY & chosen.keys() else ())}
+    barred = {*given, *(_MEMORY if _MEMORY & given.keys() else ())}
     return {name: value for name, value in found.items() if name not in barred}
 
 
@@ -133,7 +124,7 @@ def _look_up(fd: int) -> Mapping[str, Any]:
 
     global _file
     if _file is None:
-        _file = {}  # a damaged file is told of once
+        _file = {}  # a damaged file is reported once
         _file = read()
     if not _file:
         return {}

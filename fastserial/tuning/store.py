@@ -17,6 +17,7 @@ from typing import Any
 
 from fastserial.config import Config
 from fastserial.errors import ConfigError
+from fastserial.interrupts import Descriptors
 
 __all__ = ["Entry", "Settings", "forget", "location", "read", "remember"]
 
@@ -173,12 +174,10 @@ def _write(path: Path, entries: Mapping[str, Entry]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes from changing the file meanwhile."""
+    """Keep other processes from changing the file in the body."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with Descriptors() as files:
+        fd = files.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(fd)

@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 
 import fastserial
-from fastserial.bench.measuring import ramdisk, rotation
+from fastserial.bench.measuring import rotation
 from fastserial.bench.measuring.errors import BenchError
-from fastserial.bench.measuring.identical import different_tensors, digest, first_difference
+from fastserial.bench.measuring.identical import different_tensors, digest
 from fastserial.bench.measuring.measure import Sample, measure
 from fastserial.bench.measuring.pages import reserved_huge_bytes, small_pages
 from fastserial.bench.measuring.rotation import Measured, Plan, rotate
@@ -89,13 +89,12 @@ def test_sizes_refused(text: str) -> None:
 # --- comparing --------------------------------------------------------------------------------
 
 
-def test_first_difference(tmp_path: Path) -> None:
+def test_digest(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    for left, right, at in ((b"abc", b"abc", None), (b"abc", b"abd", 2), (b"ab", b"abc", 2)):
+    for left, right in ((b"abc", b"abc"), (b"abc", b"abd"), (b"ab", b"abc")):
         one.write_bytes(left)
         two.write_bytes(right)
-        assert first_difference(one, two) == at
-        assert (digest(one) == digest(two)) is (at is None)
+        assert (digest(one) == digest(two)) is (left == right)
 
 
 def test_different_tensors() -> None:
@@ -413,50 +412,3 @@ def test_deepspeed_s_ratios_are_of_one_round(tmp_path: Path) -> None:
     found = results_as_json(bench, rows)
     assert [row["seconds"] for row in found["rows"]] == [row.seconds for row in rows]
     assert found["machine"]["cores"] > 0
-
-
-# --- the disk in memory -----------------------------------------------------------------------
-
-
-def test_ramdisk_needs_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for call in (lambda: ramdisk.create(tmp_path, 1 << 30), lambda: ramdisk.remove(tmp_path)):
-        with pytest.raises(BenchError, match="root"):
-            call()
-
-
-def test_ramdisk_removes_only_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(BenchError, match="nothing is mounted"):
-        ramdisk.remove(tmp_path)
-    with pytest.raises(BenchError, match="not made by"):
-        ramdisk.remove(Path("/proc"))
-
-
-def test_ramdisk_in_place_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(ramdisk, "_check_tools", lambda: None)
-    (tmp_path / "file").touch()
-    with pytest.raises(BenchError, match="file is not a directory"):
-        ramdisk.create(tmp_path / "file", 1 << 20)
-
-
-def test_ramdisk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, calls = tmp_path / "memory", []
-    memory.mkdir()
-
-    def run(*words: str) -> str:
-        calls.append(words[0])
-        if words[0] == "mount":
-            raise BenchError("mount failed")
-        return "/dev/loop99\n"
-
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(ramdisk, "_MEMORY", memory)
-    monkeypatch.setattr(ramdisk, "_check_tools", lambda: None)
-    monkeypatch.setattr(ramdisk, "_run", run)
-    with pytest.raises(BenchError, match="mount failed"):
-        ramdisk.create(tmp_path / "new" / "one", 1 << 20)
-    assert calls == ["losetup", "mkfs.xfs", "mount", "losetup"]
-    assert list(memory.iterdir()) == []
-    assert not (tmp_path / "new").exists()

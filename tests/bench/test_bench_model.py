@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import fastserial
+from fastserial.bench.cli import output
 from fastserial.bench.cli.output import Outputs
 from fastserial.bench.measuring import rotation
 from fastserial.bench.measuring.errors import BenchError
@@ -39,6 +41,7 @@ from fastserial.bench.subjects.peers import engine_rows, peer_rows
 from fastserial.bench.subjects.readers import Files
 from fastserial.bench.subjects.torch_rows import stock_row
 from fastserial.cli.main import app
+from fastserial.files.page_cache import cached_fraction
 
 ONCE = Plan(runs=1, warmups=0, pause=0.0)
 MARK = bytes(range(200, 240))
@@ -375,6 +378,38 @@ def test_bench_load_outputs(tmp_path: Path) -> None:
     with (tmp_path / "out.csv").open(newline="") as file:
         names = {row["name"] for row in csv.DictReader(file)}
     assert {"stock zip, cold", "stock zip, warm", "fastserial zip, cold"} <= names
+
+
+def test_every_load_begins_with_the_same_page_cache(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.pt", "b.pt")]
+    for path in paths:
+        path.write_bytes(os.urandom(1 << 20))
+    saved = load._Saved(Files(*paths, None, None), {}, 4096, {})
+
+    def cached() -> list[float | None]:
+        return [load_cached(path) for path in paths]
+
+    for turn in range(2):  # whatever the row before has left
+        load._prepare((paths[turn],), "warm", saved, 0.0)
+        assert cached() == [1.0 - turn, 0.0 + turn]
+        load._prepare((paths[turn],), "cold", saved, 0.0)
+        assert cached() == [0.0, 0.0]
+
+
+def load_cached(path: Path) -> float | None:
+    with path.open("rb") as file:
+        return cached_fraction(file.fileno(), 0, path.stat().st_size)
+
+
+@pytest.mark.parametrize("silence", [0.0, 1000.0])
+def test_progress_without_a_terminal(
+    silence: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_SILENCE", silence)
+    with output.progress(Console(force_terminal=False)) as show:
+        show("round 1/5: stock [zip]")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "" if silence else "round 1/5: stock [zip]\n")
 
 
 def test_processes_that_load_leave_ctrl_c_to_the_parent(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""`fastserial bench profile`: times that add up, a trace that opens, hooks that leave no trace."""
+"""`fastserial bench profile`: times that add up, and a trace that opens."""
 
 from __future__ import annotations
 
 import json
-import threading
+import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 import fastserial
+from fastserial import trace
 from fastserial.bench.measuring.errors import BenchError
-from fastserial.bench.studies import instrument, profile
-from fastserial.bench.studies.instrument import instrumented, recording_pickle
+from fastserial.bench.studies import profile
 from fastserial.bench.studies.profile import ProfileBench, ProfileResult, run_profile
-from fastserial.bench.studies.spans import Recorder, as_trace, self_seconds
+from fastserial.bench.studies.spans import as_trace, self_seconds, spans_of
 from fastserial.cli.main import app
 from fastserial.engines import threads
+from fastserial.saving import fill
+from fastserial.trace import IN_FLIGHT, Event
 
 MiB = 1 << 20
 
@@ -31,114 +34,83 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- spans ------------------------------------------------------------------------------------
 
+# what is told in the order in which it ends, or later
+EVENTS = [
+    Event("inner", 7, 2.0, 4.0),
+    Event("innermost", 7, 6.0, 7.0),
+    Event("inner", 7, 5.0, 8.0),
+    Event("work", 8, 3.0, 6.0),
+    Event(IN_FLIGHT, 0, 1.5, 6.0),
+    Event("outer", 7, 1.0, 10.0),
+    Event("after", 7, 10.0, 11.0),
+    Event("work", 9, 6.5, 7.0),
+    Event(IN_FLIGHT, 0, 6.0, 7.0),
+]
+
 
 def test_own_time_leaves_out_what_is_inside() -> None:
-    recorder = Recorder()
-
-    def outer() -> str:
-        time.sleep(0.02)
-        recorder.call("inner", time.sleep, 0.05)
-        recorder.call("inner", time.sleep, 0.05)
-        return "result"
-
-    assert recorder.call("outer", outer) == "result"
-    first, _, whole = recorder.spans
-    found = self_seconds(recorder.spans)
-    assert list(found) == ["outer", "inner"]
-    assert found["inner"][1] == 2
-    assert found["inner"][0] >= 0.1
-    assert found["outer"][0] == pytest.approx(whole.seconds - found["inner"][0])
-    assert whole.start < first.start < first.end < whole.end
-
-
-def test_a_call_that_raises_is_recorded() -> None:
-    recorder = Recorder()
-    with pytest.raises(ZeroDivisionError):
-        recorder.wrap("divide", lambda: 1 / 0)()
-    recorder.call("after", lambda: None)
-    assert [span.name for span in recorder.spans] == ["divide", "after"]
-    assert all(span.own == span.seconds for span in recorder.spans)
+    spans = spans_of(EVENTS)
+    mine = [span for span in spans if span.event.thread == 7]
+    assert self_seconds(mine) == {
+        "outer": (4.0, 1),
+        "inner": (4.0, 2),
+        "innermost": (1.0, 1),
+        "after": (1.0, 1),
+    }
+    assert sum(span.own for span in mine) == 10.0
+    assert self_seconds(spans)["work"] == (3.5, 2)
 
 
 def test_one_track_per_thread() -> None:
-    recorder = Recorder()
-    together = threading.Barrier(3)  # the identifier of a thread that has ended is given out again
-
-    def work() -> None:
-        recorder.call("work", together.wait)
-
-    def main() -> None:
-        threads = [threading.Thread(target=work, name=f"helper-{i}") for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    recorder.call("main", main)
-    recorder.levels.append((recorder.spans[-1].end, 2))
-    events = as_trace(recorder, recorder.spans[-1].start, "level")["traceEvents"]
+    events = as_trace(EVENTS, 1.0, 7)["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {1: "saving thread", 2: "engine thread 1", 3: "engine thread 2"}
     spans = [event for event in events if event["ph"] == "X"]
-    assert {"helper-0", "helper-1", "helper-2"} < set(names.values())
-    assert sorted(names[e["tid"]] for e in spans if e["name"] == "work") == [
-        "helper-0", "helper-1", "helper-2",
+    assert [(e["tid"], e["ts"], e["dur"]) for e in spans if e["name"] == "work"] == [
+        (2, 2e6, 3e6), (3, 5.5e6, 0.5e6),
     ]  # fmt: skip
-    assert [event["args"] for event in events if event["ph"] == "C"] == [{"level": 2}]
-    assert min(event["ts"] for event in spans) == 0
-    assert all(event["dur"] >= 0 for event in spans)
+    assert len(spans) == len(EVENTS) - 2
+    levels = [event["args"]["blocks in flight"] for event in events if event["ph"] == "C"]
+    assert levels == [1, 0, 1, 0]
 
 
-# --- the hooks --------------------------------------------------------------------------------
-
-
-def test_hooks_are_taken_away_after_an_error() -> None:
-    before = [getattr(owner, name) for owner, name, _ in instrument._STEPS]
-    create = instrument.block_writer.create
-    with pytest.raises(KeyError), instrumented(Recorder()):
-        assert instrument.block_writer.create is not create
-        assert [getattr(owner, name) for owner, name, _ in instrument._STEPS] != before
-        raise KeyError
-    assert [getattr(owner, name) for owner, name, _ in instrument._STEPS] == before
-    assert instrument.block_writer.create is create
-
-
-def test_pickle_module_records(tmp_path: Path) -> None:
-    recorder = Recorder()
-    torch.save({"a": torch.zeros(3)}, tmp_path / "a.pt", recording_pickle(recorder))
-    assert [span.name for span in recorder.spans] == ["pickle"]
-    assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.zeros(3))
+# --- what is measured -------------------------------------------------------------------------
 
 
 def test_slow_steps_show_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The profile measures: what is made slow is what gets long."""
+    fsync, crc32 = os.fsync, fill.crc32
 
-    def slow(owner: Any, name: str, seconds: float) -> None:
-        function = getattr(owner, name)
+    def slow_fsync(fd: int) -> None:
+        time.sleep(0.12 if stat.S_ISDIR(os.fstat(fd).st_mode) else 0.11)
+        fsync(fd)
 
-        def slower(*args: Any, **keywords: Any) -> Any:
-            time.sleep(seconds)
-            return function(*args, **keywords)
+    def slow_crc32(*arguments: Any) -> int:
+        time.sleep(0.005)
+        return crc32(*arguments)
 
-        monkeypatch.setattr(owner, name, slower)
-
-    from fastserial.files import linux, replacement
-    from fastserial.saving import fill
-
-    slow(replacement.Replacement, "sync", 0.11)
-    slow(replacement.Replacement, "_sync_directory", 0.12)
-    slow(linux, "preallocate", 0.13)
-    slow(fill, "crc32", 0.005)
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    monkeypatch.setattr(fill, "crc32", slow_crc32)
     result = profiled(tmp_path, runs=1)
-    caller = {phase.name: phase.seconds for phase in result.caller}
-    assert 0.11 <= caller["fsync"] < 0.3
-    assert 0.12 <= caller["directory sync"] < 0.3
-    assert 0.13 <= caller["preallocate"] < 0.3
-    assert caller["rename"] < 0.1
+    caller = {phase.name: phase for phase in result.caller}
+    assert (caller["fsync"].seconds >= 0.11, caller["fsync"].count) == (True, 1)
+    assert (caller["directory sync"].seconds >= 0.12, caller["directory sync"].count) == (True, 1)
     phases = (*result.caller, *result.workers)
     found = [(phase.seconds, phase.count) for phase in phases if phase.name == "CRC-32"]
     seconds, chunks = (sum(column) for column in zip(*found, strict=True))
     assert seconds >= 0.005 * chunks
     assert chunks >= 16 * 4
+
+
+def test_nobody_listens_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        assert trace.listener is not None
+        raise KeyError
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(KeyError):
+        profile._profiled({}, tmp_path / "file", "zip")
+    assert trace.listener is None
 
 
 # --- whole profiles ---------------------------------------------------------------------------
@@ -153,7 +125,7 @@ def profiled(folder: Path, **more: Any) -> ProfileResult:
 def test_profile(
     tmp_path: Path, container: str, few_cores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "_FEW_CORES", 1 << 20 if few_cores else 0)
+    monkeypatch.setattr(threads, "FEW_CORES", 1 << 20 if few_cores else 0)
     result = profiled(tmp_path, container=container, runs=2)
     assert result.identical
     assert list(tmp_path.iterdir()) == []

@@ -6,11 +6,8 @@ Every expectation about an exception comes from running stock in the same test.
 from __future__ import annotations
 
 import io
-import json
 import os
 import stat
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.children import SMALL, child, raised, save
 from support.corpus import CASES, FORMATS, noise
 from support.identity import STOCK_ONLY, difference, fast, stock
 
-SMALL = {"x": torch.arange(1000.0)}
 OLD = b"the previous checkpoint" * 5000
 SIDES: dict[str, Callable[..., AbstractContextManager[None]]] = {"stock": stock, "fast": fast}
 # In blocks, or small and buffered: both ways end in the same rename.
@@ -32,20 +29,6 @@ WAYS: list[dict[str, Any]] = [{}, {"small_file": 0, "block_size": 4096}, {"durab
 needs_fast = pytest.mark.skipif(STOCK_ONLY, reason="stock does not promise this")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
 both_formats = pytest.mark.parametrize("fmt", FORMATS)
-
-
-def save(f: Any, fmt: str, live: Any = SMALL) -> None:
-    torch.save(live, f, _use_new_zipfile_serialization=fmt == "zip")
-
-
-def raised(call: Callable[[], object]) -> BaseException | None:
-    """What a call raises, interrupts included."""
-    try:
-        call()
-    except BaseException as error:
-        error.__traceback__ = None
-        return error
-    return None
 
 
 def assert_like(got: BaseException | None, want: BaseException | None) -> None:
@@ -77,31 +60,6 @@ def still_saves(folder: Path, fmt: str) -> None:
     with fast():
         save(folder / "good.pt", fmt)
     assert difference(want, (folder / "good.pt").read_bytes()) is None
-
-
-def child(body: str, *args: object, **options: Any) -> Any:
-    """Run code in a process of its own; what it puts into ``result`` comes back."""
-    prelude = (
-        "import json, os, sys, threading, time, torch\n"
-        "from pathlib import Path\n"
-        "from support.corpus import noise\n"
-        "from support.identity import fast, stock\n"
-        "from test_bad_input import SMALL, raised, save\n"
-        "args, result = sys.argv[2:], None\n"
-    )
-    read, write = os.pipe()
-    code = f"{prelude}{body}\nos.write(int(sys.argv[1]), json.dumps(result).encode())\n"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        command = [sys.executable, "-c", code, str(write), *map(str, args)]
-        options = {"stderr": subprocess.PIPE, "timeout": 120, **options}
-        done = subprocess.run(command, env=environment, pass_fds=(write,), **options)
-    finally:
-        os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read()
-    assert done.returncode == 0, done.stderr.decode()
-    return json.loads(answer)
 
 
 @pytest.fixture(autouse=True)
@@ -195,21 +153,6 @@ def test_relative_path_after_chdir(
 
 
 # --- not root ---------------------------------------------------------------------------------
-
-AS_NOBODY = """
-Path("warm").mkdir()
-for side in (stock, fast):  # imports what it will need while it still may
-    with side():
-        save("warm/up.pt", args[0])
-os.setgroups([]), os.setgid(65534), os.setuid(65534)
-result = {}
-for scene in args[1:]:
-    for side in ("stock", "fast"):
-        with (stock if side == "stock" else fast)():
-            error = raised(lambda: save(f"{scene}/{side}/a.pt", args[0]))
-        mro = [kind.__name__ for kind in type(error).__mro__]
-        result[f"{scene}/{side}"] = [mro, str(error), getattr(error, "errno", None)]
-"""
 # Modes of the directory and of the file in it (None: no file).
 SCENES: dict[str, tuple[int, int | None]] = {
     "unwritable directory": (0o555, None),
@@ -242,7 +185,7 @@ def permitted(
                 (folder / "a.pt").write_bytes(OLD)
                 (folder / "a.pt").chmod(file_mode)
             folder.chmod(directory_mode)
-    outcomes = child(AS_NOBODY, request.param, *SCENES, cwd=root)
+    outcomes = child("as_nobody.py", request.param, *SCENES, cwd=root)
     found: Permitted = {}
     for key, outcome in outcomes.items():
         seen: dict[str, Any] = {}
@@ -333,65 +276,19 @@ def test_failed_save_into_file_object(name: str, fmt: str, tmp_path: Path) -> No
     assert_like(errors["fast"], errors["stock"])
 
 
-INTERRUPTED = """
-import signal
-def ring(*_):
-    raise KeyboardInterrupt
-signal.signal(signal.SIGALRM, ring)
-path = Path(args[0], "a.pt")
-live = noise(12_000_000)
-result = {"interrupted": 0, "finished": 0, "wrong": []}
-with fast(block_size=65536, threads=2, small_file=0, durable=False):
-    save(path, args[1], live)  # how long it takes, and what it gives
-    start = time.perf_counter()
-    save(path, args[1], live)
-    took = time.perf_counter() - start
-    new = path.read_bytes()
-    for step in range(80):
-        path.write_bytes(b"old")
-        error = None
-        try:
-            signal.setitimer(signal.ITIMER_REAL, took * (step + 1) / 70)
-            save(path, args[1], live)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            result["finished"] += 1
-        except KeyboardInterrupt:
-            result["interrupted"] += 1
-        except BaseException as other:
-            error = repr(other)
-        names = os.listdir(args[0])
-        if error or names != ["a.pt"] or path.read_bytes() not in (b"old", new):
-            result["wrong"].append([step, error, names])
-        for name in names:
-            if name != "a.pt":
-                os.unlink(path.with_name(name))
-    save(path, args[1], live)
-    assert path.read_bytes() == new
-"""
-
-
 @needs_fast
 @both_formats
 def test_interrupt_at_any_time(fmt: str, tmp_path: Path) -> None:
     """Ctrl-C during the transfer: the old file or the new one, and no temporary file."""
-    result = child(INTERRUPTED, tmp_path, fmt)
+    result = child("ctrl_c.py", tmp_path, fmt, "replaced", 60)
     assert result["wrong"] == []
-    assert result["interrupted"] >= 10, result
+    assert result["interrupted"] >= 30, result
 
 
-TOO_LARGE = """
-import resource
-with fast():  # imports what it needs
-    save(args[0] + "/warm.pt", args[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-result, live = [], noise(3_000_000)
-for side in (stock, fast):
-    for durable in (True, False):
-        with side(**({"durable": durable, "small_file": 0} if side is fast else {})):
-            error = raised(lambda: save(f"{args[0]}/{side.__name__}/a.pt", args[1], live))
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        result.append([kinds, getattr(error, "errno", None), str(error)])
-"""
+@needs_fast
+def test_interrupts_tear_what_is_overwritten(tmp_path: Path) -> None:
+    """The control: the same interrupts, and a file that cannot be replaced."""
+    assert child("ctrl_c.py", tmp_path, "zip", "open", 20)["wrong"]
 
 
 @both_formats
@@ -400,7 +297,7 @@ def test_file_grows_too_large(fmt: str, tmp_path: Path) -> None:
     for side in SIDES:
         (tmp_path / side).mkdir()
         (tmp_path / side / "a.pt").write_bytes(OLD)
-    (want, _, _), _, *ours = child(TOO_LARGE, tmp_path, fmt)
+    (want, _, _), _, *ours = child("too_large.py", tmp_path, fmt)
     assert "Exception" in want
     for kinds, number, message in ours:
         assert want[0] in kinds
@@ -526,32 +423,10 @@ def test_dev_null(fmt: str) -> None:
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-STDOUT = """
-result = {}
-kept = os.dup(1)
-for side in (stock, fast):
-    read, write = os.pipe()
-    os.dup2(write, 1)
-    os.close(write)
-    with side():
-        save("/dev/stdout", args[1])  # 5 KB: the pipe holds them
-    os.dup2(kept, 1)
-    with os.fdopen(read, "rb") as pipe:
-        piped = pipe.read()
-    with open(f"{args[0]}/{side.__name__}", "w+b") as out:
-        os.dup2(out.fileno(), 1)
-        with side():
-            save("/dev/stdout", args[1])
-        os.dup2(kept, 1)
-        redirected = out.read()
-    result[side.__name__] = [piped.hex(), redirected.hex()]
-"""
-
-
 @both_formats
 def test_dev_stdout(fmt: str, tmp_path: Path) -> None:
     """``| reader`` and ``> file``: the descriptor that the shell opened gets the bytes."""
-    result = child(STDOUT, tmp_path, fmt)
+    result = child("to_stdout.py", tmp_path, fmt)
     assert result["fast"] == result["stock"]
     for data in result["fast"]:
         assert torch.equal(torch.load(io.BytesIO(bytes.fromhex(data)))["x"], SMALL["x"])
@@ -748,44 +623,10 @@ def _run_all(calls: list[Callable[[], object]]) -> None:
         assert not thread.is_alive()
 
 
-FORK = """
-stop, errors = threading.Event(), []
-small = {i: noise(20_000) for i in range(100)}
-big, folder = {"t": noise(6_000_000), **small}, Path(args[0])
-want = {**SMALL, **small}
-def run():
-    while not stop.is_set():
-        errors.append(raised(lambda: save(folder / "parent.pt", args[1], big)))
-with fast(small_file=0, block_size=65536, durable=False):
-    save(folder / "parent.pt", args[1], big)
-    thread = threading.Thread(target=run)
-    thread.start()
-    codes = []
-    for i in range(8):
-        time.sleep(0.013 * (i + 1))
-        pid = os.fork()
-        if not pid:
-            error = raised(lambda: save(folder / f"child{i}.pt", args[1], want))
-            os._exit(0 if error is None else 1)
-        deadline = time.monotonic() + 30
-        while (waited := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        if waited == (0, 0):
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-            codes.append("hangs")
-        else:
-            codes.append(os.waitstatus_to_exitcode(waited[1]))
-    stop.set()
-    thread.join()
-result = {"codes": codes, "errors": [str(e) for e in errors if e], "saves": len(errors)}
-"""
-
-
 @both_formats
 def test_fork_while_another_thread_saves(fmt: str, tmp_path: Path) -> None:
     """The child can save, the parent's save is not disturbed."""
-    result = child(FORK, tmp_path, fmt)
+    result = child("fork_while_saving.py", tmp_path, fmt)
     assert result["codes"] == [0] * 8
     assert result["errors"] == []
     assert result["saves"] > 0
@@ -795,43 +636,10 @@ def test_fork_while_another_thread_saves(fmt: str, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "parent.pt")["t"].numel() == 6_000_000
 
 
-SIGNALLED = """
-import faulthandler, signal
-faulthandler.dump_traceback_later(60, exit=True)
-folder = Path(args[0])
-live = {i: noise(20_000) for i in range(300)}
-depth, result = [0], {"inside": 0, "wrong": []}
-def ring(*_):
-    if not depth[0]:
-        return
-    depth[0] -= 1
-    result["inside"] += 1
-    save(folder / "handler.pt", args[1], live)
-signal.signal(signal.SIGALRM, ring)
-with fast(block_size=65536, small_file=0, durable=False):
-    save(folder / "a.pt", args[1], live)
-    start = time.perf_counter()
-    save(folder / "a.pt", args[1], live)
-    took = time.perf_counter() - start
-    new = (folder / "a.pt").read_bytes()
-    for step in range(60):
-        (folder / "a.pt").unlink()
-        depth[0] = 1
-        signal.setitimer(signal.ITIMER_REAL, took * (step + 1) / 60)
-        save(folder / "a.pt", args[1], live)
-        depth[0] = 0
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if (folder / "a.pt").read_bytes() != new:
-            result["wrong"].append(step)
-result["names"] = sorted(os.listdir(folder))
-result["same"] = len(torch.load(folder / "handler.pt")) == len(live)
-"""
-
-
 @both_formats
 def test_a_signal_handler_saves_during_a_save(fmt: str, tmp_path: Path) -> None:
     """As a job does that is told to make room (SIGTERM, SIGUSR1): both files are whole."""
-    result = child(SIGNALLED, tmp_path, fmt)
+    result = child("handler_saves.py", tmp_path, fmt)
     assert result["wrong"] == []
     assert result["inside"] >= 10, result
     assert result["names"] == ["a.pt", "handler.pt"]

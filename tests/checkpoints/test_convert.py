@@ -25,6 +25,7 @@ from fastserial.cli import convert as convert_module
 from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
+    UnreadableCheckpointError,
     UnreadableTensorError,
     WriteError,
 )
@@ -359,8 +360,8 @@ def test_damaged_sources(tmp_path: Path) -> None:
 def test_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    for name in ("folder", "pipe"):
-        with pytest.raises(CorruptCheckpointError, match=f"{name}: not a regular file"):
+    for name, what in (("folder", "a directory"), ("pipe", "not a regular file")):
+        with pytest.raises(UnreadableCheckpointError, match=f"{name}: {what}"):
             convert(tmp_path / name, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 

@@ -102,7 +102,7 @@ def test_layouts(tmp_path: Path) -> None:
 def test_large_scattered_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastserial.checkpoints import tensor_read
 
-    monkeypatch.setattr(tensor_read, "_CHUNK", 30_000)
+    monkeypatch.setattr(tensor_read, "SCATTERED_CHUNK", 30_000)
     value = torch.randn(40, 50, 60)
     path = saved(tmp_path, {"x": value, "y": value.permute(2, 1, 0)})
     target = {"x": torch.zeros(40, 50, 120)[..., ::2], "y": torch.zeros(60, 50, 40)}

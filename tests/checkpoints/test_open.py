@@ -159,8 +159,8 @@ def test_scattered_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.M
     """The ways that only large tensors take."""
     from fastserial.checkpoints import tensor_read
 
-    monkeypatch.setattr(tensor_read, "_CHUNK", 50_000)
-    monkeypatch.setattr(tensor_read, "_RUN", 2000)
+    monkeypatch.setattr(tensor_read, "SCATTERED_CHUNK", 50_000)
+    monkeypatch.setattr(tensor_read, "CONTIGUOUS_RUN", 2000)
     path = tmp_path / "f.pt"
     tensor = torch.randn(30, 40, 500)
     with stock():

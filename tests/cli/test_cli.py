@@ -49,7 +49,7 @@ def test_help_names_the_commands() -> None:
         assert name in done.stdout
 
 
-@pytest.mark.parametrize("words", [["patches"], ["bench"], ["bench", "ramdisk"], ["bench", "save"]])
+@pytest.mark.parametrize("words", [["patches"], ["bench"], ["bench", "save"]])
 def test_sub_commands_have_help(words: list[str]) -> None:
     done = CliRunner().invoke(app, [*words, "--help"])
     assert done.exit_code == 0, done.output
@@ -187,17 +187,12 @@ def test_demo(tmp_path: Path) -> None:
 def test_demo_tells_of_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from fastserial.bench.measuring import identical
-    from fastserial.bench.studies import demo
-
-    def other(one: Path, two: Path) -> int | None:
-        two.write_bytes(two.read_bytes()[:-1])
-        return identical.first_difference(one, two)
+    from fastserial.bench.cli import demo
+    from fastserial.bench.measuring import rotation
 
     state = {"w": torch.arange(1000.0)}
     monkeypatch.setattr(demo, "build_model", lambda nbytes: state)
-    monkeypatch.setattr(demo, "first_difference", other)
-    monkeypatch.setattr(demo, "_compare_loaded", lambda *_: [])
+    monkeypatch.setattr(rotation, "digest", lambda path: path.name)
     done = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path), "--runs", "1"])
     assert done.exit_code == 1
     assert "identical: no" in done.stdout
@@ -208,8 +203,8 @@ def test_demo_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     absent: dict[str, Any] = {"transformers": None}
     for name, module in absent.items():
         monkeypatch.setitem(sys.modules, name, module)
+    from fastserial.bench.cli.demo import build_model
     from fastserial.bench.measuring.errors import BenchError
-    from fastserial.bench.studies.demo import build_model
 
     with pytest.raises(BenchError, match="pip install"):
         build_model(1000)

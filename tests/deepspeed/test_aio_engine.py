@@ -23,6 +23,7 @@ from fastserial.errors import WriteError
 from fastserial.testing import BLOCK, drive, read, write
 
 MIB = 1 << 20
+_PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 class Spy:
@@ -206,34 +207,11 @@ def test_large_sectors(large_sectors: Path, spies: list[Spy]) -> None:
     assert sum(spy.writes for spy in spies) > 70
 
 
-LITTLE_MEMORY = """
-import os, resource, sys
-sys.path[:0] = sys.argv[2:]
-import torch
-from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back
-from fastserial.engines.deepspeed.engine import DeepSpeedEngine
-from fastserial.errors import EngineUnavailableError
-for handle in [borrow_handle(AioSettings()) for _ in range(2)]:  # reads files that are root's
-    give_back(AioSettings(), handle)
-limit = int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
-if os.getuid() == 0:
-    os.setuid(65534)
-try:
-    pool = DeepSpeedEngine(4, settings=AioSettings()).allocate(8, 256 * 1024)
-    print(len(pool.buffers))
-except EngineUnavailableError as error:
-    print(error)
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
 @pytest.mark.parametrize(("kib", "expected"), [(4096, "8"), (900, "3"), (0, "ulimit -l 256")])
 def test_little_memory_may_be_locked(op: Any, kib: int, expected: str) -> None:
     """Fewer buffers, or an error that says what to do; DeepSpeed's allocator would abort."""
     done = subprocess.run(
-        [sys.executable, "-c", LITTLE_MEMORY, str(kib * 1024), *sys.path],
+        [sys.executable, _PROGRAMS / "little_locked_memory.py", str(kib * 1024)],
         capture_output=True,
         text=True,
         check=False,
@@ -242,30 +220,14 @@ def test_little_memory_may_be_locked(op: Any, kib: int, expected: str) -> None:
     assert expected in done.stdout
 
 
-FORK = """
-import os, sys, torch, fastserial
-from pathlib import Path
-torch.set_num_threads(1)  # OpenMP does not survive a fork
-fastserial.install(engine="deepspeed", small_file=0, block_size=65536)
-path = Path(sys.argv[1])
-torch.save(torch.ones(100_000), path / "parent.pt")
-child = os.fork()
-if child == 0:
-    torch.save(torch.zeros(100_000), path / "child.pt")
-    sys.exit(0)
-assert os.waitpid(child, 0)[1] == 0
-torch.save(torch.ones(100_000), path / "again.pt")
-assert fastserial.last_save_report().engine == "deepspeed"
-for name, value in ("parent", 1), ("child", 0), ("again", 1):
-    assert torch.load(path / f"{name}.pt").eq(value).all()
-"""
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_fork(op: Any, tmp_path: Path) -> None:
     """A child saves and ends; the handles' threads are its parent's."""
     done = subprocess.run(
-        [sys.executable, "-c", FORK, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, _PROGRAMS / "fork_with_deepspeed.py", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 

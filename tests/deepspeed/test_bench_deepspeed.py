@@ -15,8 +15,7 @@ from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.rotation import Plan, rotate
 from fastserial.bench.studies.deepspeed import run_deepspeed
 from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench
-from fastserial.bench.subjects.deepspeed_rows import their_rows
-from fastserial.bench.subjects.peers import engine_rows
+from fastserial.bench.subjects.peers import engine_rows, their_rows
 from fastserial.bench.subjects.torch_rows import stock_row
 
 pytest.importorskip("transformers")

@@ -16,6 +16,7 @@ from fastserial.engines.deepspeed.aio_op import lockable
 from fastserial.engines.deepspeed.transfer_proof import SECTOR, ReadMarks, is_blank, is_written
 
 PAGE = mmap.PAGESIZE
+_LOCKABLE = str(Path(__file__).parents[1] / "programs" / "lockable.py")
 
 
 @pytest.fixture
@@ -83,22 +84,11 @@ def test_marks() -> None:
     assert ReadMarks()._value != marks._value
 
 
-LOCK = """
-import os, resource, sys
-from fastserial.engines.deepspeed.aio_op import lockable
-hard = int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
-if os.getuid() == 0:
-    os.setuid(65534)  # root may lock any amount
-print(lockable(1 << 20))
-"""
-
-
 @pytest.mark.parametrize("pages", [0, 3, 64])
 def test_lockable(pages: int) -> None:
     """As much as the hard limit allows, found without locking too much."""
     assert lockable(PAGE) == PAGE
     out = subprocess.run(
-        [sys.executable, "-c", LOCK, str(pages * PAGE)], check=True, capture_output=True, text=True
+        [sys.executable, _LOCKABLE, str(pages * PAGE)], check=True, capture_output=True, text=True
     )
     assert int(out.stdout) == pages * PAGE

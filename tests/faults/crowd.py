@@ -1,6 +1,6 @@
 """Many saves at once, or one after the other, in a process of their own.
 
-python crowd.py FOLDER THREADS SAVES SEED     # overlapping targets
+python crowd.py FOLDER THREADS SAVES SEED [stock]    # overlapping targets
 python crowd.py FOLDER soak SAVES             # JSON lines of memory, descriptors, threads
 """
 
@@ -85,7 +85,8 @@ def _soak(folder: Path, saves: int) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    fastserial.install()
+    if sys.argv[-1] != "stock":
+        fastserial.install()
     if sys.argv[2] == "soak":
         _soak(folder, int(sys.argv[3]))
     else:

@@ -1,7 +1,7 @@
 """A FUSE file system that shows a folder, with faults: `python mirror.py FOLDER WHERE [OPTIONS]`.
 
 --no-direct        opening with O_DIRECT fails with EINVAL
---short BYTES      a write takes at most this many bytes
+--short BYTES      a write takes at most this many bytes; FOLDER.short is there once one was cut
 --no-dirsync       syncing a directory fails with EINVAL
 --volatile         a device with a write cache: files read back what was written, but only what was
                    synced is on the medium. Writing the name of a file into `/.cut` makes a copy
@@ -76,7 +76,8 @@ class Mirror(Operations):  # type: ignore[misc]
         return os.pread(fh, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        if self.options.short:
+        if 0 < self.options.short < len(data):
+            Path(self.folder + ".short").touch()
             data = data[: self.options.short]
         return os.pwrite(fh, data, offset)
 

@@ -1,8 +1,8 @@
 /* LD_PRELOAD: the call number `at` of pwrite and pwritev is cut to `keep` bytes of its length.
 
    Really short, as at a signal or a quota: the bytes that are said to be written are written.
-   The file named by SHORTWRITE holds three ints: at, keep, and how many calls there were. A keep
-   of 0 means half, a negative one that many bytes less. */
+   The file named by SHORTWRITE holds four ints: at, keep, how many calls there were, and how many
+   were cut. A keep of 0 means half, a negative one that many bytes less. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -20,7 +20,7 @@ __attribute__((constructor)) static void start(void)
     int fd = name ? open(name, O_RDWR | O_CLOEXEC) : -1;
     if (fd < 0)
         return;
-    control = mmap(NULL, 3 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    control = mmap(NULL, 4 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (control == MAP_FAILED)
         control = NULL;
     close(fd);
@@ -32,7 +32,10 @@ static size_t cut(size_t length)
         return length;
     long keep = control[1];
     size_t kept = keep > 0 ? (size_t)keep : keep ? length + keep : length / 2;
-    return kept && kept < length ? kept : length;
+    if (!kept || kept >= length)
+        return length;
+    __atomic_add_fetch(&control[3], 1, __ATOMIC_SEQ_CST);
+    return kept;
 }
 
 ssize_t pwrite64(int fd, const void *data, size_t length, off64_t offset)

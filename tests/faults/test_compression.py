@@ -22,7 +22,7 @@ _WAYS = {
     "directory attribute": ([], ["chattr", "+c"]),
     "directory property": ([], ["btrfs", "property", "set"]),
 }
-_FALLBACK = "the file system compresses this file, but not what is written directly"
+_FALLBACK = "the file system compresses this file, but not direct writes"
 
 
 def used(folder: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +111,7 @@ def test_fuse_without(
     reports = save_and_check(lab.mirror(below, option), zygote, proof, f"FUSE {option}")
     assert reports[0]["fallback"] == fallback
     assert reports[0]["direct"] is (option != "--no-direct")
+    assert (lab.folder / "below.short").exists() is option.startswith("--short")
 
 
 def test_read_only(lab: Lab, zygote: Zygote, proof: Proof) -> None:
@@ -168,16 +168,7 @@ def test_the_directory_is_removed(tmp_path: Path, zygote: Zygote) -> None:
 def test_no_proc(lab: Lab, tmp_path: Path) -> None:
     """Without /proc there is no direct I/O and no nameless file; saves work all the same."""
     need("unshare")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import ctypes, json, os, sys, torch, fastserial\n"
-        "from states import check, make\n"
-        "ctypes.CDLL(None).umount2(b'/proc', 2)\n"
-        "assert not os.path.exists('/proc/self')\n"
-        "fastserial.install(on_report=lambda r: print(json.dumps(r.to_dict())))\n"
-        "torch.save(make(1, 9_000_000), sys.argv[1])\n"
-        "assert check(sys.argv[1]) == 1\n"
-    )
+    script = Path(__file__).parents[1] / "programs" / "no_proc.py"
     folder = tmp_path / "saves"
     folder.mkdir()
     done = subprocess.run(
@@ -192,7 +183,3 @@ def test_no_proc(lab: Lab, tmp_path: Path) -> None:
     assert not report["direct"]
     assert "direct I/O refused" in report["fallback"]
     assert listing(folder) == ["x.pt"]
-
-
-def test_tools_are_where_they_are_said_to_be() -> None:
-    assert shutil.which("mount") or os.geteuid() != 0

@@ -1,4 +1,7 @@
-"""A disk that fills up: an error with errno, path and sizes; the old checkpoint stays."""
+"""A disk that fills up: an error with errno, path and sizes; the old checkpoint stays.
+
+At least half of the disks must have been too small.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +61,11 @@ def test_full_disk(
     folder = disk / "saves"
     folder.mkdir()
     path = folder / "x.pt"
+    refused = 0
     for trial in range(trials):
         job = _JOBS[trial % len(_JOBS)]
-        # From none at all to just not enough; the last few are enough.
-        leave = int(_NEW_BYTES * dice.choice([0, dice.random(), dice.random(), 0.98, 1.6]))
+        # From none at all to just not enough; the last is enough.
+        leave = int(_NEW_BYTES * (0, dice.random(), 0.98, dice.random(), 1.6)[trial % 5])
         assert zygote.start(path, 1, 1, nbytes=_OLD_BYTES, **job).wait() == 0
         old = path.read_bytes()
         fill(disk / "filler", leave)
@@ -72,6 +76,7 @@ def test_full_disk(
             proof.count("saves that fitted")
         else:
             error = victim.error()
+            refused += 1
             assert error["errno"] == errno.ENOSPC, error
             assert error["filename"] == str(path)
             assert {"OSError", "RuntimeError"} <= set(error["kinds"].split(","))
@@ -87,6 +92,21 @@ def test_full_disk(
         assert listing(folder) == ["x.pt"]
         (disk / "filler").unlink()
         path.unlink()
+    assert refused >= trials // 2
+
+
+def test_a_full_disk_tears_what_is_overwritten(lab: Lab, zygote: Zygote) -> None:
+    """The control: without a new file the old one is gone."""
+    need()
+    disk = lab.mount("none", "tmpfs", f"size={_DISK_BYTES['tmpfs']}")
+    path = disk / "x.pt"
+    assert zygote.start(path, 1, 1, nbytes=_OLD_BYTES).wait() == 0
+    old = path.read_bytes()
+    fill(disk / "filler", _NEW_BYTES // 4)
+    victim = zygote.start(path, 2, 1, nbytes=_NEW_BYTES, unguarded=True)
+    assert victim.wait() == 3
+    assert victim.error()["errno"] == errno.ENOSPC
+    assert path.read_bytes() != old
 
 
 @pytest.mark.proof("full disk")

@@ -1,4 +1,7 @@
-"""kill -9 at random moments of a save: the target is the old checkpoint or the new one, whole."""
+"""kill -9 at random moments of a save: the target is the old checkpoint or the new one, whole.
+
+At least half of the kills must come while a save runs.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,16 @@ from pathlib import Path
 
 import pytest
 from proofs import Proof
-from states import check, listing, size_of
-from victims import Zygote
+from states import check, is_whole, listing, size_of
+from victims import Victim, Zygote
 
 pytestmark = pytest.mark.timeout(3600)
+
+
+def kill_soon(victim: Victim, dice: random.Random) -> None:
+    victim.await_line("start")
+    time.sleep(dice.uniform(0, dice.choice([0.005, 0.05, 0.2])))
+    victim.kill()
 
 
 @pytest.mark.proof("kill -9 during an overwriting save")
@@ -20,6 +29,7 @@ def test_kill(
     tmp_path: Path, zygote: Zygote, dice: random.Random, proof: Proof, trials: int
 ) -> None:
     newest = {}
+    hits = 0
     for trial in range(trials):
         zipped, named = bool(trial % 2), bool(trial // 2 % 2)
         path = tmp_path / ("zip.pt" if zipped else "legacy.pt")
@@ -30,9 +40,8 @@ def test_kill(
         before = newest[path.name]
 
         victim = zygote.start(path, before + 1, 10_000, **job)
-        victim.await_line("start")
-        time.sleep(dice.uniform(0, dice.choice([0.005, 0.05, 0.2])))
-        victim.kill()
+        kill_soon(victim, dice)
+        hits += victim.is_saving()
 
         returned = victim.last("done") or before
         begun = victim.last("start")
@@ -48,3 +57,17 @@ def test_kill(
         assert set(listing(tmp_path)) == set(newest)
         newest[path.name] = check(path)
         assert newest[path.name] == found + 1
+    assert hits >= trials // 2
+
+
+def test_the_kills_tear_what_is_overwritten(
+    tmp_path: Path, zygote: Zygote, dice: random.Random
+) -> None:
+    """The control: without a new file and a rename the same kills leave torn files."""
+    path, job = tmp_path / "x.pt", {"nbytes": 9_000_000}
+    torn = 0
+    for _ in range(6):
+        assert zygote.start(path, 1, 1, **job).wait() == 0
+        kill_soon(zygote.start(path, 2, 10_000, unguarded=True, **job), dice)
+        torn += not is_whole(path)
+    assert torn >= 2

@@ -16,7 +16,7 @@ from fastserial import FastFileWriter
 
 pytestmark = pytest.mark.timeout(300)
 
-_IN_ORDER = "the file system takes the bytes of a file in their order only"
+_IN_ORDER = "the file system only takes the bytes of a file sequentially"
 _NO_RENAME = "the file system cannot rename a file over another"
 _STATES: list[dict[str, Any]] = [
     {"a": torch.arange(3000.0)},

@@ -3,6 +3,8 @@
 `snapshots`: the disk is an image on btrfs, a cut is a reflink copy of it, which holds all that
 was written so far. `write cache`: the disk is a FUSE file that forgets a random part of what it
 was not told to flush, down to single sectors, as a disk with a write cache does.
+
+At least a third of the cuts must come while a save runs.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def cut_and_look(
     """Save over and over on a mounted disk, cut the power at random moments, and check."""
     newest = dict.fromkeys((f"{index}.pt" for index in range(len(_JOBS))), 0)
     copy = lab.folder / "after.img"
+    hits = 0
     for trial in range(trials):
         index = trial % len(_JOBS)
         job = _JOBS[index]
@@ -52,6 +55,7 @@ def cut_and_look(
         victim.await_line("done")
         time.sleep(dice.uniform(0, 0.3))
 
+        hits += victim.is_saving()
         returned = victim.last("done")
         cut(copy)
         begun = victim.last("start")
@@ -77,6 +81,7 @@ def cut_and_look(
             assert not any(name.startswith(f".{path.name}.") for name in listing(found_at))
         copy.unlink()
         proof.count(f"{kind}: last returned save" if found == returned else f"{kind}: a newer one")
+    assert hits >= trials // 3
 
 
 def stop(victim: Victim) -> int:

@@ -45,6 +45,10 @@ class Victim:
         numbers = [int(line.split()[1]) for line in self.lines() if line.startswith(word + " ")]
         return numbers[-1] if numbers else None
 
+    def is_saving(self) -> bool:
+        """Whether the last save that has started has not returned."""
+        return self.last("start") != self.last("done")
+
     def await_line(self, word: str) -> None:
         """Wait until the victim's log has a line that starts with `word`."""
         deadline = time.monotonic() + _PATIENCE
@@ -103,6 +107,9 @@ class Zygote:
         named temporary file, `pause` to wait for `resume` before the first save, `fsize` for a
         limit on the size of files (bytes), `user` to run as, `report` to log the SaveReport,
         `remove` for a folder that disappears in the middle of the save.
+
+        For controls: `unguarded` overwrites the target where it is (the victim holds it open),
+        `deaf` takes every write for a whole one.
         """
         self._count += 1
         log = self._logs / f"{self._count}.log"
@@ -175,6 +182,20 @@ def _warm_up(torch: Any) -> None:
                 torch.save(make(1, nbytes), path, _use_new_zipfile_serialization=zipped)
 
 
+def _take_every_write_for_a_whole_one() -> None:
+    pwritev, pwrite = os.pwritev, os.pwrite
+
+    def deaf_pwritev(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        pwritev(fd, buffers, offset, *flags)
+        return sum(map(len, buffers))
+
+    def deaf_pwrite(fd: int, data: memoryview, offset: int) -> int:
+        pwrite(fd, data, offset)
+        return len(data)
+
+    os.pwritev, os.pwrite = deaf_pwritev, deaf_pwrite
+
+
 def _suffer(job: dict[str, Any]) -> int:
     import torch
     from states import make
@@ -194,6 +215,10 @@ def _suffer(job: dict[str, Any]) -> int:
     if "user" in job:
         os.setgid(job["user"])
         os.setuid(job["user"])
+    if job.get("unguarded"):
+        os.open(job["path"], os.O_RDONLY)  # a file that its process has open is overwritten
+    if job.get("deaf"):
+        _take_every_write_for_a_whole_one()
     if "remove" in job:
         real = replacement.Replacement.sync
 

@@ -81,7 +81,7 @@ def test_a_load_leaves_nothing_if_told_so(path: Path) -> None:
 def test_a_file_larger_than_memory_is_read_directly(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caching, "_ALWAYS_FITS", 0)
+    monkeypatch.setattr(caching, "ALWAYS_FITS", 0)
     monkeypatch.setattr(caching, "available_bytes", lambda: 4 * MIB)
     direct, _ = loaded(path)
     assert direct or not has_direct(path.parent)
@@ -105,7 +105,7 @@ def saved(path: Path, state: object = None, **options: Any) -> fastserial.SaveRe
 def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None, durable: bool
 ) -> None:
-    monkeypatch.setattr(caching, "_FAST", float("inf"))
+    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
     for name in ("first.pt", "second.pt"):  # the second relies on what the first measured
         report = saved(tmp_path / name, durable=durable)
         assert not report.direct
@@ -118,7 +118,7 @@ def test_what_was_not_written_does_not_count_in_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
     """`skip_data` leaves holes: a device is no faster for them."""
-    monkeypatch.setattr(caching, "_FAST", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     with fast(**SMALL), torch.serialization.skip_data():
         torch.save([noise(8 * MIB), noise(8 * MIB)], tmp_path / "holes.pt")
     assert not caching._fast
@@ -135,7 +135,7 @@ def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
     took: list[int] = []
     for flags in (0, os.O_DSYNC):
         caching._fast.clear()
-        monkeypatch.setattr(caching, "_FAST", 1.5 * MIB)  # for one second fast, for two slow
+        monkeypatch.setattr(caching, "FAST_DEVICE", 1.5 * MIB)  # for one second fast, for two slow
         fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | flags)
         try:
             cached = caching.CachedWrites(fd, False, True)
@@ -151,7 +151,7 @@ def test_on_a_fast_device_a_save_is_direct(
 ) -> None:
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(caching, "_FAST", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     state = [noise(3 * MIB), noise(5 * MIB)]
     assert saved(tmp_path / "first.pt", state).direct
     assert 0.05 < cached(tmp_path / "first.pt") < 0.5  # the trial
@@ -166,11 +166,11 @@ def test_saves_do_as_told(
 ) -> None:
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(caching, "_FAST", float("inf"))
+    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
     assert saved(tmp_path / "drop.pt", cache="drop").direct
     assert cached(tmp_path / "drop.pt") < 0.1
     assert saved(tmp_path / "direct.pt", direct=True).direct
-    monkeypatch.setattr(caching, "_FAST", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     assert not saved(tmp_path / "keep.pt", cache="keep").direct
     assert cached(tmp_path / "keep.pt") > 0.99
 

@@ -199,7 +199,7 @@ STEPS = [
     ("fsync", errno.ENOSPC, "Free space"),
     ("fsync", errno.EDQUOT, "quota"),
     ("pwritev", errno.ENOSPC, "Free space"),
-    ("rename", errno.ESTALE, "mount it anew"),
+    ("rename", errno.ESTALE, "remount it"),
     ("rename", errno.EROFS, "Remount"),
     ("rename", errno.ENOTCONN, "FUSE"),
     ("rename", errno.ENOENT, "directory was removed"),
@@ -247,7 +247,7 @@ def test_an_interrupt_while_files_are_closed(
 ) -> None:
     """It stays an interrupt; no descriptor is closed twice: by then it may be another file's."""
     way = config.current(small_file=0, block_size=65536, read_back=read_back)
-    monkeypatch.setattr(replacement_module, "LARGE", 1)
+    monkeypatch.setattr(replacement_module, "LARGE_FILE", 1)
     monkeypatch.setattr(replacement_module, "free", lambda files: files.close())
     real = os.close
     twice: list[int] = []
@@ -389,7 +389,7 @@ def test_an_error_in_place_says_what_is_left(
 def test_a_signal_handler_saves_while_the_old_file_is_freed(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replacement_module, "LARGE", 1)
+    monkeypatch.setattr(replacement_module, "LARGE_FILE", 1)
     real = Background.start
     handler = [lambda: write(target, b"handler's")]
 
@@ -399,9 +399,9 @@ def test_a_signal_handler_saves_while_the_old_file_is_freed(
         return real(threads, *arguments)
 
     saving = threading.Thread(target=write, args=(target, b"new"), daemon=True)
-    saving.start()
     with monkeypatch.context() as patch:
         patch.setattr(Background, "start", start)
+        saving.start()
         saving.join(20)
         assert not saving.is_alive()
     assert not handler

@@ -8,7 +8,6 @@ import decimal
 import io
 import os
 import pickle
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -169,10 +168,8 @@ def test_memory_has_a_limit() -> None:
 
 def test_time_has_a_limit() -> None:
     data = b"\x80\x02" + b"N0" * 2_000_000 + b"N."
-    began = monotonic()
     with pytest.raises(PickleLimitError, match="longer"):
         read(data, Limits(seconds=0.05, memory=1 << 40))
-    assert monotonic() - began < 5
 
 
 def test_a_length_past_the_end_takes_no_memory() -> None:

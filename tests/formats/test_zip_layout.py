@@ -191,7 +191,7 @@ def test_self_check_passes_here() -> None:
 
 
 def test_self_check_notices_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserial.formats.zip.layout._MADE_BY", 0x0314)
+    monkeypatch.setattr("fastserial.formats.zip.structs._MADE_BY", 0x0314)
     reason = self_check.self_check()
     assert reason is not None
     assert torch.__version__ in reason

@@ -105,7 +105,7 @@ def test_random_damage(fmt: str, tmp_path: Path) -> None:
     with stock():
         right = digest(torch.load(path))
     counts = {"equal": 0, "error": 0}
-    for seed in range(200):
+    for seed in range(120):
         path.write_bytes(damaged(data, seed))
         with fast():
             with fastserial.options(**DIRECT):
@@ -123,7 +123,7 @@ def test_random_damage(fmt: str, tmp_path: Path) -> None:
             # stock gives memory that nobody wrote to for a record that looks like a directory
             if want.error is None and digest(want.value) == digest(again.value):
                 assert digest(want.value) == digest(got.value), seed
-    assert min(counts.values()) > 20, counts
+    assert min(counts.values()) > 12, counts
 
 
 def test_every_record_is_verified(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_file_changes_while_read(
 ) -> None:
     from fastserial.loading import prefetch
 
-    monkeypatch.setattr(prefetch, "_LOOK_AHEAD", 100_000)
+    monkeypatch.setattr(prefetch, "LOOK_AHEAD", 100_000)
     path = tmp_path / "archive.pt"
     with stock():
         torch.save(

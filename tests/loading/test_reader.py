@@ -281,7 +281,9 @@ def test_delivery_fails(path: Path) -> None:
         blocks = BlockReader(file.fileno(), SIZE, Config(block_size=65536))
         try:
             with pytest.raises(ZeroDivisionError):
-                blocks.read(Block(at, 65536, deliver) for at in range(0, 65536 * 20, 65536))
+                for at in range(0, 65536 * 20, 65536):
+                    blocks.put(Block(at, 65536, deliver))
+                blocks.drain()
         finally:
             blocks.close()
             blocks.close()

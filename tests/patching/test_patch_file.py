@@ -263,7 +263,7 @@ def test_verify_tells_what_differs() -> None:
 
     def verdict(before: str, after: str) -> str | None:
         function = FunctionPatch("m", "f", {before: after}, (AT_START,))
-        return build.verify(build.build_module(source, Patch("v", "", (function,)), "m"))
+        return build.check_hashes(build.build_module(source, Patch("v", "", (function,)), "m"))
 
     before, after = build.digest(built.original), build.digest(built.text)
     assert verdict(before, after) is None
@@ -381,6 +381,28 @@ def test_a_torch_without_the_anchor_does_not_check(torch_copy: Path) -> None:
     assert [(one.function, one.anchored) for one in bad] == [("torch.serialization._save", False)]
     with pytest.raises(PatchError, match="0 statements"):
         maintain.new(source)
+
+
+def test_an_anchor_written_by_hand(torch_copy: Path, tmp_path: Path) -> None:
+    """As CONTRIBUTING.md says: `new` names both files, and adds the hashes to a copy without."""
+    folder = tmp_path / "patches"
+    shutil.copytree(patch_file.patches_dir(), folder)
+    path = torch_copy / "torch/serialization.py"
+    path.write_text(path.read_text().replace(".write_record(name, storage", ".put(name, storage"))
+    source = maintain.open_torch(torch_copy, "2.77.1")
+    base = patch_file.load_patches(folder)[0]
+    with pytest.raises(PatchError) as caught:
+        maintain.new(source, folder)
+    place = '{statement = "For", calls = "write_record", last = true}'
+    for word in (place, str(folder / f"{base.name}.toml"), str(folder / "v2.77.toml")):
+        assert word in str(caught.value)
+    text = maintain.render(base).replace(base.torch, ">=2.77,<2.78")
+    lines = text.replace(place[1:], place[1:].replace("write_record", "put")).splitlines(True)
+    kept = [line for line in lines if not line.startswith(("sha256", "built_sha256"))]
+    (folder / "v2.77.toml").write_text("".join(kept))
+    assert not maintain.check(source, patches=patch_file.load_patches(folder)).ok
+    maintain.new(source, folder)
+    assert maintain.check(source, patches=patch_file.load_patches(folder)).ok
 
 
 def test_the_same_from_wheel_folder_and_file(

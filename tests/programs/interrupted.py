@@ -1,6 +1,6 @@
 """Saves or loads that signal handlers interrupt at random moments; prints what was left behind.
 
-    python interrupted.py FOLDER save|load raise|work COUNT SEED
+    python interrupted.py FOLDER save|load raise|work COUNT [unguarded]
 
 raise: the handler raises, once or up to three times in short order (a second Ctrl-C).
 work: it saves and loads itself, and now and then raises after that.
@@ -28,10 +28,12 @@ import torch
 
 import fastserial
 from fastserial.files import replacement
+from fastserial.interrupts import Descriptors
 
 PACKAGE = os.path.dirname(fastserial.__file__)
 BLOCKS = {"block_size": 65536, "threads": 3, "small_file": 32768, "durable": False}
 MOST_IN_A_ROW = 3
+SEED = "20261121"
 STUCK = 120  # seconds without the end of a trial
 
 
@@ -186,14 +188,16 @@ class Trials:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def main(folder: str, what: str, handler: str, count: str, seed: str) -> None:
+def main(folder: str, what: str, handler: str, count: str, guards: str = "guarded") -> None:
+    if guards == "unguarded":  # descriptors that nobody refers to any more stay open
+        del Descriptors.__del__
     torch.set_num_threads(1)
-    replacement.LARGE = 1 << 20
+    replacement.LARGE_FILE = 1 << 20
     fastserial.install(**BLOCKS)
-    trials = Trials(Path(folder), what, random.Random(seed))
+    trials = Trials(Path(folder), what, random.Random(SEED))
     signal.signal(signal.SIGALRM, trials.raises if handler == "raise" else trials.works)
     most = MOST_IN_A_ROW if handler == "raise" else 1
-    trials.run(max(50, int(count) // 10), most)  # until all memory was used once
+    trials.run(max(20, int(count) // 10), most)  # until all memory was used once
     trials.read_once()
     before = settled({"threads": 1, "descriptors": 1})
     trials.found.clear()

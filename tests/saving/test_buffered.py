@@ -56,7 +56,7 @@ def test_a_file_may_grow_beyond_what_was_expected(
         data = Data(storage_memory(storage), 70_000, None)
         out.write(one_after_another(Literal(NOISE[:10]), data))
         if settled:
-            out.settle()
+            out.release_sources()
             storage.fill_(0)
         out.write(one_after_another(Literal(NOISE[:later])), base=70_010)
 

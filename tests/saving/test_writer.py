@@ -8,6 +8,7 @@ import errno
 import fcntl
 import gc
 import io
+import itertools
 import os
 import resource
 import threading
@@ -56,13 +57,14 @@ def names_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", [{}, BLOCKS, {**BLOCKS, "direct": False}, {"durable": False}])
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_is_a_plain_file(tmp_path: Path, size: int, options: dict[str, Any], kind: Any) -> None:
+def test_is_a_plain_file(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
     data = noise(size)
     path = tmp_path / "file.bin"
     with FastFileWriter(path, config.current(**options)) as writer:
-        for start in range(0, size, 70_001):
-            piece = kind(data[start : start + 70_001])
+        step = size // 10 + 1
+        kinds: Iterator[Any] = itertools.cycle((bytes, bytearray, memoryview))
+        for start, kind in zip(range(0, size, step), kinds, strict=False):
+            piece = kind(data[start : start + step])
             assert writer.write(piece) == len(piece)
         assert writer.tell() == size
         assert not path.exists()

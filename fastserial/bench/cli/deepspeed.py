@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fastserial.bench.cli import output
 from fastserial.bench.cli.model import ModelName
-from fastserial.bench.cli.output import check_files
 from fastserial.bench.studies.deepspeed import run_deepspeed
 from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench
 
@@ -16,11 +16,11 @@ __all__ = ["deepspeed_command"]
 
 
 def deepspeed_command(
-    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
+    folder: output.Folder,
     model: ModelName = "gpt2",
     zero_stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 1,
     world_size: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
-    runs: Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")] = 3,
+    runs: output.Runs = 3,
     legacy: Annotated[bool, typer.Option(help="The legacy format instead of zip.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write everything to this file.")
@@ -31,7 +31,7 @@ def deepspeed_command(
     All rows are durable; times are those of the slowest rank. Exit status 1 if a file differs from
     stock DeepSpeed's.
     """
-    check_files(json_file)
+    output.check_files(json_file)
 
     from fastserial.bench.presenting.deepspeed_view import results_as_json, show_results
     from fastserial.bench.presenting.export import write_json
@@ -39,7 +39,8 @@ def deepspeed_command(
 
     bench = DeepSpeedBench(model, str(folder), zero_stage, world_size, runs, legacy)
     console = new_console()
-    with console.status("training one step, then saving"):
+    with output.progress(console) as show:
+        show("training one step, then saving")
         results = run_deepspeed(bench)
     show_results(bench, results, console)
     if json_file is not None:

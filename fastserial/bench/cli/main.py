@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fastserial.bench.cli import output
 from fastserial.bench.cli.deepspeed import deepspeed_command
 from fastserial.bench.cli.load import load
 from fastserial.bench.cli.model import model, tensor
-from fastserial.bench.cli.output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
 from fastserial.bench.cli.profile import profile
 from fastserial.bench.cli.scaling import scaling
 from fastserial.bench.cli.sweep import sweep
 from fastserial.bench.measuring.units import parse_bytes
-from fastserial.console import say
 
 __all__ = ["bench_app"]
 
@@ -24,10 +22,6 @@ bench_app = typer.Typer(
     help="Measure saves and loads on this machine, with stock torch and fio in the same run.",
     no_args_is_help=True,
 )
-ramdisk_app = typer.Typer(
-    help="A fast XFS in memory, a stand-in for a fast disk (needs root).", no_args_is_help=True
-)
-bench_app.add_typer(ramdisk_app, name="ramdisk")
 bench_app.command()(load)
 bench_app.command()(profile)
 bench_app.command()(sweep)
@@ -46,10 +40,10 @@ class Container(str, Enum):
 
 @bench_app.command()
 def save(
-    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
+    folder: output.Folder,
     size: Annotated[str, typer.Option(help="Size of the state dict.")] = "3GiB",
-    tensors: Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")] = 300,
-    runs: Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")] = 5,
+    tensors: output.Tensors = 300,
+    runs: output.Runs = 5,
     formats: Annotated[
         list[Container] | None, typer.Option("--format", help="May be given twice; default both.")
     ] = None,
@@ -59,19 +53,19 @@ def save(
     small: Annotated[
         bool, typer.Option("--small/--no-small", help="Also the small cases and the start.")
     ] = True,
-    with_fio: Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")] = True,
-    lines: WithLines = False,
-    json_file: JsonFile = None,
-    csv_file: CsvFile = None,
-    plot_file: PlotFile = None,
+    with_fio: output.WithFio = True,
+    lines: output.WithLines = False,
+    json_file: output.JsonFile = None,
+    csv_file: output.CsvFile = None,
+    plot_file: output.PlotFile = None,
 ) -> None:
-    """Save a checkpoint with stock torch and fastserial, interleaved, beside fio.
+    """Save a checkpoint with stock torch and fastserial, interleaved, fio among them.
 
     Every durable row includes the fsync of file and directory. Options of fastserial are taken
     from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
     """
     nbytes = parse_bytes(size)
-    outputs = Outputs(json_file, csv_file, plot_file)
+    outputs = output.Outputs(json_file, csv_file, plot_file)
     outputs.check()
 
     from fastserial.bench.presenting.export import save_as_json
@@ -81,39 +75,18 @@ def save(
 
     bench = SaveBench(
         folder,
-        nbytes,
-        tensors,
-        runs,
         tuple(container.value for container in dict.fromkeys(formats or Container)),
-        overwriting,
-        small,
-        with_fio,
+        runs,
+        with_fio=with_fio,
+        nbytes=nbytes,
+        tensors=tensors,
+        overwriting=overwriting,
+        small=small,
     )
     console = new_console()
-    with console.status("") as status:
-        result = run_save(bench, status.update)
+    with output.progress(console) as show:
+        result = run_save(bench, show)
     show_save(result, console, lines)
     found = result.comparison
     outputs.write("save", found.lines, save_as_json(result), caption(found))
     raise typer.Exit(0 if result.right else 1)
-
-
-@ramdisk_app.command()
-def create(
-    folder: Annotated[Path, typer.Argument(help="Where to mount it; made if missing.")],
-    size: Annotated[str, typer.Option(help="Its size, of memory.")] = "12GiB",
-) -> None:
-    """Mount an XFS on a loop device over memory, with direct I/O."""
-    from fastserial.bench.measuring import ramdisk
-
-    ramdisk.create(folder, parse_bytes(size))
-    say(f"{folder} is ready; `fastserial bench ramdisk remove {folder}` gives it back")
-
-
-@ramdisk_app.command()
-def remove(folder: Annotated[Path, typer.Argument(help="Where it is mounted.")]) -> None:
-    """Unmount it and give its memory and loop device back. The folder stays."""
-    from fastserial.bench.measuring import ramdisk
-
-    ramdisk.remove(folder)
-    say(f"{folder} is unmounted")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastserial.bench.cli.output import CsvFile, JsonFile, Outputs, PlotFile, WithLines
+from fastserial.bench.cli import output
 from fastserial.bench.measuring.units import parse_bytes
 from fastserial.bench.subjects.models import MODELS
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelName", "model", "tensor"]
 
-_Folder = Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")]
-_Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
 ModelName = Annotated[
     str, typer.Option(help=f"{', '.join(MODELS)}, or a folder with a transformers config.json.")
 ]
@@ -32,33 +30,29 @@ _Gpu = Annotated[bool, typer.Option("--gpu", help="Keep the tensors on the CUDA 
 _Loose = Annotated[
     bool, typer.Option("--loose/--no-loose", help="Also saves that do not wait for the disk.")
 ]
-_Peers = Annotated[
-    bool, typer.Option("--peers/--no-peers", help="Also other engines and packages.")
-]
-_Fio = Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")]
 
 
 def tensor(
-    folder: _Folder,
+    folder: output.Folder,
     size: Annotated[str, typer.Option(help="Size of the tensor.")] = "1GiB",
-    runs: _Runs = 5,
+    runs: output.Runs = 5,
     legacy: _Legacy = None,
     gpu: _Gpu = False,
     loose: _Loose = True,
-    peers: _Peers = True,
-    with_fio: _Fio = True,
-    lines: WithLines = False,
-    json_file: JsonFile = None,
-    csv_file: CsvFile = None,
-    plot_file: PlotFile = None,
+    peers: output.Peers = True,
+    with_fio: output.WithFio = True,
+    lines: output.WithLines = False,
+    json_file: output.JsonFile = None,
+    csv_file: output.CsvFile = None,
+    plot_file: output.PlotFile = None,
 ) -> None:
-    """Save one tensor with every writer there is, interleaved, beside fio.
+    """Save one tensor with every writer there is, interleaved, fio among them.
 
     Durable rows include the fsync of file and directory. What was written is read back or compared
     byte by byte; exit status 1 if it is wrong.
     """
     nbytes = parse_bytes(size)
-    outputs = Outputs(json_file, csv_file, plot_file)
+    outputs = output.Outputs(json_file, csv_file, plot_file)
     outputs.check()
 
     from fastserial.bench.studies.model import run_tensor
@@ -73,27 +67,27 @@ def tensor(
 
 
 def model(
-    folder: _Folder,
+    folder: output.Folder,
     model: ModelName = "gpt2",
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With Adam's states.")] = False,
     half: Annotated[bool, typer.Option("--half", help="Weights in float16.")] = False,
-    runs: _Runs = 5,
+    runs: output.Runs = 5,
     legacy: _Legacy = None,
     gpu: _Gpu = False,
     loose: _Loose = True,
-    peers: _Peers = True,
-    with_fio: _Fio = True,
-    lines: WithLines = False,
-    json_file: JsonFile = None,
-    csv_file: CsvFile = None,
-    plot_file: PlotFile = None,
+    peers: output.Peers = True,
+    with_fio: output.WithFio = True,
+    lines: output.WithLines = False,
+    json_file: output.JsonFile = None,
+    csv_file: output.CsvFile = None,
+    plot_file: output.PlotFile = None,
 ) -> None:
-    """Save a model's checkpoint with every writer there is, interleaved, beside fio.
+    """Save a model's checkpoint with every writer there is, interleaved, fio among them.
 
     The model has the architecture of the name and random weights; nothing is downloaded. The rest
     is as for `bench tensor`.
     """
-    outputs = Outputs(json_file, csv_file, plot_file)
+    outputs = output.Outputs(json_file, csv_file, plot_file)
     outputs.check()
 
     import dataclasses
@@ -124,7 +118,7 @@ def _run(
     benchmark: str,
     settings: dict[str, Any],
     method: Method,
-    outputs: Outputs,
+    outputs: output.Outputs,
     lines: bool,
     measure: Callable[[Callable[[str], None]], Comparison],
 ) -> None:
@@ -135,8 +129,8 @@ def _run(
     from fastserial.console import new_console
 
     console = new_console()
-    with console.status("") as status:
-        found = measure(status.update)
+    with output.progress(console) as show:
+        found = measure(show)
     show_comparison(found, console, lines)
     content = comparison_as_json(benchmark, found, {**settings, **dataclasses.asdict(method)})
     outputs.write(benchmark, found.lines, content, caption(found))

@@ -3,32 +3,70 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from fastserial.bench.measuring.errors import BenchError
+from fastserial.console import say
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fastserial.bench.measuring.summary import Line
 
-__all__ = ["CsvFile", "JsonFile", "Outputs", "PlotFile", "WithLines", "check_files"]
+__all__ = ["CsvFile", "Folder", "JsonFile", "Outputs", "Peers", "PlotFile", "Runs", "Tensors"]
+__all__ += ["WithFio", "WithLines", "check_files", "progress"]
 
+Folder = Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")]
+Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
+Tensors = Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")]
+Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Also other engines and packages.")]
+WithFio = Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")]
 WithLines = Annotated[bool, typer.Option("--lines", help="Also one line per row, as fio's.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Also write everything to this file, in fio's shape.")
+    Path | None, typer.Option("--json", help="Also write everything to this file, in fio's format.")
 ]
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this file.")]
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", help="Also draw the rows: out.png, .svg or .pdf.")
 ]
+_SILENCE = 20.0  # seconds
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield what shows a line of text: what is being measured now.
+
+    On a terminal it replaces the line before. Elsewhere standard error gets one from time to time.
+    """
+    from rich.console import Console
+
+    terminals = (one for one in (console, Console(stderr=True)) if one.is_terminal)
+    terminal = next(terminals, None)
+    if terminal is not None:
+        with terminal.status("") as status:
+            yield lambda text: status.update(escape(text))
+        return
+    shown = monotonic()
+
+    def show(text: str) -> None:
+        nonlocal shown
+        if monotonic() - shown >= _SILENCE:
+            shown = monotonic()
+            say(text, err=True)
+
+    yield show
 
 
 def check_files(*paths: Path | None) -> None:
-    """Find out before the measuring that one of these files cannot be written after it.
+    """Check before measuring that these files can be written after it.
 
     Raises:
         BenchError: its folder is missing, or it cannot be written.
@@ -53,7 +91,7 @@ class Outputs:
     plot_file: Path | None = None
 
     def check(self) -> None:
-        """Find out before the measuring that something cannot be written after it.
+        """Check before measuring that everything can be written after it.
 
         Raises:
             BenchError: a folder is missing or not writable, or matplotlib is missing.

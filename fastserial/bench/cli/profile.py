@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from fastserial.bench.cli.output import check_files
+from fastserial.bench.cli import output
 from fastserial.bench.measuring.units import parse_bytes
 
 __all__ = ["profile"]
 
 
 def profile(
-    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
+    folder: output.Folder,
     size: Annotated[str, typer.Option(help="Size of the state dict.")] = "1GiB",
-    tensors: Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")] = 300,
+    tensors: output.Tensors = 300,
     runs: Annotated[int, typer.Option(min=1, help="Profiled saves, after one warm-up.")] = 3,
     legacy: Annotated[bool, typer.Option("--legacy", help="torch's legacy format.")] = False,
     device: Annotated[str, typer.Option(help="Where the tensors are: cpu, cuda, ...")] = "cpu",
@@ -33,7 +33,7 @@ def profile(
     Settings are those in force for the folder. Exit status 1 if a file differs from stock torch's.
     """
     nbytes = parse_bytes(size)
-    check_files(trace, json_file)
+    output.check_files(trace, json_file)
 
     from fastserial.bench.presenting.export import write_json
     from fastserial.bench.presenting.profile_view import profile_as_json, show_profile
@@ -42,8 +42,8 @@ def profile(
 
     bench = ProfileBench(folder, nbytes, tensors, runs, "legacy" if legacy else "zip", device)
     console = new_console()
-    with console.status("") as status:
-        result = run_profile(bench, status.update)
+    with output.progress(console) as show:
+        result = run_profile(bench, show)
     show_profile(result, console)
     if trace is not None:
         write_json(trace, result.trace)

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from fastserial.bench.cli.output import CsvFile, JsonFile, Outputs
+from fastserial.bench.cli import output
 from fastserial.bench.measuring.units import parse_bytes
 
 __all__ = ["scaling"]
 
 
 def scaling(
-    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
+    folder: output.Folder,
     max_size: Annotated[str, typer.Option(help="The largest checkpoint; first is 1 KiB.")] = "1GiB",
     max_tensors: Annotated[int, typer.Option(min=1, help="The most tensors.")] = 200_000,
     total: Annotated[str, typer.Option(help="Bytes of the many tensors together.")] = "256MiB",
@@ -23,8 +23,8 @@ def scaling(
         Path | None,
         typer.Option(help="Also write PREFIX-size.png, PREFIX-tensors.png and PREFIX.csv."),
     ] = None,
-    csv_file: CsvFile = None,
-    json_file: JsonFile = None,
+    csv_file: output.CsvFile = None,
+    json_file: output.JsonFile = None,
 ) -> None:
     """Measure saves against checkpoint size, and against the number of tensors.
 
@@ -45,11 +45,11 @@ def scaling(
     from fastserial.bench.studies.scaling import ScalingBench, run_scaling
     from fastserial.console import new_console
 
-    Outputs(json_file, csv_file, plot and scaling_plots(plot)["size"]).check()
+    output.Outputs(json_file, csv_file, plot and scaling_plots(plot)["size"]).check()
     bench = ScalingBench(folder, max_bytes, max_tensors, total_bytes, runs)
     console = new_console()
-    with console.status("") as status:
-        result = run_scaling(bench, status.update)
+    with output.progress(console) as show:
+        result = run_scaling(bench, show)
     show_scaling(result, console)
     if csv_file is not None:
         write_csv(csv_file, list(scaling_cells(result)))

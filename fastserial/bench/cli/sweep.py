@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fastserial.bench.cli.output import check_files
+from fastserial.bench.cli import output
 from fastserial.bench.measuring.units import parse_bytes
 from fastserial.errors import ConfigError
 
@@ -22,7 +23,7 @@ _SPEED_PERIOD = 600.0  # seconds that the estimate of the time left looks back
 
 
 def sweep(
-    folder: Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")],
+    folder: output.Folder,
     size: Annotated[str, typer.Option(help="Size of each transfer.")] = "512MiB",
     runs: Annotated[int, typer.Option(min=1, help="Of every combination.")] = 3,
     block_sizes: Annotated[
@@ -53,7 +54,7 @@ def sweep(
     Interrupted, it goes on where it was when started again with the same --csv.
     """
     nbytes = parse_bytes(size)
-    check_files(csv_file, plot_file)
+    output.check_files(csv_file, plot_file)
 
     from rich.progress import (
         BarColumn,
@@ -132,12 +133,8 @@ def _grid(
         _among(where, TRANSFERS, "--transfer"),
         _among(_values(ops, str, "--op"), OPS, "--op"),
     )
-    for block_size in grid.block_sizes:
-        Config(block_size=block_size)
-    for depth in grid.queue_depths:
-        Config(queue_depth=depth)
-    for count in grid.threads:
-        Config(threads=count)
+    for size, depth, count in itertools.product(grid.block_sizes, grid.queue_depths, grid.threads):
+        Config(block_size=size, queue_depth=depth, threads=count)
     return grid
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["different_tensors", "digest", "fingerprints", "first_difference"]
+__all__ = ["different_tensors", "digest", "fingerprints"]
 
 _CHUNK = 8 << 20
 
@@ -23,21 +23,6 @@ def digest(path: Path) -> str:
             hashed.update(chunk)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return hashed.hexdigest()
-
-
-def first_difference(one: Path, other: Path) -> int | None:
-    """Return the offset of the first byte in which two files differ, or None."""
-    offset = 0
-    with one.open("rb") as left, other.open("rb") as right:
-        while True:
-            a, b = left.read(_CHUNK), right.read(_CHUNK)
-            if a != b:
-                pairs = zip(a, b, strict=False)
-                short = min(len(a), len(b))
-                return offset + next((i for i, (x, y) in enumerate(pairs) if x != y), short)
-            if not a:
-                return None
-            offset += len(a)
 
 
 def different_tensors(

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastserial import __version__
 from fastserial.config import Config
-from fastserial.diagnosis.folder import Folder
+from fastserial.diagnosis.folder import Folder, probe_folder
 from fastserial.files.meminfo import meminfo
 from fastserial.printable import printable
 from fastserial.reports import format_bytes
 
-__all__ = ["Machine", "describe_folder", "describe_options", "plain_options", "this_machine"]
+__all__ = ["Machine", "Place", "describe_folder", "this_machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,21 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def plain_options(options: Config) -> dict[str, Any]:
-    """Return the options whose values are text or numbers, for JSON."""
-    values = dataclasses.asdict(options)
-    # the rest are functions that are called with reports
-    return {name: value for name, value in values.items() if isinstance(value, str | int | float)}
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a benchmark ran, and the options of fastserial there."""
 
+    machine: Machine
+    folder: Folder
+    options: dict[str, Any]
 
-def describe_options(options: Mapping[str, Any]) -> str:
-    """Return them in one line."""
-    return f"fastserial: {', '.join(f'{name}={value}' for name, value in options.items())}"
+    @classmethod
+    def of(cls, folder: Path, options: Config) -> Place:
+        """Return this machine with a folder; of the options those that are text or numbers."""
+        values = dataclasses.asdict(options)  # the rest are functions that get reports
+        plain = {name: one for name, one in values.items() if isinstance(one, str | int | float)}
+        return cls(this_machine(), probe_folder(folder), plain)
+
+    def __str__(self) -> str:
+        """Return machine and folder in a line each."""
+        return f"{self.machine}\n{describe_folder(self.folder)}"

@@ -34,6 +34,12 @@ class Usage:
     cpu_seconds: float
     extra_bytes: int | None
 
+    def sample(
+        self, nbytes: int, latency: Latency | None = None, fallback: str | None = None
+    ) -> Sample:
+        """Return it as that of a transfer."""
+        return Sample(nbytes, self.seconds, self.cpu_seconds, self.extra_bytes, latency, fallback)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -72,7 +78,7 @@ def measure(call: Callable[[], object]) -> Usage:
 
 
 def _trim() -> None:
-    """Give what malloc holds free back, so that no call has the pages of another for nothing."""
+    """Return malloc's free memory to the kernel, so that no call reuses the pages of another."""
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -91,4 +97,4 @@ def _peak_bytes() -> int:
         name, _, value = line.partition(":")
         if name == "VmHWM":
             return int(value.split()[0]) * 1024
-    raise OSError("the kernel tells no peak of resident memory")
+    raise OSError("the kernel reports no peak of resident memory")

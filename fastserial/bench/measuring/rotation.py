@@ -20,7 +20,7 @@ _STEM = "checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How often and how calmly: rounds that count, rounds before them, pause in seconds."""
+    """Rounds that count, warm-up rounds before them, and the pause before each run (seconds)."""
 
     runs: int
     warmups: int = 1

@@ -24,11 +24,11 @@ class Row:
     Attributes:
         name: what is measured.
         group: what it may be compared with: rows of one group give the same promise.
-        run: writes a file or a directory at a path and tells what that took.
+        run: writes a file or a directory at a path and returns what that took.
         stock: name of the row of stock torch that this one is compared with.
         same_bytes_as: name of a row above whose file this one's must equal.
         overwrites: writes over the file that the last overwriting row left.
-        check: reads back what was written and tells whether it equals what was to be written;
+        check: reads back what was written and returns whether it equals what was to be written;
             for formats that are compared by their content, not by their bytes.
     """
 

@@ -1,4 +1,4 @@
-"""Between two runs: nothing dirty is left that the next run would pay for."""
+"""Between two runs: no dirty pages are left that would slow down the next run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL = 0.02
 def settle(pause: float) -> None:
     """Write all dirty pages back, wait until that is done, and `pause` seconds more.
 
-    What saves left to be freed is freed, too: it would slow down whoever comes next.
+    Replaced files are freed, too: that would slow down the next run.
     """
     wait_until_free()
     os.sync()

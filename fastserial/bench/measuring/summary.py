@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastserial.bench.measuring.measure import Sample
 from fastserial.bench.measuring.rotation import Measured
@@ -12,7 +12,7 @@ from fastserial.bench.measuring.rows import DURABLE, OVERWRITE
 from fastserial.bench.measuring.units import GB
 from fastserial.reports import Latency
 
-__all__ = ["Line", "Spread", "paired", "summarize", "unsteadiness"]
+__all__ = ["Line", "Spread", "line_of", "paired", "summarize", "unsteadiness"]
 
 _STEADY = 2.0
 
@@ -60,9 +60,9 @@ class Line:
     to_stock: Spread | None
     cpu_per_gb: Spread
     extra_bytes: int | None
-    identical: bool | None
     latency: Latency | None
     fallback: str | None
+    identical: bool | None = None
     equal: bool | None = None
 
     @property
@@ -86,14 +86,17 @@ def summarize(measured: Sequence[Measured], fio: Sequence[str] = ()) -> list[Lin
     for one in measured:
         base = one.row.name if one.row.name in bases else one.row.stock
         synced = one.row.group in (DURABLE, OVERWRITE)
-        lines.append(_line(one, by_name.get(base or ""), yardstick if synced else None))
+        stock, fio_samples = by_name.get(base or ""), yardstick if synced else None
+        row = one.row
+        line = line_of(row.name, row.group, one.samples, stock, fio_samples, one.equal)
+        lines.append(replace(line, identical=one.identical))
     return lines
 
 
 def unsteadiness(lines: Sequence[Line]) -> float | None:
     """Return by what factor the durable rows varied, each from its slowest run to its fastest.
 
-    The median of the rows: a calm row or a wild one alone says little. None if they are steady
+    The median of the rows: a single row says little. None if they are steady
     enough for their ratios to be quoted.
     """
     spreads = [line.bandwidth for line in lines if line.group == DURABLE]
@@ -101,13 +104,20 @@ def unsteadiness(lines: Sequence[Line]) -> float | None:
     return factor if factor > _STEADY else None
 
 
-def _line(one: Measured, stock: list[Sample] | None, fio: list[Sample] | None) -> Line:
-    samples = one.samples
+def line_of(
+    name: str,
+    group: str,
+    samples: Sequence[Sample],
+    stock: Sequence[Sample] | None = None,
+    fio: Sequence[Sample] | None = None,
+    equal: bool | None = None,
+) -> Line:
+    """Return a row's result, compared with what stock torch and fio did in the same rounds."""
     peaks = [sample.extra_bytes for sample in samples if sample.extra_bytes is not None]
     middle = sorted(samples, key=lambda sample: sample.seconds)[len(samples) // 2]
     return Line(
-        name=one.row.name,
-        group=one.row.group,
+        name=name,
+        group=group,
         nbytes=samples[-1].nbytes,
         samples=tuple(samples),
         seconds=Spread.of(sample.seconds for sample in samples),
@@ -116,10 +126,9 @@ def _line(one: Measured, stock: list[Sample] | None, fio: list[Sample] | None) -
         to_stock=paired(samples, stock) if stock else None,
         cpu_per_gb=Spread.of(s.cpu_seconds / s.nbytes * GB for s in samples),
         extra_bytes=max(peaks, default=None),
-        identical=one.identical,
         latency=middle.latency,
         fallback=next((sample.fallback for sample in samples if sample.fallback), None),
-        equal=one.equal,
+        equal=equal,
     )
 
 

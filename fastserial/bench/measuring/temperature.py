@@ -18,7 +18,7 @@ _DROP = Path("/proc/sys/vm/drop_caches")
 
 
 def chill(paths: Iterable[Path]) -> None:
-    """Put files out of the page cache: nothing of them may be dirty or mapped.
+    """Evict files from the page cache: nothing of them may be dirty or mapped.
 
     Raises:
         BenchError: they stay in it.

@@ -9,13 +9,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from fastserial.bench.measuring.machine import describe_folder, this_machine
 from fastserial.bench.measuring.summary import Spread
 from fastserial.bench.measuring.units import MB
 from fastserial.bench.presenting.export import stamp
-from fastserial.bench.presenting.save_view import UNKNOWN, format_ratio
+from fastserial.bench.presenting.save_view import UNKNOWN, format_ratio, table_of
 from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench, RowResult
 from fastserial.diagnosis.folder import probe_folder
 from fastserial.reports import format_bytes
@@ -33,9 +32,7 @@ def show_results(bench: DeepSpeedBench, results: Sequence[RowResult], console: C
     )
     for line in (str(this_machine()), place, what):
         console.print(escape(line), soft_wrap=True)
-    table = Table("", "files", "size", "seconds", "MB/s", "× stock", "identical")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of("", "files", "size", "seconds", "MB/s", "× stock", "identical")
     for result in results:
         if result.problem is not None or not result.seconds:
             table.add_row(result.name, f"[red]{escape(str(result.problem))}[/red]")
@@ -45,7 +42,7 @@ def show_results(bench: DeepSpeedBench, results: Sequence[RowResult], console: C
             result.name,
             str(result.files),
             format_bytes(result.nbytes),
-            f"{took.median:.2f} ({took.low:.2f}–{took.high:.2f})",
+            format_ratio(took),
             f"{result.nbytes / took.median / MB:,.0f}",
             format_ratio(_ratio(result, results[0])),
             {None: UNKNOWN, True: "yes", False: "[red]NO[/red]"}[result.identical],

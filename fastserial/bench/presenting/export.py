@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastserial.bench.measuring.machine import Place
 from fastserial.bench.measuring.summary import Line, Spread
 from fastserial.bench.studies.comparison import Comparison
 from fastserial.bench.studies.save import SaveResult
@@ -17,6 +18,7 @@ from fastserial.reports import Latency
 
 __all__ = [
     "comparison_as_json",
+    "head",
     "job",
     "line_as_cells",
     "save_as_json",
@@ -48,9 +50,23 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def stamp() -> dict[str, Any]:
-    """Return now as fio's JSON tells it."""
+    """Return the present time, under the names in fio's JSON."""
     now = time.time()
     return {"timestamp": int(now), "timestamp_ms": int(now * 1000), "time": time.ctime(now)}
+
+
+def head(
+    benchmark: str, place: Place, settings: Mapping[str, Any], missing: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what all results begin with: what, when, where, how, and which rows are missing."""
+    return {
+        "benchmark": benchmark,
+        **stamp(),
+        "machine": dataclasses.asdict(place.machine),
+        "folder": dataclasses.asdict(place.folder),
+        "global options": {**settings, **place.options},
+        "missing": missing,
+    }
 
 
 def comparison_as_json(
@@ -58,13 +74,8 @@ def comparison_as_json(
 ) -> dict[str, Any]:
     """Return a comparison; times in seconds unless the name says otherwise."""
     return {
-        "benchmark": benchmark,
-        **stamp(),
+        **head(benchmark, found.place, settings, found.missing),
         "data": found.data,
-        "machine": dataclasses.asdict(found.machine),
-        "folder": dataclasses.asdict(found.folder),
-        "global options": {**settings, **found.options},
-        "missing": found.missing,
         "fio on small pages": found.fio_small_pages,
         "jobs": [job(line) for line in found.lines],
     }

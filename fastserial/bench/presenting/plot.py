@@ -9,10 +9,10 @@ from typing import Any
 
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.rows import OVERHEAD
-from fastserial.bench.measuring.summary import Line
+from fastserial.bench.measuring.summary import Line, Spread
 from fastserial.bench.measuring.units import GB
 
-__all__ = ["check_plot", "new_figure", "plot_lines", "save_figure", "wrapped"]
+__all__ = ["check_plot", "new_figure", "plot_lines", "save_figure", "with_errors", "wrapped"]
 
 _CAPTION_WIDTH = 125  # characters
 _DPI = 130
@@ -20,10 +20,10 @@ _ROW_INCHES = 0.32
 
 
 def check_plot(path: Path) -> None:
-    """Find out that nothing can be drawn before minutes are spent on measuring.
+    """Check that a plot can be drawn, before minutes are spent on measuring.
 
     Raises:
-        BenchError: matplotlib is missing, or does not know the format that the name tells.
+        BenchError: matplotlib is missing, or does not know the format of the file name's suffix.
     """
     known = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
@@ -44,7 +44,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure in the format that the name tells.
+    """Write a figure in the format of the file name's suffix.
 
     Raises:
         BenchError: matplotlib does not know that format.
@@ -62,7 +62,7 @@ def wrapped(text: str) -> str:
 
 
 def plot_lines(path: Path, lines: Sequence[Line], title: str, caption: str) -> None:
-    """Draw a bar per row: the median bandwidth, its range, and the ratios beside it.
+    """Draw a bar per row: the median bandwidth, its range, and the ratios.
 
     Rows that move no bytes to a disk are left out.
 
@@ -76,13 +76,11 @@ def plot_lines(path: Path, lines: Sequence[Line], title: str, caption: str) -> N
     axes = figure.subplots()
     for number, group in enumerate(groups):
         rows = [(at, line) for at, line in enumerate(ordered) if line.group == group]
-        middles = [line.bandwidth.median / GB for _, line in rows]
-        below = [(line.bandwidth.median - line.bandwidth.low) / GB for _, line in rows]
-        above = [(line.bandwidth.high - line.bandwidth.median) / GB for _, line in rows]
+        middles, errors = with_errors([line.bandwidth for _, line in rows])
         axes.barh(
             [at for at, _ in rows],
             middles,
-            xerr=[below, above],
+            xerr=errors,
             color=f"C{number}",
             error_kw={"elinewidth": 1, "capsize": 2},
             label=group,
@@ -99,6 +97,13 @@ def plot_lines(path: Path, lines: Sequence[Line], title: str, caption: str) -> N
     axes.set_title(f"{title}\n{wrapped(caption)}", fontsize=9, loc="left")
     axes.legend(fontsize=8)
     save_figure(figure, path)
+
+
+def with_errors(spreads: Sequence[Spread]) -> tuple[list[float], list[list[float]]]:
+    """Return medians in GB/s, and how far the least and the greatest are below and above them."""
+    below = [(spread.median - spread.low) / GB for spread in spreads]
+    above = [(spread.high - spread.median) / GB for spread in spreads]
+    return [spread.median / GB for spread in spreads], [below, above]
 
 
 def _ratios(line: Line) -> str:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.bench.measuring.machine import describe_folder
+from fastserial.bench.presenting.save_view import format_ratio, table_of
 from fastserial.bench.studies.profile import IDLE, OTHER, Phase, ProfileResult
 from fastserial.reports import format_bandwidth, format_bytes
 
@@ -49,7 +50,7 @@ def show_profile(result: ProfileResult, console: Console) -> None:
         title = f"The engine's {result.worker_count} threads: thread time, all of them together"
         console.print(_table(title, result.workers))
         console.print(
-            "Thread time runs beside the saving thread's “wait for blocks” and in "
+            "Thread time is spent during the saving thread's “wait for blocks” and in "
             f"{result.worker_count} threads at once; it includes waiting for a processor.",
             soft_wrap=True,
         )
@@ -59,10 +60,9 @@ def show_profile(result: ProfileResult, console: Console) -> None:
             f"{report.complete.count} blocks: queued p50/p95/p99 {queued} ms, "
             f"written p50/p95/p99 {written} ms"
         )
-    slow = result.slowdown
     lines.append(
-        f"The profiled saves took {slow.median:.2f} ({slow.low:.2f}–{slow.high:.2f}) × the time "
-        f"of saves beside them that were not; shown is the median of {bench.runs}."
+        f"The profiled saves took {format_ratio(result.slowdown)} × the time of the plain ones "
+        f"interleaved with them; shown is the median of {bench.runs}."
     )
     lines.append(f"identical to stock torch's file: {'yes' if result.identical else 'NO'}")
     for line in lines:
@@ -70,9 +70,7 @@ def show_profile(result: ProfileResult, console: Console) -> None:
 
 
 def _table(title: str, phases: Sequence[Phase]) -> Table:
-    table = Table(title, "seconds", "share", "times")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of(title, "seconds", "share", "times")
     for phase in phases:
         name = _WORDS.get(phase.name, phase.name)
         count = "" if phase.name in _WORDS else f"{phase.count:,}"
@@ -85,16 +83,6 @@ def _table(title: str, phases: Sequence[Phase]) -> Table:
 
 def profile_as_json(result: ProfileResult) -> dict[str, Any]:
     """Return the result without its trace; times in seconds."""
-    found = {
-        field.name: getattr(result, field.name)
-        for field in dataclasses.fields(result)
-        if field.name not in ("trace", "report")
-    }
-    plain = {name: _plain(value) for name, value in found.items()}
-    return {"benchmark": "profile", **plain, "report": result.report.to_dict()}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    found = dataclasses.asdict(dataclasses.replace(result, trace={}))
+    del found["trace"]
+    return {"benchmark": "profile", **found, "report": result.report.to_dict()}

@@ -1,14 +1,14 @@
-"""Results for people: tables, and one line per row in fio's manner."""
+"""Results for people: tables, and one line per row in fio's format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastserial.bench.measuring.machine import describe_folder, describe_options
+from fastserial.bench.measuring.machine import Place
 from fastserial.bench.measuring.summary import Line, Spread, unsteadiness
 from fastserial.bench.measuring.units import MB
 from fastserial.bench.studies.comparison import FIO, Comparison
@@ -22,11 +22,13 @@ __all__ = [
     "caption",
     "fio_line",
     "format_ratio",
-    "print_lines",
+    "format_spread",
+    "grouped_table",
     "show_comparison",
+    "show_head",
     "show_lines",
-    "show_missing",
     "show_save",
+    "table_of",
 ]
 
 UNKNOWN = "–"
@@ -38,7 +40,7 @@ _PAGES = (
 
 
 def show_save(result: SaveResult, console: Console, lines: bool = False) -> None:
-    """Print the result of `bench save`, with `lines` also one line per row in fio's manner."""
+    """Print the result of `bench save`, with `lines` also one line per row in fio's format."""
     show_comparison(result.comparison, console, lines)
     for case in result.small:
         console.print(_small_table(case))
@@ -48,10 +50,8 @@ def show_save(result: SaveResult, console: Console, lines: bool = False) -> None
 
 def show_comparison(found: Comparison, console: Console, lines: bool = False) -> None:
     """Print where, what and how fast, what is missing, and whether to quote it."""
-    print_lines(caption(found), console)
-    console.print(escape(describe_options(found.options)), soft_wrap=True)
-    show_missing(found.missing, console)
-    console.print(_table(found.lines))
+    show_head(caption(found), found.place, found.missing, console)
+    console.print(grouped_table("", found.lines, "extra memory", "checked", _checked))
     if (factor := unsteadiness(found.lines)) is not None:
         console.print(
             f"[red]Do not quote this run: the durable rows varied {factor:.1f}-fold (median), so "
@@ -67,25 +67,28 @@ def show_comparison(found: Comparison, console: Console, lines: bool = False) ->
 def caption(found: Comparison) -> str:
     """Return where and what was measured, and how, in three lines."""
     return (
-        f"{found.machine}\n{describe_folder(found.folder)}\n{found.data}; medians of {found.runs} "
+        f"{found.place}\n{found.data}; medians of {found.runs} "
         "interleaved runs (least–greatest); ratios are of runs of the same round"
     )
 
 
-def print_lines(text: str, console: Console) -> None:
-    """Print a text of several lines."""
+def show_head(text: str, place: Place, missing: Mapping[str, str], console: Console) -> None:
+    """Print what stands above a table.
+
+    Args:
+        text: where and what was measured.
+        missing: which rows are not there, why, and how to get them; fio is shown first.
+    """
     for line in text.split("\n"):
         console.print(line, markup=False, soft_wrap=True)
-
-
-def show_missing(missing: Mapping[str, str], console: Console) -> None:
-    """Print which rows are not there, why, and how to get them; fio, the yardstick, first."""
+    options = ", ".join(f"{name}={value}" for name, value in place.options.items())
+    console.print(f"fastserial: {options}", markup=False, soft_wrap=True)
     for name, why in sorted(missing.items(), key=lambda item: not item[0].startswith(FIO)):
         console.print(f"without {escape(name)}: {escape(why)}", soft_wrap=True)
 
 
 def show_lines(lines: Sequence[Line], console: Console, direction: str = "WRITE") -> None:
-    """Print one line per row in fio's manner."""
+    """Print one line per row in fio's format."""
     for line in lines:
         console.print(escape(fio_line(line, direction)), soft_wrap=True)
 
@@ -110,33 +113,46 @@ def fio_line(line: Line, direction: str = "WRITE") -> str:
 
 def format_ratio(spread: Spread | None) -> str:
     """Return a ratio with its range."""
-    if spread is None:
-        return UNKNOWN
-    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
+    return UNKNOWN if spread is None else format_spread(spread, 1.0, 2)
 
 
-def _table(lines: Sequence[Line]) -> Table:
-    table = Table("", "MB/s", "× fio", "× stock", "CPU s/GB", "extra memory", "checked")
+def table_of(*columns: str, title: str | None = None) -> Table:
+    """Return a table with all columns but the first aligned right."""
+    table = Table(*columns, title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
+    return table
+
+
+def grouped_table(
+    title: str, lines: Sequence[Line], memory: str, last: str, checked: Callable[[Line], str]
+) -> Table:
+    """Return a table of rows, group by group; `memory` and `last` are heads of columns."""
+    table = table_of(title, "MB/s", "× fio", "× stock", "CPU s/GB", memory, last)
     for group in dict.fromkeys(line.group for line in lines):
         table.add_section()
         table.add_row(f"[bold]{group}[/bold]")
         for line in lines:
             if line.group == group:
-                table.add_row(*_cells(line))
+                table.add_row(*_cells(line), checked(line))
     return table
+
+
+def format_spread(spread: Spread, unit: float = 1.0, digits: int = 0) -> str:
+    """Return a median with its range, in units of `unit`."""
+    low, middle, high = (
+        f"{value / unit:,.{digits}f}" for value in (spread.low, spread.median, spread.high)
+    )
+    return f"{middle} ({low}–{high})"
 
 
 def _cells(line: Line) -> Iterator[str]:
     yield f"  {line.name}"
-    spread = line.bandwidth
-    yield f"{spread.median / MB:,.0f} ({spread.low / MB:,.0f}–{spread.high / MB:,.0f})"
+    yield format_spread(line.bandwidth, MB)
     yield format_ratio(line.to_fio)
     yield format_ratio(line.to_stock)
     yield f"{line.cpu_per_gb.median:.2f}"
     yield UNKNOWN if line.extra_bytes is None else f"{line.extra_bytes / 2**20:.0f}MiB"
-    yield _checked(line)
 
 
 def _checked(line: Line) -> str:
@@ -148,15 +164,13 @@ def _checked(line: Line) -> str:
 
 
 def _small_table(case: SmallCase) -> Table:
-    table = Table(case.name, "msec", "time ÷ stock", "checked")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of(case.name, "msec", "time ÷ stock", "checked")
     for line in case.lines:
-        times, ratio = line.seconds, line.to_stock
+        ratio = line.to_stock
         inverse = ratio and Spread(1 / ratio.median, 1 / ratio.high, 1 / ratio.low)
         table.add_row(
             line.name,
-            f"{times.median * 1e3:.2f} ({times.low * 1e3:.2f}–{times.high * 1e3:.2f})",
+            format_spread(line.seconds, 1e-3, 2),
             format_ratio(inverse),
             _checked(line),
         )

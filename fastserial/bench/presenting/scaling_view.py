@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from fastserial.bench.measuring.machine import describe_folder, describe_options
-from fastserial.bench.measuring.units import GB
-from fastserial.bench.presenting.export import job, line_as_cells, stamp
-from fastserial.bench.presenting.plot import new_figure, save_figure, wrapped
-from fastserial.bench.presenting.save_view import format_ratio, print_lines, show_missing
+from fastserial.bench.presenting.export import head, job, line_as_cells
+from fastserial.bench.presenting.plot import new_figure, save_figure, with_errors, wrapped
+from fastserial.bench.presenting.save_view import (
+    format_ratio,
+    show_head,
+    table_of,
+)
 from fastserial.bench.studies.scaling import Axis, Point, ScalingResult
 from fastserial.reports import format_bytes
 
@@ -29,16 +30,13 @@ _X_LABELS: dict[Axis, str] = {
     "size": "checkpoint size (bytes of tensor data)",
     "tensors": "number of tensors",
 }
-_SHORT_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _MARKERS = ("s", "o", "^")
 _FEW_DECADES = 3
 
 
 def show_scaling(result: ScalingResult, console: Console) -> None:
     """Print where it ran and a table for each curve."""
-    print_lines(_caption(result), console)
-    console.print(escape(describe_options(result.options)), soft_wrap=True)
-    show_missing(result.missing, console)
+    show_head(_caption(result), result.place, result.missing, console)
     for axis in _TITLES:
         console.print(_table(result, axis))
     if not result.right:
@@ -48,12 +46,7 @@ def show_scaling(result: ScalingResult, console: Console) -> None:
 def scaling_as_json(result: ScalingResult) -> dict[str, Any]:
     """Return the result; times in seconds, and fio's names where it has them."""
     return {
-        "benchmark": "scaling",
-        **stamp(),
-        "machine": dataclasses.asdict(result.machine),
-        "folder": dataclasses.asdict(result.folder),
-        "global options": {**dataclasses.asdict(result.bench), **result.options},
-        "missing": result.missing,
+        **head("scaling", result.place, dataclasses.asdict(result.bench), result.missing),
         "points": [
             {
                 "axis": point.axis,
@@ -107,13 +100,11 @@ def plot_scaling(result: ScalingResult, prefix: Path) -> list[Path]:
 def _draw(axes: Any, axis: Axis, points: Sequence[Point]) -> None:
     places = [point.nbytes if axis == "size" else point.tensors for point in points]
     for number, marker in zip(range(len(points[0].lines)), _MARKERS, strict=False):
-        spreads = [point.lines[number].bandwidth for point in points]
-        below = [(spread.median - spread.low) / GB for spread in spreads]
-        above = [(spread.high - spread.median) / GB for spread in spreads]
+        middles, errors = with_errors([point.lines[number].bandwidth for point in points])
         axes.errorbar(
             places,
-            [spread.median / GB for spread in spreads],
-            yerr=[below, above],
+            middles,
+            yerr=errors,
             marker=marker,
             markersize=5,
             elinewidth=0.8,
@@ -123,7 +114,9 @@ def _draw(axes: Any, axis: Axis, points: Sequence[Point]) -> None:
     axes.set_xscale("log", base=2 if axis == "size" else 10)
     axes.set_yscale("log")
     if axis == "size":
-        axes.set_xticks(places, [_short(place) for place in places], rotation=30)
+        axes.set_xticks(
+            places, [format_bytes(place).partition(" ")[0] for place in places], rotation=30
+        )
     else:
         axes.set_xticks(places, [f"{place:,}" for place in places])
     axes.minorticks_off()
@@ -150,7 +143,7 @@ def _legend(name: str) -> str:
 
 def _caption(result: ScalingResult) -> str:
     return (
-        f"{result.machine}\n{describe_folder(result.folder)}\nmedians of {result.bench.runs} or "
+        f"{result.place}\nmedians of {result.bench.runs} or "
         f"{result.bench.runs * 4} interleaved runs (least–greatest), file and directory synced"
     )
 
@@ -161,12 +154,13 @@ def _title(result: ScalingResult, axis: Axis) -> str:
 
 def _table(result: ScalingResult, axis: Axis) -> Table:
     points = [point for point in result.points if point.axis == axis]
-    table = Table(title=f"Against {_title(result, axis)}", title_justify="left")
-    table.add_column("bytes" if axis == "size" else "tensors", justify="right")
-    for line in points[0].lines:
-        table.add_column(f"{line.name}, msec", justify="right")
-    for line in points[0].lines[1:]:
-        table.add_column(f"{line.name} × stock", justify="right")
+    names = [line.name for line in points[0].lines]
+    table = table_of(
+        "bytes" if axis == "size" else "tensors",
+        *(f"{name}, msec" for name in names),
+        *(f"{name} × stock" for name in names[1:]),
+        title=f"Against {_title(result, axis)}",
+    )
     for point in points:
         table.add_row(
             f"{point.nbytes if axis == 'size' else point.tensors:,}",
@@ -174,11 +168,3 @@ def _table(result: ScalingResult, axis: Axis) -> Table:
             *(format_ratio(line.to_stock) for line in point.lines[1:]),
         )
     return table
-
-
-def _short(nbytes: int) -> str:
-    value, index = float(nbytes), 0
-    while value >= 1024 and index < len(_SHORT_BINARY) - 1:
-        value /= 1024
-        index += 1
-    return f"{value:.3g} {_SHORT_BINARY[index]}"

@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.summary import Spread
 from fastserial.bench.measuring.units import MB
 from fastserial.bench.presenting.plot import new_figure, save_figure
+from fastserial.bench.presenting.save_view import format_ratio, format_spread, table_of
 from fastserial.bench.studies.sweep_file import Point, Result
 from fastserial.config import Config
 from fastserial.tuning.store import Settings
@@ -59,9 +59,7 @@ def cells(results: Iterable[Result]) -> list[Cell]:
 
 def show_sweep(found: Sequence[Cell], console: Console) -> None:
     """Print the best points of each kind of transfer."""
-    table = Table("", "block size", "depth", "threads", "engine", "MB/s", "× defaults")
-    for column in (table.columns[1], table.columns[2], table.columns[3], *table.columns[5:]):
-        column.justify = "right"
+    table = table_of("", "block size", "depth", "threads", "engine", "MB/s", "× defaults")
     default = Settings.of(Config())
     for (op, transfer), group in itertools.groupby(
         found, key=lambda cell: (cell.point.op, cell.point.transfer)
@@ -79,17 +77,10 @@ def show_sweep(found: Sequence[Cell], console: Console) -> None:
                 str(point.queue_depth),
                 str(point.threads),
                 escape(point.engine + (" (default)" if mine == default else "")),
-                _spread(cell.bandwidth, MB, 0) if not cell.error else escape(cell.error),
-                _spread(cell.ratio, 1, 2),
+                format_spread(cell.bandwidth, MB) if not cell.error else escape(cell.error),
+                format_ratio(cell.ratio),
             )
     console.print(table)
-
-
-def _spread(found: Spread, unit: float, digits: int) -> str:
-    low, middle, high = (
-        f"{value / unit:,.{digits}f}" for value in (found.low, found.median, found.high)
-    )
-    return f"{middle} ({low}–{high})"
 
 
 def _size(nbytes: int) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fastserial.bench.measuring.errors import BenchError
-from fastserial.bench.measuring.machine import Machine, plain_options, this_machine
+from fastserial.bench.measuring.machine import Place
 from fastserial.bench.measuring.measure import Sample
 from fastserial.bench.measuring.pages import reserved_huge_bytes
 from fastserial.bench.measuring.rotation import Plan, rotate
@@ -17,7 +16,6 @@ from fastserial.bench.measuring.settle import settle
 from fastserial.bench.measuring.summary import Line, summarize
 from fastserial.bench.subjects import fio
 from fastserial.bench.subjects.payload import check_memory
-from fastserial.diagnosis.folder import Folder, probe_folder
 from fastserial.tuning import lookup
 
 __all__ = ["FIO", "Comparison", "compare"]
@@ -31,7 +29,7 @@ class Comparison:
     """What was measured, where, and with what options of fastserial.
 
     Attributes:
-        data: what was saved, in words.
+        data: description of what was saved.
         runs: rounds that count.
         missing: rows that are not there, and why: with the command that installs them.
         fio_small_pages: fio's buffers were on ordinary pages.
@@ -39,9 +37,7 @@ class Comparison:
 
     data: str
     runs: int
-    machine: Machine
-    folder: Folder
-    options: dict[str, Any]
+    place: Place
     lines: tuple[Line, ...]
     missing: dict[str, str]
     fio_small_pages: bool
@@ -66,12 +62,12 @@ def compare(
     """Measure rows in turn, fio's best variants among them.
 
     Args:
-        make_rows: returns the rows; told whether some on ordinary pages are wanted, too.
-        data: what is saved, in words.
+        make_rows: returns the rows; its argument: also some on ordinary pages.
+        data: description of what is saved.
         nbytes: how large it is, about; fio writes as much.
         folder: a scratch folder.
         missing: other rows that are not there, and why.
-        say: is told what is being done.
+        say: receives a text for each step.
 
     Raises:
         WriteError: a save failed.
@@ -93,9 +89,7 @@ def compare(
     return Comparison(
         data,
         plan.runs,
-        this_machine(),
-        probe_folder(folder.parent),
-        plain_options(lookup.config_for(folder.parent)),
+        Place.of(folder.parent, lookup.config_for(folder.parent)),
         tuple(summarize(measured, [str(variant) for variant in yardsticks])),
         {**absent, **(missing or {})},
         small_pages,

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from fastserial.bench.measuring.errors import BenchError
@@ -44,7 +44,7 @@ def run_deepspeed(bench: DeepSpeedBench) -> list[RowResult]:
 
 
 def _launch(bench: DeepSpeedBench) -> list[RowResult]:
-    command = [sys.executable, "-m", _WORKER, bench.to_json()]
+    command = [sys.executable, "-m", _WORKER, json.dumps(asdict(bench))]
     with tempfile.TemporaryDirectory() as logs:
         names = [os.path.join(logs, str(rank)) for rank in range(bench.world_size)]
         running = []

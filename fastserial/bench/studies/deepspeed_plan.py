@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 __all__ = ["MARK", "DeepSpeedBench", "RowResult"]
 
@@ -33,15 +32,6 @@ class DeepSpeedBench:
     legacy: bool = False
     engine: str | None = None
     pause: float = 0.3
-
-    def to_json(self) -> str:
-        """Return it as text, for `from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> DeepSpeedBench:
-        """Return what `to_json` wrote."""
-        return cls(**json.loads(text))
 
 
 @dataclass(slots=True)

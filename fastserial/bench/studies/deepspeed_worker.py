@@ -48,7 +48,7 @@ Row = Callable[[Path], float]
 
 def main() -> None:
     """Measure, and let rank 0 print the results as JSON."""
-    bench = DeepSpeedBench.from_json(sys.argv[1])
+    bench = DeepSpeedBench(**json.loads(sys.argv[1]))
     engine = _train(bench)
     rows = _rows(engine, bench)
     results = {name: RowResult(name) for name in rows}
@@ -159,7 +159,7 @@ def _fastserial(engine: Any, folder: Path, options: dict[str, Any]) -> float:
 
 @contextlib.contextmanager
 def _pinned_natively() -> Iterator[None]:
-    """Without a GPU DeepSpeed pins its buffer only when told to do it by itself."""
+    """Without a GPU DeepSpeed pins its buffer only with its own backend, which is set here."""
     before = os.environ.get("DS_PIN_MEMORY_BACKEND")
     if get_accelerator().device_name() == "cpu":
         os.environ["DS_PIN_MEMORY_BACKEND"] = "native"

@@ -91,7 +91,7 @@ def load_afresh(task: Task) -> Loaded:
 
 
 def _start_server() -> None:
-    """Start what forks the processes, deaf to Ctrl-C as they are: who waits for them ends them."""
+    """Start the server of the processes. Like them it ignores Ctrl-C: the parent ends them."""
     if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()
         return
@@ -110,9 +110,9 @@ def _serve(task: Task, answer: Connection[Loaded | str, Any]) -> None:
     gc.freeze()  # a collection would copy every page that is shared with the server
     try:
         found = _load(task)
-    except BaseException as error:  # told to who waits
+    except BaseException as error:  # reported to the parent
         found = "".join(traceback.format_exception_only(error)).strip()
-    with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
         answer.send(found)
 
 

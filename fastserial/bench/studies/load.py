@@ -1,7 +1,7 @@
 """`fastserial bench load`: one checkpoint, every way to load it, and fio, in the same run.
 
 Cold means that no page of the file is in the page cache, warm that all are. Loads need new memory,
-which is at hand (free since a moment ago) or, in the last part, fresh: a hypervisor may have taken
+which was freed a moment before or, in the last part, fresh: a hypervisor may have taken
 it back, and touching it costs more than the load. Rows run interleaved,
 each load in a process of its own, and what each one loaded is compared with what was saved.
 """
@@ -11,38 +11,36 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fastserial import config
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.identical import fingerprints
-from fastserial.bench.measuring.machine import Machine, plain_options, this_machine
+from fastserial.bench.measuring.machine import Place
 from fastserial.bench.measuring.measure import Sample
 from fastserial.bench.measuring.scratch import scratch
 from fastserial.bench.measuring.settle import settle
-from fastserial.bench.measuring.summary import Spread, paired
+from fastserial.bench.measuring.summary import Line, line_of
 from fastserial.bench.measuring.temperature import chill, warm
-from fastserial.bench.measuring.units import GB
 from fastserial.bench.studies.fresh_load import Task, load_afresh
 from fastserial.bench.subjects import dcp
-from fastserial.bench.subjects.fio_read import FIO, FioRead, best_reads
+from fastserial.bench.subjects.fio import READ, FioVariant, best_reads, read_file
 from fastserial.bench.subjects.payload import check_memory, many_small, mixed_state
 from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers, shapes_of
 from fastserial.bench.subjects.saving import check_torch, stock, write
-from fastserial.diagnosis.folder import Folder, probe_folder
 
-__all__ = ["LoadBench", "LoadLine", "LoadResult", "run_load"]
+__all__ = ["LoadBench", "LoadResult", "run_load"]
 
 _HEADROOM = 256 << 20
 _SMALL_COUNT = 20_000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _FRESH = "warm, fresh memory"
 _TAKEN_BACK = 4.0  # seconds in which a hypervisor takes back what is free
-TEMPERATURES = ("cold", "warm", _FRESH)
+COLD = "cold"
+TEMPERATURES = (COLD, "warm", _FRESH)
 _STOCK = "stock zip"
 
 
@@ -72,29 +70,6 @@ class LoadBench:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadLine:
-    """One row's result; see `fastserial.bench.measuring.summary.Line`.
-
-    Attributes:
-        temperature: one of `TEMPERATURES`.
-        over_bytes: peak of memory beyond the data itself; None where unknown.
-        equal: whether what it loaded equals what was saved; None if not compared.
-    """
-
-    name: str
-    temperature: str
-    seconds: Spread
-    bandwidth: Spread
-    to_fio: Spread | None
-    to_stock: Spread | None
-    cpu_per_gb: Spread
-    over_bytes: int | None
-    equal: bool | None
-    fallback: str | None
-    samples: tuple[Sample, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LoadResult:
     """What was measured, where, and with what options of fastserial.
 
@@ -103,11 +78,9 @@ class LoadResult:
     """
 
     bench: LoadBench
-    machine: Machine
-    folder: Folder
-    options: dict[str, Any]
-    lines: tuple[LoadLine, ...]
-    small: tuple[LoadLine, ...]
+    place: Place
+    lines: tuple[Line, ...]
+    small: tuple[Line, ...]
     missing: dict[str, str]
 
     @property
@@ -128,6 +101,8 @@ class _Saved:
 
 @dataclass(slots=True)
 class _Row:
+    """A way to load and a temperature, and its samples; memory is the peak beyond the data."""
+
     reader: Reader
     temperature: str
     samples: list[Sample] = field(default_factory=list)
@@ -135,7 +110,7 @@ class _Row:
 
 
 def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -> LoadResult:
-    """Run the benchmark; `say` is told what is being done.
+    """Run the benchmark; `say` receives a text for each step.
 
     Raises:
         BenchError: too little memory or disk, the folder cannot be used, or a load failed.
@@ -152,11 +127,11 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
             found = [reader for reader in found if reader.group == "torch"]
         yardsticks = best_reads(saved.files.zip, missing, say) if bench.with_fio else {}
         if not bench.with_fio:
-            missing[FIO] = "switched off (--no-fio)"
+            missing[READ] = "switched off (--no-fio)"
         if not yardsticks:
             found = [reader for reader in found if not reader.small_pages]
         lines = _measure(found, saved, bench, yardsticks, missing, say)
-        small: list[LoadLine] = []
+        small: list[Line] = []
         if bench.small:
             say("making the small tensors")
             saved, _ = _save(many_small(_SMALL_COUNT), folder, False)
@@ -165,9 +140,7 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
             small = _measure(found, saved, bench, {}, missing, say)
     return LoadResult(
         bench,
-        this_machine(),
-        probe_folder(bench.folder),
-        plain_options(config.current()),
+        Place.of(bench.folder, config.current()),
         tuple(lines),
         tuple(small),
         missing,
@@ -207,10 +180,10 @@ def _measure(
     found: Sequence[Reader],
     saved: _Saved,
     bench: LoadBench,
-    yardsticks: Mapping[str, FioRead],
+    yardsticks: Mapping[str, FioVariant],
     missing: dict[str, str],
     say: Callable[[str], None],
-) -> list[LoadLine]:
+) -> list[Line]:
     rows = [
         _Row(reader, temperature)
         for temperature in TEMPERATURES
@@ -221,10 +194,9 @@ def _measure(
     for turn in range(bench.runs + 1):
         label = f"round {turn}/{bench.runs}" if turn else "warm-up"
         for name, yardstick in yardsticks.items():
-            say(f"{label}: cold, {name}")
-            chill((saved.files.zip,))
-            settle(bench.pause)
-            fio[name] += [yardstick.run()] * (turn > 0)
+            say(f"{label}: {COLD}, {name}")
+            _prepare((), COLD, saved, bench.pause)
+            fio[name] += [read_file(yardstick, saved.files.zip)] * (turn > 0)
         for row in rows.copy():
             say(f"{label}: {row.temperature}, {row.reader.name}")
             try:
@@ -235,44 +207,49 @@ def _measure(
                 missing[row.reader.name] = f"it fails here: {error}"
                 rows.remove(row)
     by_name = {(row.reader.name, row.temperature): row.samples for row in rows}
-    lines = [
-        _line(
-            row,
+    base = {COLD: fio.get(READ)}
+    return [line_of(name, COLD, samples, None, base[COLD]) for name, samples in fio.items()] + [
+        line_of(
+            row.reader.name,
+            row.temperature,
+            row.samples,
             by_name[_STOCK, row.temperature],
-            fio.get(FIO) if row.temperature == "cold" else None,
+            base.get(row.temperature),
+            row.equal,
         )
         for row in rows
     ]
-    told = [
-        _line(_Row(Reader(name, (), dict), "cold", samples), None, fio.get(FIO))
-        for name, samples in fio.items()
-    ]
-    return told + lines
+
+
+def _prepare(paths: Sequence[Path], temperature: str, saved: _Saved, pause: float) -> None:
+    """Bring memory and page cache into the same state for every row.
+
+    Of all files only those that a warm row reads are in the page cache.
+    """
+    kept = () if temperature == COLD else paths
+    chill(path for path in saved.files.all() if path not in kept)
+    warm(kept)
+    settle(pause)
+    if temperature == _FRESH:
+        time.sleep(_TAKEN_BACK)
+    else:
+        _freshen(saved.nbytes)
 
 
 def _run(row: _Row, saved: _Saved, pause: float, *, first: bool) -> None:
     """Load once; the first is compared, the others count."""
     reader = row.reader
-    (chill if row.temperature == "cold" else warm)(reader.paths)
-    settle(pause)
-    if row.temperature == _FRESH:
-        time.sleep(_TAKEN_BACK)
-    else:
-        _freshen(saved.nbytes)
+    _prepare(reader.paths, row.temperature, saved, pause)
     loaded = load_afresh(Task(reader.name, saved.files, saved.shapes, first))
     if loaded.fingerprints is not None:
         row.equal = loaded.fingerprints == saved.expected
     if first:
         return
     # memory that was there before the load (`prepare`) is not in the peak
-    extra = loaded.usage.extra_bytes
-    over = None if extra is None else extra - (0 if loaded.was_there else saved.nbytes)
-    usage = loaded.usage
-    row.samples.append(
-        Sample(
-            saved.nbytes, usage.seconds, usage.cpu_seconds, over, loaded.latency, loaded.fallback
-        )
-    )
+    sample = loaded.usage.sample(saved.nbytes, loaded.latency, loaded.fallback)
+    if sample.extra_bytes is not None and not loaded.was_there:
+        sample = replace(sample, extra_bytes=sample.extra_bytes - saved.nbytes)
+    row.samples.append(sample)
 
 
 def _freshen(nbytes: int) -> None:
@@ -290,23 +267,3 @@ def _freshen(nbytes: int) -> None:
             except OSError:  # an older kernel, or one without huge pages
                 for start in range(0, nbytes, mmap.PAGESIZE):
                     memory[start] = 1
-
-
-def _line(
-    row: _Row, stock_samples: list[Sample] | None, fio_samples: list[Sample] | None
-) -> LoadLine:
-    samples = row.samples
-    over = [sample.extra_bytes for sample in samples if sample.extra_bytes is not None]
-    return LoadLine(
-        name=row.reader.name,
-        temperature=row.temperature,
-        seconds=Spread.of(sample.seconds for sample in samples),
-        bandwidth=Spread.of(sample.bandwidth for sample in samples),
-        to_fio=paired(samples, fio_samples) if fio_samples else None,
-        to_stock=paired(samples, stock_samples) if stock_samples else None,
-        cpu_per_gb=Spread.of(s.cpu_seconds / s.nbytes * GB for s in samples),
-        over_bytes=max(over, default=None),
-        equal=row.equal,
-        fallback=next((sample.fallback for sample in samples if sample.fallback), None),
-        samples=tuple(samples),
-    )

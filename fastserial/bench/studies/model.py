@@ -49,7 +49,7 @@ class Method:
 def run_tensor(
     nbytes: int, gpu: bool, method: Method, say: Callable[[str], None] = lambda text: None
 ) -> Comparison:
-    """Save a state dict of one tensor of about `nbytes` bytes, on the GPU if told so.
+    """Save a state dict of one tensor of about `nbytes` bytes, on the GPU if `gpu`.
 
     Raises:
         BenchError: no GPU, too little memory or disk, or the folder cannot be used.

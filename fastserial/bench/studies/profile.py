@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import statistics
-import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 
 import fastserial
+from fastserial import trace
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.identical import digest
 from fastserial.bench.measuring.machine import Machine, this_machine
 from fastserial.bench.measuring.scratch import scratch
 from fastserial.bench.measuring.settle import settle
 from fastserial.bench.measuring.summary import Spread
-from fastserial.bench.studies.instrument import IN_FLIGHT, instrumented, recording_pickle
-from fastserial.bench.studies.spans import Recorder, Span, as_trace, self_seconds
+from fastserial.bench.studies.spans import Span, as_trace, self_seconds, spans_of
 from fastserial.bench.subjects.payload import check_memory, mixed_state
 from fastserial.bench.subjects.saving import Format, fast
 from fastserial.bench.subjects.torch_rows import fast_row, stock_row
@@ -34,6 +35,7 @@ __all__ = ["IDLE", "OTHER", "Phase", "ProfileBench", "ProfileResult", "run_profi
 
 OTHER = "other"
 IDLE = "idle"
+_WHOLE = "torch.save"
 _STEM = "profile"  # the bytes of a zip depend on it
 _HEADROOM = 256 << 20
 _PAUSE = 0.3
@@ -101,10 +103,14 @@ class ProfileResult:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    recorder: Recorder
-    whole: Span
+    events: list[trace.Event]
+    whole: trace.Event
     cpu_seconds: float
     report: SaveReport
+
+    @property
+    def seconds(self) -> float:
+        return self.whole.end - self.whole.start
 
 
 def run_profile(
@@ -146,9 +152,9 @@ def run_profile(
             path.unlink()
             if turn >= 0:
                 runs.append(run)
-                slowdowns.append(run.whole.seconds / seconds)
-    middle = statistics.median_low([run.whole.seconds for run in runs])
-    run = next(run for run in runs if run.whole.seconds == middle)
+                slowdowns.append(run.seconds / seconds)
+    middle = statistics.median_low([run.seconds for run in runs])
+    run = next(run for run in runs if run.seconds == middle)
     caller, workers, count = _phases(run)
     return ProfileResult(
         bench,
@@ -156,60 +162,70 @@ def run_profile(
         probe_folder(bench.folder),
         settings,
         run.report,
-        run.whole.seconds,
+        run.seconds,
         run.cpu_seconds,
         caller,
         workers,
         count,
         Spread.of(slowdowns),
         identical,
-        as_trace(run.recorder, run.whole.start, IN_FLIGHT),
+        as_trace(run.events, run.whole.start, run.whole.thread),
     )
 
 
 def _profiled(state: object, path: Path, container: Format) -> _Run:
-    recorder = Recorder()
-    module = recording_pickle(recorder)
-    zip_container = container == "zip"
-    with fast(durable=True), instrumented(recorder):
+    events: list[trace.Event] = []
+    with fast(durable=True), trace.listen(events.append):
         cpu = process_time()
-        recorder.call(
-            "torch.save",
-            torch.save,
-            state,
-            path,
-            module,
-            _use_new_zipfile_serialization=zip_container,
-        )
+        with trace.step(_WHOLE):
+            torch.save(
+                state, path, _traced_pickle(), _use_new_zipfile_serialization=container == "zip"
+            )
         cpu = process_time() - cpu
         report = fastserial.last_save_report()
     if report is None or report.path != str(path):
         raise BenchError(f"torch wrote {path} its own way, not fastserial")
-    return _Run(recorder, recorder.spans[-1], cpu, report)
+    whole = next(event for event in events if event.name == _WHOLE)
+    return _Run(events, whole, cpu, report)
+
+
+def _traced_pickle() -> types.ModuleType:
+    """Return the module `pickle`, for `torch.save`, with a pickler whose work is a step."""
+
+    class Pickler(pickle.Pickler):
+        dump = trace.traced("pickle")(pickle.Pickler.dump)
+
+    module = types.ModuleType("pickle")
+    module.__dict__.update(vars(pickle), Pickler=Pickler)
+    return module
 
 
 def _phases(run: _Run) -> tuple[tuple[Phase, ...], tuple[Phase, ...], int]:
     """Return the phases of the saving thread and of the engine's, and how many those are."""
-    caller = threading.get_ident()
-    mine = [span for span in run.recorder.spans if span.thread == caller]
-    theirs = [span for span in run.recorder.spans if span.thread != caller]
+    spans = spans_of(run.events)
+    caller = run.whole.thread
+    mine = [span for span in spans if span.event.thread == caller]
+    theirs = [span for span in spans if span.event.thread != caller]
     found = self_seconds(mine)
-    other = found.pop("torch.save")[0]
-    whole = run.whole.seconds
-    table = [Phase(name, seconds, n, seconds / whole) for name, (seconds, n) in found.items()]
-    table.append(Phase(OTHER, other, 1, other / whole))
-    count = len({span.thread for span in theirs})
+    found[OTHER] = found.pop(_WHOLE)
+    table = _table(found, run.seconds)
+    count = len({span.event.thread for span in theirs})
     if not count:
-        return tuple(table), (), 0
+        return table, (), 0
     # from the start of the engine until it was stopped, all its threads were there
-    start = min(span.end for span in mine if span.name == "start engine")
-    stop = max(span.end for span in mine if span.name == "stop engine")
-    there = (stop - start) * count
+    start = min(_ends(mine, "start engine"))
+    there = (max(_ends(mine, "stop engine")) - start) * count
     work = self_seconds(theirs)
-    idle = max(0.0, there - sum(seconds for seconds, _ in work.values()))
-    rows = [Phase(name, seconds, n, seconds / there) for name, (seconds, n) in work.items()]
-    rows.append(Phase(IDLE, idle, 1, idle / there))
-    return tuple(table), tuple(rows), count
+    work[IDLE] = max(0.0, there - sum(seconds for seconds, _ in work.values())), 1
+    return table, _table(work, there), count
+
+
+def _table(found: dict[str, tuple[float, int]], whole: float) -> tuple[Phase, ...]:
+    return tuple(Phase(name, seconds, n, seconds / whole) for name, (seconds, n) in found.items())
+
+
+def _ends(spans: list[Span], name: str) -> list[float]:
+    return [span.event.end for span in spans if span.event.name == name]
 
 
 def _on_device(state: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:

@@ -9,12 +9,12 @@ from pathlib import Path
 from fastserial.bench.measuring.rotation import Plan
 from fastserial.bench.measuring.scratch import scratch
 from fastserial.bench.studies.comparison import Comparison, compare
+from fastserial.bench.studies.model import Method
 from fastserial.bench.studies.small import SmallCase, small_cases
 from fastserial.bench.studies.startup import Startup, measure_startup
-from fastserial.bench.subjects.deepspeed_rows import their_rows
 from fastserial.bench.subjects.payload import check_memory, mixed_state
-from fastserial.bench.subjects.peers import engine_rows
-from fastserial.bench.subjects.saving import Format, check_torch
+from fastserial.bench.subjects.peers import engine_rows, their_rows
+from fastserial.bench.subjects.saving import check_torch
 from fastserial.bench.subjects.torch_rows import torch_rows
 from fastserial.reports import format_bytes
 
@@ -24,30 +24,20 @@ _HEADROOM = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class SaveBench:
-    """What to measure.
+class SaveBench(Method):
+    """What to measure, and how.
 
     Attributes:
-        folder: where to write.
         nbytes: size of the state dict, about.
         tensors: how many tensors it has.
-        runs: rounds that count; one warm-up comes before.
-        formats: containers to save.
         overwriting: also measure saves over an existing file.
         small: also measure many small tensors, one tiny object, and the time to start.
-        with_fio: compare with fio.
-        pause: seconds of rest between two runs.
     """
 
-    folder: Path
-    nbytes: int
+    nbytes: int = 3 << 30
     tensors: int = 300
-    runs: int = 5
-    formats: tuple[Format, ...] = ("zip", "legacy")
     overwriting: bool = True
     small: bool = True
-    with_fio: bool = True
-    pause: float = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +57,7 @@ class SaveResult:
 
 
 def run_save(bench: SaveBench, say: Callable[[str], None] = lambda text: None) -> SaveResult:
-    """Run the benchmark; `say` is told what is being done.
+    """Run the benchmark; `say` receives a text for each step.
 
     Raises:
         BenchError: too little memory or disk, or the folder cannot be used.

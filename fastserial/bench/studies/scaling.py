@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from fastserial.bench.measuring.machine import Machine, plain_options, this_machine
+from fastserial.bench.measuring.machine import Place
 from fastserial.bench.measuring.measure import Sample
 from fastserial.bench.measuring.rotation import Plan, rotate
 from fastserial.bench.measuring.rows import Row
@@ -20,7 +20,6 @@ from fastserial.bench.subjects.payload import check_memory, equal_state, mixed_s
 from fastserial.bench.subjects.peers import safetensors_row
 from fastserial.bench.subjects.saving import check_torch
 from fastserial.bench.subjects.torch_rows import fast_row, stock_row
-from fastserial.diagnosis.folder import Folder, probe_folder
 from fastserial.tuning import lookup
 
 __all__ = ["Axis", "Point", "ScalingBench", "ScalingResult", "run_scaling", "sizes", "steps"]
@@ -78,9 +77,7 @@ class ScalingResult:
     """
 
     bench: ScalingBench
-    machine: Machine
-    folder: Folder
-    options: dict[str, Any]
+    place: Place
     points: tuple[Point, ...]
     missing: dict[str, str]
 
@@ -103,7 +100,7 @@ def steps(most: int) -> list[int]:
 def run_scaling(
     bench: ScalingBench, say: Callable[[str], None] = lambda text: None
 ) -> ScalingResult:
-    """Measure both curves; `say` is told what is being done.
+    """Measure both curves; `say` receives a text for each step.
 
     Raises:
         BenchError: too little memory or disk, or the folder cannot be used.
@@ -126,9 +123,7 @@ def run_scaling(
             points.append(_measure("tensors", state, bench, folder, say))
     return ScalingResult(
         bench,
-        this_machine(),
-        probe_folder(bench.folder),
-        plain_options(lookup.config_for(bench.folder)),
+        Place.of(bench.folder, lookup.config_for(bench.folder)),
         tuple(points),
         missing,
     )

@@ -1,133 +1,91 @@
-"""Spans: what which thread did from when to when, nested; and their form as a trace file."""
+"""Spans: trace events with the time that no event inside them covers; and as a trace file."""
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterable
-from time import perf_counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-__all__ = ["Recorder", "Span", "as_trace", "self_seconds"]
+from fastserial.trace import IN_FLIGHT, Event
+
+__all__ = ["Span", "as_trace", "self_seconds", "spans_of"]
 
 _MICRO = 1e6
+_LEVEL = "blocks in flight"
 
 
-class Span(NamedTuple):  # quick to make: thousands are made within a save
-    """One stretch of one thread's time.
+class Span(NamedTuple):
+    """A trace event, and `own`: the seconds of it that no event inside it covers."""
 
-    Attributes:
-        name: what was done.
-        thread: its identifier.
-        start, end: seconds on `time.perf_counter`.
-        own: seconds of it that no span inside it covers.
-    """
-
-    name: str
-    thread: int
-    start: float
-    end: float
+    event: Event
     own: float
 
     @property
     def seconds(self) -> float:
         """From start to end."""
-        return self.end - self.start
+        return self.event.end - self.event.start
 
 
-class Recorder:
-    """Collects spans from any number of threads.
-
-    Attributes:
-        spans: in the order in which they ended.
-        threads: names of the threads by identifier; one that ended may leave it to another.
-        levels: values over time, such as blocks in flight: (seconds, value).
-    """
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.threads: dict[int, str] = {}
-        self.levels: list[tuple[float, int]] = []
-        self._open = threading.local()
-
-    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, and records a span for each call."""
-
-        @functools.wraps(function)
-        def recorded(*args: Any, **keywords: Any) -> Any:
-            return self.call(name, function, *args, **keywords)
-
-        return recorded
-
-    def call(self, name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Call a function within a span, and return what it returns."""
-        stack = self._stack()
-        inside = [0.0]
-        stack.append(inside)
-        start = perf_counter()
-        try:
-            return function(*args, **keywords)
-        finally:
-            end = perf_counter()
-            stack.pop()
-            if stack:
-                stack[-1][0] += end - start
-            self.spans.append(
-                Span(name, threading.get_ident(), start, end, end - start - inside[0])
-            )
-
-    def add(self, name: str, thread: int, start: float, end: float) -> None:
-        """Enter a span without spans inside it, told by somebody else."""
-        if thread not in self.threads:
-            self.threads[thread] = _name_of(thread)
-        self.spans.append(Span(name, thread, start, end, end - start))
-
-    def _stack(self) -> list[list[float]]:
-        stack: list[list[float]] | None = getattr(self._open, "stack", None)
-        if stack is None:
-            stack = self._open.stack = []
-            self.threads[threading.get_ident()] = _name_of(threading.get_ident())
-        return stack
+def spans_of(events: Iterable[Event]) -> list[Span]:
+    """Return the spans of all threads, thread by thread in the order of their starts."""
+    spans: list[Span] = []
+    around: list[int] = []  # places in `spans` of those that contain the present one
+    busy = [event for event in events if event.thread]
+    for event in sorted(busy, key=lambda event: (event.thread, event.start, -event.end)):
+        while around and not _contains(spans[around[-1]].event, event):
+            around.pop()
+        if around:
+            outer = spans[around[-1]]
+            spans[around[-1]] = outer._replace(own=outer.own - (event.end - event.start))
+        around.append(len(spans))
+        spans.append(Span(event, event.end - event.start))
+    return spans
 
 
-def _name_of(thread: int) -> str:
-    """Return a thread's name; fastserial's own have none."""
-    names = {known.ident: known.name for known in threading.enumerate()}
-    return names.get(thread, f"fastserial {thread}")
+def _contains(outer: Event, event: Event) -> bool:
+    return outer.thread == event.thread and event.end <= outer.end
 
 
 def self_seconds(spans: Iterable[Span]) -> dict[str, tuple[float, int]]:
     """Return own seconds and number of spans by name, in the order of their first start."""
     found: dict[str, tuple[float, int]] = {}
-    for span in sorted(spans, key=lambda span: span.start):
-        seconds, count = found.get(span.name, (0.0, 0))
-        found[span.name] = seconds + span.own, count + 1
+    for span in sorted(spans, key=lambda span: span.event.start):
+        seconds, count = found.get(span.event.name, (0.0, 0))
+        found[span.event.name] = seconds + span.own, count + 1
     return found
 
 
-def as_trace(recorder: Recorder, begin: float, level: str) -> dict[str, Any]:
-    """Return the spans as Chrome trace events, which Perfetto and chrome://tracing open.
+def as_trace(events: Sequence[Event], begin: float, caller: int) -> dict[str, Any]:
+    """Return events as Chrome trace events, which Perfetto and chrome://tracing open.
 
     Args:
         begin: seconds on `time.perf_counter` that become 0.
-        level: what `recorder.levels` counts.
+        caller: identifier of the thread that saved.
     """
-    names = dict(recorder.threads)
-    tracks = {ident: number for number, ident in enumerate(names, 1)}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "torch.save"}}
-    ]
-    for ident, track in tracks.items():
-        for kind, value in (("thread_name", names[ident]), ("thread_sort_index", track)):
-            key = "name" if kind == "thread_name" else "sort_index"
-            events.append({"ph": "M", "name": kind, "pid": 1, "tid": track, "args": {key: value}})
-    for span in sorted(recorder.spans, key=lambda span: (span.start, -span.end)):
-        event = {"ph": "X", "name": span.name, "cat": "save", "pid": 1, "tid": tracks[span.thread]}
-        start = (span.start - begin) * _MICRO
-        events.append({**event, "ts": round(start, 3), "dur": round(span.seconds * _MICRO, 3)})
-    for when, value in recorder.levels:
-        ts = round((when - begin) * _MICRO, 3)
-        events.append(
-            {"ph": "C", "name": level, "pid": 1, "tid": 0, "ts": ts, "args": {level: value}}
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    others = dict.fromkeys(event.thread for event in events if event.thread not in (0, caller))
+    tracks = {ident: number for number, ident in enumerate((caller, *others), 1)}
+    shown: list[dict[str, Any]] = [_named("process_name", 0, name="torch.save")]
+    for track in tracks.values():
+        name = f"engine thread {track - 1}" if track > 1 else "saving thread"
+        shown.append(_named("thread_name", track, name=name))
+        shown.append(_named("thread_sort_index", track, sort_index=track))
+    for name, thread, start, end in sorted(events, key=lambda event: (event.start, -event.end)):
+        if thread:
+            place = {"ph": "X", "name": name, "cat": "save", "pid": 1, "tid": tracks[thread]}
+            shown.append({**place, "ts": _micro(start - begin), "dur": _micro(end - start)})
+    flights = [event for event in events if event.name == IN_FLIGHT]
+    changes = [(event.start, 1) for event in flights] + [(event.end, -1) for event in flights]
+    changes.sort()
+    levels = accumulate(change for _, change in changes)
+    for (when, _), level in zip(changes, levels, strict=True):
+        place = {"ph": "C", "name": _LEVEL, "pid": 1, "tid": 0, "args": {_LEVEL: level}}
+        shown.append({**place, "ts": _micro(when - begin)})
+    return {"traceEvents": shown, "displayTimeUnit": "ms"}
+
+
+def _named(kind: str, track: int, **values: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": 1, "tid": track, "args": values}
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * _MICRO, 3)

@@ -96,7 +96,7 @@ def run_sweep(
 
     Args:
         file: CSV; made if it is not there.
-        on_progress: told how many results there are, how many there will be, and what is next.
+        on_progress: receives the number of results, that of all to come, and what is next.
 
     Raises:
         BenchError: too little memory or disk; the file is of another sweep; what was read is not
@@ -228,14 +228,7 @@ class _Runner:
         report = writer.report
         if report is None:
             raise BenchError(f"{path} was not written")
-        return Sample(
-            report.bytes,
-            used.seconds,
-            used.cpu_seconds,
-            None,
-            report.complete,
-            report.fallback,
-        )
+        return used.sample(report.bytes, report.complete, report.fallback)
 
     def _read(self, path: Path, target: torch.Tensor, config: Config) -> Sample:
         """Read a file that is not in the page cache, and compare.
@@ -256,11 +249,5 @@ class _Runner:
         if not torch.equal(target, self._data["host" if target.is_cpu else "device"]):
             raise BenchError(f"what was read with {config} is not what was written")
         counts = reader.blocks.counts
-        return Sample(
-            target.nbytes,
-            used.seconds,
-            used.cpu_seconds,
-            None,
-            Latency.of(counts.complete_seconds),
-            reader.blocks.fallback,
-        )
+        latency = Latency.of(counts.complete_seconds)
+        return used.sample(target.nbytes, latency, reader.blocks.fallback)

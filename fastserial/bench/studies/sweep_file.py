@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,13 +15,6 @@ from fastserial.bench.measuring.errors import BenchError
 from fastserial.tuning.store import Settings
 
 __all__ = ["Point", "Result", "SweepFile"]
-
-_COLUMNS = (
-    "device", "bytes", "run", "op", "transfer", "engine", "block_size", "queue_depth", "threads",
-    "seconds", "bw_bytes", "ratio_to_default", "cpu_seconds",
-    "lat_p50_us", "lat_p95_us", "lat_p99_us", "fallback", "error", "when", "fastserial",
-)  # fmt: skip
-_MICRO = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +68,21 @@ class Result:
     fastserial: str
 
 
+# Column: which attribute of a result it holds, in what unit, with how many digits.
+_NUMBERS = {
+    "seconds": ("seconds", 1.0, 6),
+    "bw_bytes": ("bandwidth", 1.0, 0),
+    "ratio_to_default": ("ratio", 1.0, 4),
+    "cpu_seconds": ("cpu_seconds", 1.0, 6),
+    "lat_p50_us": ("p50", 1e-6, 1),
+    "lat_p95_us": ("p95", 1e-6, 1),
+    "lat_p99_us": ("p99", 1e-6, 1),
+}
+_TEXTS = ("fallback", "error", "when", "fastserial")
+_POINT = tuple(field.name for field in fields(Point))
+_COLUMNS = ("device", "bytes", "run", *_POINT, *_NUMBERS, *_TEXTS)
+
+
 class SweepFile:
     """A CSV file that holds results, and takes more. A line that was cut short is done again."""
 
@@ -107,24 +115,11 @@ class SweepFile:
         Raises:
             OSError: the file cannot be written.
         """
-        point = result.point
-        values = {
-            **self._same,
-            "run": result.run,
-            **{name: getattr(point, name) for name in point.__slots__},
-            "seconds": f"{result.seconds:.6f}",
-            "bw_bytes": round(result.bandwidth),
-            "ratio_to_default": f"{result.ratio:.4f}",
-            "cpu_seconds": f"{result.cpu_seconds:.6f}",
-            "lat_p50_us": f"{result.p50 * _MICRO:.1f}",
-            "lat_p95_us": f"{result.p95 * _MICRO:.1f}",
-            "lat_p99_us": f"{result.p99 * _MICRO:.1f}",
-            "fallback": result.fallback,
-            "error": result.error,
-            "when": result.when,
-            "fastserial": result.fastserial,
-        }
-        self._line([values[name] for name in _COLUMNS])
+        numbers = (
+            f"{getattr(result, name) / unit:.{digits}f}" for name, unit, digits in _NUMBERS.values()
+        )
+        texts = (getattr(result, name) for name in _TEXTS)
+        self._line((*self._same.values(), result.run, *astuple(result.point), *numbers, *texts))
         self.results.append(result)
 
     def _line(self, values: Sequence[Any]) -> None:
@@ -171,30 +166,9 @@ class SweepFile:
 
 
 def _result(row: dict[str, str]) -> Result:
-    p50, p95, p99 = (float(row[f"lat_{name}_us"]) / _MICRO for name in ("p50", "p95", "p99"))
-    point = Point(
-        row["op"],
-        row["transfer"],
-        row["engine"],
-        *_counts(row, ("block_size", "queue_depth", "threads")),
-    )
-    return Result(
-        int(row["run"]),
-        point,
-        float(row["seconds"]),
-        float(row["bw_bytes"]),
-        float(row["ratio_to_default"]),
-        float(row["cpu_seconds"]),
-        p50,
-        p95,
-        p99,
-        row["fallback"],
-        row["error"],
-        row["when"],
-        row["fastserial"],
-    )
-
-
-def _counts(row: dict[str, str], names: Iterable[str]) -> tuple[int, int, int]:
-    first, second, third = (int(row[name]) for name in names)
-    return first, second, third
+    counts = (int(row[name]) for name in ("block_size", "queue_depth", "threads"))
+    point = Point(row["op"], row["transfer"], row["engine"], *counts)
+    values: dict[str, Any] = {name: row[name] for name in _TEXTS}
+    for column, (name, unit, _) in _NUMBERS.items():
+        values[name] = float(row[column]) * unit
+    return Result(int(row["run"]), point, **values)

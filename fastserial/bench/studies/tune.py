@@ -78,7 +78,7 @@ def search(
         default: where to start, and what every round compares with.
         space: what to try.
         stop: asked after each save; once true, the search ends with what it has.
-        say: told what is being tried.
+        say: receives what is being tried.
     """
     best, tried = default, {default}
     for _ in range(_PASSES):
@@ -148,7 +148,7 @@ class Verdict:
     Attributes:
         ratios: of each pair, speed of the candidate over that of the defaults.
         accepted: it does.
-        reason: why, in words.
+        reason: why.
     """
 
     ratios: tuple[float, ...]
@@ -204,5 +204,5 @@ def judge(ratios: Sequence[float]) -> Verdict:
 
 
 def _by_chance(wins: int, pairs: int) -> float:
-    """Return how likely it is that one of two equals wins at least so many pairs (sign test)."""
+    """Return the probability that one of two equals wins at least `wins` pairs (sign test)."""
     return float(sum(math.comb(pairs, n) for n in range(wins, pairs + 1)) / 2**pairs)

@@ -35,7 +35,7 @@ __all__ = ["LEAST_BYTES", "Tuned", "tune_folder"]
 
 LEAST_BYTES = 16 << 20  # less says nothing about a disk
 _TENSORS = 100
-_SHARE = 4  # at most one part in so many of the free space and memory is used
+_SHARE = 4  # at most 1/4 of the free space and memory is used
 _SAVES = 60  # there should be time for
 _PAUSE = 0.05
 _COPIES = 2
@@ -48,12 +48,12 @@ class Tuned:
     """What `tune` did.
 
     Attributes:
-        default, candidate: settings; the candidate is the default if nothing looked better.
+        default, candidate: settings; the candidate is the default if nothing was faster.
         verdict: of the final pairs; None if there was no candidate.
         nbytes: of each save.
         saves, tried: how many were made, and with how many different settings.
         seconds: it all took.
-        device, key: the device in words, and its key in the file.
+        device, key: description of the device, and its key in the file.
         file: where the result is kept.
     """
 
@@ -119,7 +119,7 @@ def tune_folder(
         most_bytes: of a save; less where the disk is slow, or space or memory short.
         seconds: about how long it may take; on a slow disk the final pairs may take longer.
         pairs: of the final comparison.
-        on_progress: told the part that is done (0 to 1) and what is being tried.
+        on_progress: receives the part that is done (0 to 1) and what is being tried.
         space: what to try; by default everything that can run here.
 
     Raises:
@@ -181,7 +181,7 @@ def _time(call: Callable[[], object]) -> float:
 def _keep(
     folder: Path, settings: Settings | None, verdict: Verdict | None, nbytes: int
 ) -> tuple[str, str, Path]:
-    """Note the result; return the device in words, its key, and the file."""
+    """Keep the result; return the device's description, its key, and the file."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         key = device_key(fd)

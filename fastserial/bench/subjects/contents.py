@@ -31,7 +31,7 @@ def unshared(state: object) -> dict[str, torch.Tensor]:
 
 
 def zip_holds(state: object, path: Path) -> bool:
-    """Tell whether a zip checkpoint holds the tensors of `state`, as stock torch reads it."""
+    """Return whether a zip checkpoint holds the tensors of `state`, as stock torch reads it."""
     with stock():
         found = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     return not different_tensors(tensors_of(state), tensors_of(found))

@@ -1,4 +1,4 @@
-"""fio, the yardstick: what the device gives to a program that does nothing else."""
+"""fio, the reference: what the device gives to a program that does nothing else."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from typing import Any, Literal
 
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.measure import Sample
+from fastserial.bench.measuring.pages import reserved_huge_bytes
 from fastserial.bench.measuring.rows import DURABLE, Row
+from fastserial.bench.measuring.temperature import chill
 from fastserial.reports import Latency
 
 __all__ = [
-    "BLOCKS",
-    "DEPTH",
-    "ENGINES",
     "HUGE_BYTES",
+    "READ",
     "FioVariant",
+    "best_reads",
     "best_variants",
     "fio_row",
     "fresh_variant",
     "installed",
-    "latency_of",
+    "read_file",
     "run_fio",
-    "run_job",
 ]
 
-ENGINES = ("io_uring", "libaio")
-BLOCKS = (1 << 20, 4 << 20, 8 << 20)
-DEPTH = 8
-HUGE_BYTES = (DEPTH + 2) * BLOCKS[-1]  # of reserved huge pages, for its buffers
+READ = "fio read"
+_READ_HUGE = "fio read, huge pages"
+_ENGINES = ("io_uring", "libaio")
+_BLOCKS = (1 << 20, 4 << 20, 8 << 20)
+_DEPTH = 8
+HUGE_BYTES = (_DEPTH + 2) * _BLOCKS[-1]  # of reserved huge pages, for its buffers
 _ERROR_LINES = 3
 
 
@@ -50,7 +52,7 @@ class FioVariant:
     block: int
     preallocate: bool
     direct: bool = True
-    depth: int = DEPTH
+    depth: int = _DEPTH
     huge: bool = False
     fresh: bool = False
 
@@ -62,7 +64,7 @@ class FioVariant:
 
 
 def installed() -> bool:
-    """Tell whether fio can be run."""
+    """Return whether fio can be run."""
     return shutil.which("fio") is not None
 
 
@@ -72,42 +74,45 @@ def run_fio(variant: FioVariant, path: Path, nbytes: int) -> Sample:
     The preallocation is not in fio's time, nor is its start.
 
     Raises:
-        BenchError: fio failed, with its own words.
+        BenchError: fio failed, with its message.
     """
     blocks = max(1, round(nbytes / variant.block))
-    options = [
-        "--rw=write",
-        f"--size={blocks * variant.block}",
-        f"--bs={variant.block}",
-        f"--ioengine={variant.engine}",
-        f"--iodepth={blocks if variant.fresh else variant.depth}",
-        f"--direct={int(variant.direct)}",
-        f"--fallocate={'native' if variant.preallocate else 'none'}",
-        "--end_fsync=1",
-    ]
-    return run_job(options, path, "write", variant.huge, str(variant))
+    depth = blocks if variant.fresh else variant.depth
+    fallocate = f"--fallocate={'native' if variant.preallocate else 'none'}"
+    return _run(variant, path, "write", blocks, depth, ["--end_fsync=1", fallocate])
 
 
-def run_job(
-    options: Sequence[str], path: Path, direction: Literal["read", "write"], huge: bool, what: str
-) -> Sample:
-    """Run fio once on a file and return what it tells of one direction.
-
-    Args:
-        options: of fio, beside those that are always the same.
-        huge: its buffers are reserved huge pages.
-        what: begins the message of the error.
+def read_file(variant: FioVariant, path: Path) -> Sample:
+    """Read a file once, in whole blocks.
 
     Raises:
-        BenchError: fio failed, with its own words.
+        BenchError: fio failed, with its message.
     """
+    blocks = path.stat().st_size // variant.block
+    return _run(variant, path, "read", blocks, variant.depth, ["--readonly"])
+
+
+def _run(
+    variant: FioVariant,
+    path: Path,
+    direction: Literal["read", "write"],
+    blocks: int,
+    depth: int,
+    options: Sequence[str],
+) -> Sample:
     command = [
         "fio",
         "--name=fastserial-bench",
         # fio takes a colon for the end of a file name
         f"--filename={str(path).replace(':', chr(92) + ':')}",
+        f"--rw={direction}",
+        f"--size={blocks * variant.block}",
+        f"--bs={variant.block}",
+        f"--ioengine={variant.engine}",
+        f"--iodepth={depth}",
+        f"--direct={int(variant.direct)}",
         *options,
-        f"--iomem={'mmaphuge' if huge else 'malloc'}",
+        f"--iomem={'mmaphuge' if variant.huge else 'malloc'}",
         "--thread",
         "--output-format=json",
     ]
@@ -118,14 +123,14 @@ def run_job(
         job = None
     if done.returncode or job is None or job["error"] or not job[direction]["runtime"]:
         words = (done.stderr or done.stdout).strip().splitlines()[:_ERROR_LINES]
-        raise BenchError(f"{what} failed: {' '.join(words)}")
+        raise BenchError(f"{variant} failed: {' '.join(words)}")
     moved = job[direction]
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    latency = latency_of(moved["clat_ns"])
+    latency = _latency(moved["clat_ns"])
     return Sample(moved["io_bytes"], moved["runtime"] / 1000, cpu, None, latency)
 
 
-def latency_of(found: Mapping[str, Any]) -> Latency:
+def _latency(found: Mapping[str, Any]) -> Latency:
     """Return the latencies of fio's `clat_ns`."""
 
     def at(percent: int) -> float:
@@ -149,19 +154,68 @@ def best_variants(try_one: Callable[[FioVariant], Sample], huge: bool = False) -
     problem = BenchError("fio has no engine to try")
     # small pages, and then the page cache, only where nothing better works
     for direct, pages in [(True, True)] * huge + [(True, False), (False, False)]:
-        best: dict[bool, tuple[float, FioVariant]] = {}
-        for engine, block, preallocate in itertools.product(ENGINES, BLOCKS, (True, False)):
-            variant = FioVariant(engine, block, preallocate, direct, huge=pages)
+        found = []
+        for preallocate in (True, False):
             try:
-                bandwidth = try_one(variant).bandwidth
+                found.append(_fastest(try_one, preallocate, direct, pages))
             except BenchError as error:
                 problem = error
-                continue
-            if bandwidth > best.get(preallocate, (0.0, variant))[0]:
-                best[preallocate] = bandwidth, variant
-        if best:
-            return [variant for _, variant in best.values()]
+        if found:
+            return found
     raise problem
+
+
+def best_reads(
+    path: Path, missing: dict[str, str], say: Callable[[str], None]
+) -> dict[str, FioVariant]:
+    """Return fio's fastest ways to read a file by name: as it is, and on reserved huge pages.
+
+    Why one is not there is put in `missing`.
+    """
+    if not installed():
+        missing[READ] = "not installed: apt-get install fio"
+        return {}
+    found = {}
+    names = [READ] + [_READ_HUGE] * (reserved_huge_bytes() >= HUGE_BYTES)
+    for name in names:
+
+        def try_one(variant: FioVariant) -> Sample:
+            say(f"looking for the best read: {variant}")
+            chill((path,))
+            return read_file(variant, path)
+
+        try:
+            found[name] = _fastest(try_one, huge=name == _READ_HUGE)
+        except BenchError as error:
+            missing[name] = str(error)
+    return found
+
+
+def _fastest(
+    try_one: Callable[[FioVariant], Sample],
+    preallocate: bool = False,
+    direct: bool = True,
+    huge: bool = False,
+) -> FioVariant:
+    """Return the fastest combination of engine and block size.
+
+    Raises:
+        BenchError: of the last one, if none works.
+    """
+    best: tuple[float, FioVariant] | None = None
+    problem = BenchError("fio has no engine to try")
+    for engine, block in itertools.product(_ENGINES, _BLOCKS):
+        variant = FioVariant(engine, block, preallocate, direct, huge=huge)
+        try:
+            bandwidth = try_one(variant).bandwidth
+        except BenchError as error:
+            problem = error
+            continue
+        if best is None or bandwidth > best[0]:
+            best = bandwidth, variant
+    if best is None:
+        raise problem
+    return best[1]
 
 
 def fresh_variant(best: FioVariant) -> FioVariant:

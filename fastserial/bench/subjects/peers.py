@@ -6,11 +6,15 @@ dotted names, and what they wrote is read back with their own reader.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,15 +23,15 @@ from fastserial.bench.measuring.identical import different_tensors
 from fastserial.bench.measuring.measure import Sample, measure
 from fastserial.bench.measuring.rows import DURABLE, LOOSE, Row
 from fastserial.bench.subjects import dcp
-from fastserial.bench.subjects.contents import unshared
-from fastserial.bench.subjects.deepspeed_rows import their_rows
-from fastserial.bench.subjects.saving import Format, sync
+from fastserial.bench.subjects.contents import unshared, zip_holds
+from fastserial.bench.subjects.saving import Format, fast, sync
 from fastserial.bench.subjects.torch_rows import fast_row
 
-__all__ = ["engine_rows", "peer_rows", "safetensors_row"]
+__all__ = ["engine_rows", "peer_rows", "safetensors_row", "their_rows"]
 
 Tensors = Mapping[str, torch.Tensor]
 _BATCH_BYTES = 256 << 20  # read back at once
+_BUFFER_MB = 64  # DeepSpeed's default io_buffer_size
 
 
 def engine_rows(state: object, formats: Sequence[Format]) -> tuple[list[Row], dict[str, str]]:
@@ -67,6 +71,57 @@ def peer_rows(
     return rows, missing
 
 
+def their_rows(
+    state: object, formats: Sequence[Format], promises: Sequence[bool] = (True,)
+) -> tuple[list[Row], str | None]:
+    """Return a row for each format and promise (durable or not), or none and what is missing here.
+
+    DeepSpeed's writer is given our patches (it gets its storages in one call, and our checksums in
+    the zip format), our repairs, and, where it has to be durable, a sync of file and directory.
+    """
+    missing = next(one.missing for one in engines.survey() if one.name == "deepspeed")
+    if missing is not None:
+        return [], missing
+    return [_deepspeed_row(state, one, durable) for durable in promises for one in formats], None
+
+
+def _deepspeed_row(state: object, container: Format, durable: bool) -> Row:
+    make = functools.cache(_writer_factory)  # the handle and buffer are made once
+
+    def save(path: Path) -> None:
+        writer = make()(path)
+        torch.save(state, writer, _use_new_zipfile_serialization=container == "zip")
+        writer.close()
+
+    @contextlib.contextmanager
+    def prepared() -> Iterator[None]:
+        from fastserial.integrations.deepspeed_compat import repaired
+
+        make()
+        with fast(), repaired():
+            yield
+
+    compared = f"stock {container}"
+    check = partial(zip_holds, state) if container == "zip" else None
+    row = _row(f"DeepSpeed's writer, {container}", save, check, durable, compared, prepared)
+    # Its zip archives are all called "archive", so their bytes differ from those of a path.
+    return replace(row, same_bytes_as=compared if container == "legacy" else None)
+
+
+def _writer_factory() -> Callable[[Path], Any]:
+    from deepspeed.io import FastFileWriter, FastFileWriterConfig
+
+    from fastserial.integrations.fastpersist import get_aio_handle, get_pinned_buffer
+
+    handle, buffer = get_aio_handle(), get_pinned_buffer(_BUFFER_MB)
+
+    def make(path: Path) -> Any:
+        config = FastFileWriterConfig(dnvme_handle=handle, pinned_tensor=buffer)
+        return FastFileWriter(file_path=str(path), config=config)
+
+    return make
+
+
 def safetensors_row(tensors: Tensors, durable: bool = True, compared: str = "stock zip") -> Row:
     """Return a row of safetensors' `save_file`; durable as the others: file and directory synced.
 
@@ -97,9 +152,10 @@ def _dcp_row(tensors: Tensors, durable: bool, compared: str) -> Row:
 def _row(
     name: str,
     save: Callable[[Path], None],
-    check: Callable[[Path], bool],
+    check: Callable[[Path], bool] | None,
     durable: bool,
     compared: str,
+    context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Row:
     def run(path: Path) -> Sample:
         def call() -> None:
@@ -107,8 +163,9 @@ def _row(
             if durable:
                 sync(path)
 
-        used = measure(call)
-        return Sample(_bytes_of(path), used.seconds, used.cpu_seconds, used.extra_bytes)
+        with context():
+            used = measure(call)
+        return used.sample(_bytes_of(path))
 
     ending = "" if durable else ", not durable"
     return Row(

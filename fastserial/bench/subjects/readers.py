@@ -33,6 +33,10 @@ class Files:
     safetensors: Path | None
     dcp: Path | None
 
+    def all(self) -> list[Path]:
+        """Return every file in their folder."""
+        return [path for path in self.zip.parent.rglob("*") if path.is_file()]
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -66,10 +70,10 @@ def shapes_of(state: State) -> Shapes:
 
 def readers(files: Files, shapes: Shapes) -> tuple[list[Reader], dict[str, str]]:
     """Return what can run here, and for the others why they cannot."""
-    found = [*_torch(files), *_ours(files, shapes)]
+    found = [*_torch(files, shapes)]
     missing: dict[str, str] = {}
     for name, module, command, make in _PEERS:
-        if importlib.util.find_spec(module) is None:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
             missing[name] = f"not installed: {command}"
         elif isinstance(made := make(name, module, files, shapes), str):
             missing[name] = made
@@ -87,33 +91,20 @@ def touch(state: State) -> State:
     return state
 
 
-def _torch(files: Files) -> Iterator[Reader]:
-    yield Reader("stock zip", (files.zip,), lambda _: torch.load(files.zip), stock)
-    yield Reader(
-        "stock zip, mmap, touched",
-        (files.zip,),
-        lambda _: touch(torch.load(files.zip, mmap=True)),
-        stock,
-    )
-    yield Reader("stock legacy", (files.legacy,), lambda _: torch.load(files.legacy), stock)
+def _torch(files: Files, shapes: Shapes) -> Iterator[Reader]:
+    def reader(name: str, path: Path, context: Any, **more: Any) -> Reader:
+        return Reader(name, (path,), lambda _: torch.load(path), context, **more)
 
+    def mapped(_: Any) -> State:
+        return touch(torch.load(files.zip, mmap=True))
 
-def _ours(files: Files, shapes: Shapes) -> Iterator[Reader]:
-    yield Reader("fastserial zip", (files.zip,), lambda _: torch.load(files.zip), fast)
-    yield Reader(
-        "fastserial zip, small pages",
-        (files.zip,),
-        lambda _: torch.load(files.zip),
-        _fast_on_small_pages,
-        small_pages=True,
-    )
-    yield Reader(
-        "fastserial zip, verified",
-        (files.zip,),
-        lambda _: torch.load(files.zip),
-        lambda: fast(verify_on_load=True),
-    )
-    yield Reader("fastserial legacy", (files.legacy,), lambda _: torch.load(files.legacy), fast)
+    yield reader("stock zip", files.zip, stock)
+    yield Reader("stock zip, mmap, touched", (files.zip,), mapped, stock)
+    yield reader("stock legacy", files.legacy, stock)
+    yield reader("fastserial zip", files.zip, fast)
+    yield reader("fastserial zip, small pages", files.zip, _fast_on_small_pages, small_pages=True)
+    yield reader("fastserial zip, verified", files.zip, lambda: fast(verify_on_load=True))
+    yield reader("fastserial legacy", files.legacy, fast)
 
     def fill(target: State) -> State:
         load_into(target, files.zip)
@@ -139,67 +130,53 @@ def _empty(shapes: Shapes) -> State:
 
 # the row's name and module; a text says why it cannot run
 _Make = Callable[[str, str, Files, Shapes], Reader | str]
-_NO_FILE = "safetensors, which makes its file, is missing"
 _BENCH = "pip install 'fastserial[bench]'"
 
 
-def _safetensors(clone: bool) -> _Make:
+def _of_safetensors(load: Callable[[Any, Path], State]) -> _Make:
+    """Return what makes a reader of the safetensors file; `load` gets its module and the path."""
+
     def make(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
         path = files.safetensors
         if path is None:
-            return _NO_FILE
+            return "safetensors, which makes its file, is missing"
 
-        def load(_: Any) -> State:
-            from safetensors.torch import load_file
+        def run(_: Any) -> State:
+            return load(importlib.import_module(module), path)
 
-            found: State = load_file(path)
-            return {k: t.clone() for k, t in found.items()} if clone else touch(found)
-
-        return Reader(name, (path,), load, modules=("safetensors.torch",), group="peer")
+        return Reader(name, (path,), run, modules=(module,), group="peer")
 
     return make
 
 
-def _fastsafetensors(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
-    path = files.safetensors
-    if path is None:
-        return _NO_FILE
-
-    def load(_: Any) -> State:
-        package: Any = importlib.import_module(module)
-        with package.fastsafe_open(filenames=[str(path)], nogds=True, device="cpu") as file:
-            return {key: file.get_tensor(key).clone() for key in list(file.keys())}
-
-    return Reader(name, (path,), load, modules=(module,), group="peer")
+def _touched(package: Any, path: Path) -> State:
+    return touch(package.load_file(path))
 
 
-def _runai(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
-    path = files.safetensors
-    if path is None:
-        return _NO_FILE
+def _cloned(package: Any, path: Path) -> State:
+    return {key: tensor.clone() for key, tensor in package.load_file(path).items()}
 
-    def load(_: Any) -> State:
-        package: Any = importlib.import_module(module)
-        with package.SafetensorsStreamer() as streamer:
-            streamer.stream_file(str(path))
-            return {key: tensor.clone() for key, tensor in streamer.get_tensors()}
 
-    return Reader(name, (path,), load, modules=(module,), group="peer")
+def _fastsafetensors(package: Any, path: Path) -> State:
+    with package.fastsafe_open(filenames=[str(path)], nogds=True, device="cpu") as file:
+        return {key: file.get_tensor(key).clone() for key in list(file.keys())}
+
+
+def _runai(package: Any, path: Path) -> State:
+    with package.SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(path))
+        return {key: tensor.clone() for key, tensor in streamer.get_tensors()}
 
 
 def _instanttensor(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
-    path = files.safetensors
-    if path is None:
-        return _NO_FILE
     if not torch.cuda.is_available():
         return "it loads to CUDA devices only, and there is none"
 
-    def load(_: Any) -> State:
-        package: Any = importlib.import_module(module)
+    def load(package: Any, path: Path) -> State:
         with package.safe_open(str(path), "pt", "cuda:0") as file:
             return {key: tensor.cpu() for key, tensor in file.tensors()}
 
-    return Reader(name, (path,), load, modules=(module,), group="peer")
+    return _of_safetensors(load)(name, module, files, shapes)
 
 
 def _dcp(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
@@ -216,26 +193,22 @@ def _dcp(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
     return Reader(name, paths, load, prepare=prepare, modules=(module,), group="peer")
 
 
+_DCP = "torch.distributed.checkpoint"
 _PEERS: list[tuple[str, str, str, _Make]] = [
-    ("safetensors, touched", "safetensors", _BENCH, _safetensors(False)),
-    ("safetensors + clone", "safetensors", _BENCH, _safetensors(True)),
+    ("safetensors, touched", "safetensors.torch", _BENCH, _of_safetensors(_touched)),
+    ("safetensors + clone", "safetensors.torch", _BENCH, _of_safetensors(_cloned)),
     (
         "fastsafetensors + clone",
         "fastsafetensors",
         "pip install fastsafetensors",
-        _fastsafetensors,
+        _of_safetensors(_fastsafetensors),
     ),
     (
         "runai-model-streamer + clone",
         "runai_model_streamer",
         "pip install runai-model-streamer",
-        _runai,
+        _of_safetensors(_runai),
     ),
     ("instanttensor", "instanttensor", "pip install instanttensor", _instanttensor),
-    (
-        "DCP FileSystemReader",
-        "torch.distributed.checkpoint",
-        "pip install a torch with torch.distributed",
-        _dcp,
-    ),
+    ("DCP FileSystemReader", _DCP, "pip install a torch with torch.distributed", _dcp),
 ]

@@ -49,7 +49,7 @@ def fast(**options: Any) -> Iterator[None]:
 
 
 def check_torch() -> None:
-    """Find out that torch cannot be patched before minutes are spent on other rows.
+    """Check that torch can be patched, before minutes are spent on other rows.
 
     Raises:
         PatchError: it cannot.

@@ -40,7 +40,7 @@ def stock_row(
 
         with stock(crc):
             used = measure(call)
-        return Sample(path.stat().st_size, used.seconds, used.cpu_seconds, used.extra_bytes)
+        return used.sample(path.stat().st_size)
 
     group = _group(durable, overwrites)
     name = _name("stock", container, group) + ("" if crc else ", CRC off")
@@ -60,7 +60,7 @@ def fast_row(
 ) -> Row:
     """Return a row of torch with fastserial installed, and options for it.
 
-    Without `huge_pages` its buffers are on ordinary pages, as fio's are unless told otherwise.
+    Without `huge_pages` its buffers are on ordinary pages, as fio's are by default.
     """
 
     null = options.get("engine") == "null"
@@ -72,14 +72,7 @@ def fast_row(
             report = fastserial.last_save_report()
         if report is None or report.path != str(path):
             raise BenchError(f"torch wrote {path} its own way, not fastserial")
-        return Sample(
-            report.bytes,
-            used.seconds,
-            used.cpu_seconds,
-            used.extra_bytes,
-            None if null else report.complete,
-            report.fallback,
-        )
+        return used.sample(report.bytes, None if null else report.complete, report.fallback)
 
     group = OVERHEAD if null else _group(durable, overwrites)
     compared = _group(durable, overwrites)

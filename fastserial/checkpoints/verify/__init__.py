@@ -6,24 +6,26 @@ Nothing is unpickled and torch is not needed. Files that stock torch wrote verif
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from time import perf_counter
 
-from fastserial import config as config_module
 from fastserial.checkpoints.verify.legacy import verify_legacy
 from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
 from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
-from fastserial.config import Config
+from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.files import linux
 from fastserial.files.file_stamp import stamp
-from fastserial.formats.legacy.structure import is_legacy
-from fastserial.formats.zip.directory import is_zip, read_directory
+from fastserial.formats.detect import Format, detect, format_of_head
+from fastserial.interrupts import Descriptors
 
-__all__ = ["Problem", "VerifyReport", "checkpoints_in", "verify"]
+__all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+_REASONS = {
+    Format.FOLDER: "a directory: verify the files in it (`checkpoints_in`)",
+    Format.SAFETENSORS: "neither a zip nor a legacy checkpoint",
+    Format.OTHER: "neither a zip nor a legacy checkpoint",
+}
 _OTHERS = (".distcp", ".npz", ".safetensors", ".zip", ".whl", ".jar", ".tmp")
 
 
@@ -48,20 +50,22 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     reason: str | None = None
     changed = False
     try:
-        fd = linux.open_own(name, os.O_RDONLY | os.O_NONBLOCK)
-        try:
+        with Descriptors() as files:
+            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
             size = before.st_size
-            kind, reason = _kind(fd, before, name)
+            found = detect(fd, name)
             seen = stamp(fd, before)
-            if kind == "zip":
-                result = verify_zip(fd, size, config or config_module.current(), findings)
+            if found in (Format.ZIP, Format.DAMAGED_ZIP):
+                kind = "zip"
+                result = verify_zip(fd, size, config or current(), findings)
                 reason = result.no_checkpoint
-            elif kind == "legacy":
+            elif found is Format.LEGACY:
+                kind = "legacy"
                 result.records = verify_legacy(fd, size, findings)
+            else:
+                reason = _REASONS.get(found, found.value)
             changed = not seen.holds_for(fd)
-        finally:
-            os.close(fd)
         if changed:
             reason = "the file changed while it was read: verify it again"
     except CorruptCheckpointError as error:
@@ -89,25 +93,16 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     )
 
 
-def _kind(fd: int, info: os.stat_result, name: str) -> tuple[str | None, str | None]:
-    """Return a file's format, or why it has none."""
-    if name.endswith(".distcp"):
-        return None, "a shard of torch.distributed.checkpoint, which holds many small archives"
-    if stat.S_ISDIR(info.st_mode):
-        return None, "a directory: verify the files in it (`checkpoints_in`)"
-    if not stat.S_ISREG(info.st_mode):
-        return None, "not a regular file"
-    if info.st_size == 0:
-        return None, "the file is empty"
-    if is_zip(fd):
-        return "zip", None
-    if is_legacy(fd):
-        return "legacy", None
-    try:
-        read_directory(fd, info.st_size, headers=False)
-    except CorruptCheckpointError:
-        return None, "neither a zip nor a legacy checkpoint"
-    return "zip", None  # its first bytes are damaged
+def refuse_damaged(path: str | os.PathLike[str]) -> None:
+    """Verify a checkpoint file.
+
+    Raises:
+        CorruptCheckpointError: it is damaged; tells the first problem.
+    """
+    report = verify(path)
+    if report.problems:
+        first = report.problems[0]
+        raise CorruptCheckpointError(first.message, path=report.path, record=first.record)
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
@@ -136,12 +131,7 @@ def _is_checkpoint(path: str) -> bool:
     if suffix in _SUFFIXES or suffix in _OTHERS:
         return suffix in _SUFFIXES
     try:
-        fd = linux.open_own(path, os.O_RDONLY | os.O_NONBLOCK)
+        with Descriptors() as files:
+            return format_of_head(files.open(path, os.O_RDONLY | os.O_NONBLOCK)) is not None
     except OSError:
         return False
-    try:
-        return is_zip(fd) or is_legacy(fd)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)

@@ -7,25 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fastserial.checkpoints.verify.report import Problem
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.zip import structs
 from fastserial.formats.zip.directory import (
-    DEFLATED,
     Directory,
     RecordEntry,
     parse_local_header,
     read_exactly,
 )
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE, ID_RECORD, fold
+from fastserial.formats.zip.layout import ID_RECORD, fold
+from fastserial.formats.zip.structs import DEFLATED, LOCAL, UTF8
 
 __all__ = ["check_end", "check_entries", "expected_id", "is_plain", "is_torch_made"]
 
-_U16, _U32 = 0xFFFF, 0xFFFFFFFF
-_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
-
-
-_LOCAL_BYTES = 30  # of a local header without its name
-_END_BYTES = 56 + 20 + 22  # of the three records at the end
 
 
 def is_plain(record: RecordEntry) -> bool:
@@ -38,7 +33,7 @@ def _stamp(record: RecordEntry) -> tuple[int, ...]:
 
 
 def _flags(record: RecordEntry) -> int:
-    return _UTF8 | _HAS_DESCRIPTOR if record.size else _UTF8
+    return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
 
 
 def is_torch_made(fd: int, directory: Directory) -> bool:
@@ -60,7 +55,7 @@ def _is_dated(fd: int, record: RecordEntry) -> bool:
     when = record.stamp[2:4]
     if not any(when):
         return False
-    length = _LOCAL_BYTES + len(record.full_name)
+    length = LOCAL.size + len(record.full_name)
     try:
         header = parse_local_header(read_exactly(fd, record.header_offset, length), record.name)
     except CorruptCheckpointError:
@@ -72,23 +67,15 @@ def check_entries(directory: Directory) -> Iterator[Problem]:
     """Compare the directory's entries with what torch writes into them."""
     for record in directory.records:
         sound = is_plain(record) and (record.size > 0 or record.crc == 0)
-        if not sound or record.extra != _zip64(record):
+        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
+        if not sound or record.extra != wide:
             yield Problem("directory", "fields of its entry are damaged", record.name)
-
-
-def _zip64(record: RecordEntry) -> bytes:
-    values: list[int] = []
-    if record.size >= _U32:
-        values += (record.size, record.compressed_size)
-    if record.header_offset >= _U32:
-        values.append(record.header_offset)
-    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
 def check_end(
     directory: Directory, tail: bytes, torch_made: bool, remark: Callable[[str], None]
 ) -> Iterator[Problem]:
-    """Check the records behind the central directory.
+    """Check the records after the central directory.
 
     Args:
         directory: what was read.
@@ -100,7 +87,9 @@ def check_end(
     start = end.directory_offset + end.directory_size
     comment = 0
     if torch_made:
-        if tail[:_END_BYTES] != _expected_tail(directory):
+        if tail[: structs.END_BYTES] != structs.end_records(
+            len(directory.records), end.directory_size, end.directory_offset
+        ):
             yield Problem(
                 "directory", "the records at the end of the file are damaged", None, start
             )
@@ -118,24 +107,6 @@ def check_end(
         remark(f"{end.trailing - comment} bytes after the end of the archive belong to nothing")
 
 
-def _expected_tail(directory: Directory) -> bytes:
-    end = directory.end
-    count, length, start = len(directory.records), end.directory_size, end.directory_offset
-    few = min(count, _U16)
-    return b"".join(
-        (
-            struct.pack(
-                "<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, length, start
-            ),
-            struct.pack("<4sIQI", b"PK\x06\x07", 0, start + length, 1),
-            struct.pack(
-                "<4sHHHHIIH",
-                b"PK\x05\x06", 0, 0, few, few, min(length, _U32), min(start, _U32), 0,
-            ),
-        )
-    )  # fmt: skip
-
-
 def expected_id(records: list[RecordEntry], heads: Mapping[int, bytes]) -> str:
     """Return the second half of the serialization id (20 digits), from the directory's CRCs.
 
@@ -148,7 +119,7 @@ def expected_id(records: list[RecordEntry], heads: Mapping[int, bytes]) -> str:
         if record.size == 0 or record.name == ID_RECORD:
             continue
         head = heads.get(index, b"")
-        if head[:4] == DESCRIPTOR_SIGNATURE and len(head) == 8:
+        if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) == 8:
             combined = fold(combined, int.from_bytes(head[4:], "little"))
         combined = fold(combined, record.crc)
     return f"{combined:020d}"

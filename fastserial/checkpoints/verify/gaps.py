@@ -5,29 +5,22 @@ Together with the data (CRC-32) and the directory (see `ends`) they are every by
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 
 from fastserial.checkpoints.verify.report import Problem
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.zip import structs
 from fastserial.formats.zip.directory import (
-    ENCRYPTED,
-    HAS_DESCRIPTOR,
     LocalHeader,
     RecordEntry,
     parse_local_header,
-    zip64_values,
 )
+from fastserial.formats.zip.structs import FIELD, HAS_DESCRIPTOR, LOCAL, U16, U32
 
 __all__ = ["LONGEST_GAP", "check_gap"]
 
 # A descriptor, a header, a name and an extra field of the greatest lengths.
-LONGEST_GAP = 24 + 30 + 2 * 65535
-_SIGNATURE = b"PK\x07\x08"
-_U32 = 0xFFFFFFFF
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_FIELD = struct.Struct("<HH")
-_PADDING = int.from_bytes(b"FB", "little")
+LONGEST_GAP = structs.DESCRIPTOR64.size + LOCAL.size + 2 * U16
 
 
 def check_gap(
@@ -59,7 +52,7 @@ def check_gap(
         used = _descriptor_length(before, data)
         if not used:
             yield _bad_descriptor(before, data, start)
-            used = 24 if _is_wide(before) else 16
+            used = structs.descriptor_form(before.size, before.header_offset).size
     header = (after.header_offset - start) if after is not None else len(data)
     if header > used:
         name = f"after {before.name}" if before is not None else "at the beginning"
@@ -110,15 +103,15 @@ def _check_loosely(
 def _difference(record: RecordEntry, header: LocalHeader) -> str | None:
     """Return how a reader that goes by the local header gets something else, or None."""
     if header.name != record.full_name:
-        return "its local header bears another name"
-    if header.method != record.method or (header.flags ^ record.flags) & ENCRYPTED:
-        return "its local header tells of another compression than the directory"
+        return "its local header has a different name"
+    if header.method != record.method or (header.flags ^ record.flags) & structs.ENCRYPTED:
+        return "its local header has another compression than the directory"
     if header.flags & HAS_DESCRIPTOR:
-        return None  # sizes and CRC are told behind the data
+        return None  # sizes and CRC follow the data
     sizes = [header.size, header.compressed_size]
-    wide = zip64_values(header.extra)
+    wide = structs.zip64_values(header.extra)
     for index, size in enumerate(sizes):
-        if size == _U32 and wide:
+        if size == U32 and wide:
             sizes[index] = wide.pop(0)
     if (header.crc, *sizes) != (record.crc, record.size, record.compressed_size):
         return "its local header holds other sizes or another CRC than the directory"
@@ -127,28 +120,20 @@ def _difference(record: RecordEntry, header: LocalHeader) -> str | None:
 
 def _torch_header(record: RecordEntry, length: int) -> bytes:
     """Return the local header of `length` bytes that torch writes for a record."""
-    values = [record.size, 0] if record.size >= _U32 else []
-    if record.header_offset >= _U32:
-        values.append(record.header_offset)
-    zip64 = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-    extra = length - _LOCAL.size - len(record.full_name)
-    padding = extra - len(zip64) - _FIELD.size
-    if padding < 0 or extra > 0xFFFF:
+    zip64 = structs.zip64_field(record.size, 0, record.header_offset)
+    extra = length - LOCAL.size - len(record.full_name)
+    padding = extra - len(zip64) - FIELD.size
+    if padding < 0 or extra > U16:
         return b""
     kind = (record.stamp[1], record.flags, record.method)
     return b"".join(
         (
-            _LOCAL.pack(b"PK\x03\x04", *kind, 0, 0, 0, 0, 0, len(record.full_name), extra),
+            LOCAL.pack(structs.LOCAL_SIGNATURE, *kind, 0, 0, 0, 0, 0, len(record.full_name), extra),
             record.full_name,
             zip64,
-            _FIELD.pack(_PADDING, padding),
-            b"Z" * padding,
+            structs.padding_field(padding),
         )
     )
-
-
-def _is_wide(record: RecordEntry) -> bool:
-    return record.size >= _U32 or record.header_offset >= _U32
 
 
 def _descriptor_length(record: RecordEntry, data: bytes, room: int = 0) -> int:
@@ -158,19 +143,20 @@ def _descriptor_length(record: RecordEntry, data: bytes, room: int = 0) -> int:
     """
     found = 0
     sizes = record.compressed_size, record.size
-    forms = ["<IQQ"] if max(sizes) > _U32 else ["<III", "<IQQ"]
-    for form in forms:
-        body = struct.pack(form, record.crc, *sizes)
-        for expected in (_SIGNATURE + body, body):
+    for form in (
+        (structs.DESCRIPTOR64,) if max(sizes) > U32 else (structs.DESCRIPTOR, structs.DESCRIPTOR64)
+    ):
+        signed = form.pack(structs.DESCRIPTOR_SIGNATURE, record.crc, *sizes)
+        for expected in (signed, signed.removeprefix(structs.DESCRIPTOR_SIGNATURE)):
             if data.startswith(expected) and (not found or len(expected) == room):
                 found = len(expected)
     return found
 
 
 def _bad_descriptor(record: RecordEntry, data: bytes, start: int) -> Problem:
-    form = struct.Struct("<4sIQQ" if _is_wide(record) else "<4sIII")
+    form = structs.descriptor_form(record.size, record.header_offset)
     what = "is not there"
-    if len(data) >= form.size and data[:4] == _SIGNATURE:
+    if len(data) >= form.size and data[:4] == structs.DESCRIPTOR_SIGNATURE:
         _, crc, *sizes = form.unpack_from(data)
         what = f"holds sizes {sizes} instead of {record.size}"
         if crc != record.crc:
@@ -193,12 +179,12 @@ def _header(record: RecordEntry, data: bytes) -> Iterator[Problem]:
         yield problem(f"its local header says that its data starts at byte {at + header.length}")
         return
     if header.name != record.full_name:
-        yield problem("its local header bears another name")
+        yield problem("its local header has a different name")
     sizes = (header.crc, header.compressed_size, header.size)
     filled = (
         record.crc,
-        min(record.compressed_size, _U32),
-        min(record.size, _U32),
+        min(record.compressed_size, U32),
+        min(record.size, U32),
     )
     blank = bool(record.flags & HAS_DESCRIPTOR) or record.size == 0
     if sizes != filled and not (blank and sizes == (0, 0, 0)):
@@ -212,7 +198,7 @@ def _header(record: RecordEntry, data: bytes) -> Iterator[Problem]:
 
 def _extra(record: RecordEntry, extra: bytes) -> Iterator[str]:
     """Check the parts of an extra field that torch writes: zip64 values and padding."""
-    wide = zip64_values(extra)
+    wide = structs.zip64_values(extra)
     allowed: tuple[list[int], ...] = (
         [],
         [record.size, 0],
@@ -225,12 +211,12 @@ def _extra(record: RecordEntry, extra: bytes) -> Iterator[str]:
         yield "the 64-bit sizes in its local header differ from the directory"
     at = 0
     while at < len(extra):
-        if at + _FIELD.size > len(extra):
+        if at + FIELD.size > len(extra):
             yield "the extra field of its local header is damaged"
             return
-        kind, length = _FIELD.unpack_from(extra, at)
-        at += _FIELD.size + length
+        kind, length = FIELD.unpack_from(extra, at)
+        at += FIELD.size + length
         if at > len(extra):
             yield "the extra field of its local header is damaged"
-        elif kind == _PADDING and extra[at - length : at].strip(b"Z"):
+        elif kind == structs.PADDING and extra[at - length : at].strip(b"Z"):
             yield "the padding before its data is damaged"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastserial.checkpoints.verify.report import Findings, Problem
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.formats.legacy.structure import LegacyFile, read_legacy
 from fastserial.formats.tensors import outline
 
@@ -24,7 +24,7 @@ def verify_legacy(fd: int, size: int, findings: Findings) -> int:
         file = read_legacy(fd, size)
         found = outline(file.decoded)
     except CorruptCheckpointError as error:
-        kind = "truncated" if "truncated" in error.message else "storage"
+        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "storage"
         if error.record is None and kind != "truncated":
             kind = "pickle"
         findings.add(Problem(kind, error.message, error.record, error.offset))

@@ -36,7 +36,7 @@ def check_purpose(fd: int, directory: Directory, findings: Findings) -> str | No
     """
     records = directory.records
     names = {record.name for record in records}
-    # the first record tells torch the folder that all of them are in
+    # torch takes the folder of all records from the first one
     inside = b"/" in records[0].full_name
     if not inside and any(record.full_name == PICKLE.encode() for record in records):
         message = "its records are in no folder, where torch looks for them"
@@ -77,7 +77,7 @@ def _is_number(fd: int, record: RecordEntry) -> bool:
     try:
         return read_record(fd, record, _MOST_VERSION).strip().isdigit()
     except CorruptCheckpointError:
-        return True  # its checksum tells what is wrong
+        return True  # its checksum says what is wrong
 
 
 def is_whole_pickle(fd: int, record: RecordEntry) -> bool:
@@ -91,7 +91,7 @@ def is_whole_pickle(fd: int, record: RecordEntry) -> bool:
     try:
         data = read_record(fd, record, _MOST_PICKLE)
     except CorruptCheckpointError:
-        return True  # its checksum tells what is wrong
+        return True  # its checksum says what is wrong
     if not data.startswith(b"\x80"):
         return bool(data)
     try:

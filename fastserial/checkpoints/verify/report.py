@@ -20,8 +20,8 @@ class Problem:
             `truncated`, `unaccounted` or `read`.
         message: what, in a sentence.
         record: the record (zip) or storage (legacy), None if it is the container.
-        offset: where in the file (bytes), None where it cannot be told.
-        tensors: keys of the tensors in that record, as far as the pickle tells.
+        offset: where in the file (bytes), None where unknown.
+        tensors: keys of the tensors in that record, as far as the pickle says.
     """
 
     kind: str

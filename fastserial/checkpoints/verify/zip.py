@@ -21,25 +21,20 @@ from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_who
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc32_combine
 from fastserial.config import Config
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.config.performance import INFLATE_CHUNK
+from fastserial.errors import CorruptCheckpointError, PickleLimitError, TruncatedCheckpointError
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.formats.tensors import Outline, zip_outline
-from fastserial.formats.zip.directory import (
-    DEFLATED,
-    Directory,
-    RecordEntry,
-    read_directory,
-    read_exactly,
-)
-from fastserial.formats.zip.layout import DESCRIPTOR_SIGNATURE, ID_RECORD
+from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory, read_exactly
+from fastserial.formats.zip.layout import ID_RECORD
 from fastserial.formats.zip.records import PICKLE
+from fastserial.formats.zip.structs import DEFLATED, DESCRIPTOR_SIGNATURE
 from fastserial.loading.scan import scan
 
 __all__ = ["ZipResult", "verify_zip"]
 
 _HEAD = 8
 _LONGEST_TAIL = 128 * 1024
-_INFLATE_CHUNK = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -71,7 +66,7 @@ def verify_zip(fd: int, size: int, config: Config, findings: Findings) -> ZipRes
         if not torch_made:
             directory = read_directory(fd, size)
     except CorruptCheckpointError as error:
-        kind = "truncated" if "truncated" in error.message else "directory"
+        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "directory"
         findings.add(Problem(kind, error.message, error.record, error.offset))
         return ZipResult()
     if torch_made:
@@ -265,7 +260,7 @@ def _check_id(fd: int, check: _Pass) -> Problem | None:
 
 
 def _outline(fd: int, directory: Directory, findings: Findings) -> Outline | None:
-    """Return what the pickle tells; what it does not tell is noted, or a problem."""
+    """Return what the pickle says; what it does not say is noted, or a problem."""
     try:
         outline = zip_outline(fd, directory)
     except (CorruptCheckpointError, PickleLimitError) as error:
@@ -306,7 +301,7 @@ def _check_storages(directory: Directory, outline: Outline, findings: Findings) 
             if size - entry.nbytes >= ITEM_BYTES[entry.dtype]:  # it grew while it was pickled
                 findings.note(f"{name} has {size} bytes, the pickle says {entry.nbytes}")
             continue
-        message = "the pickle speaks of it, but it is not there"
+        message = "the pickle refers to it, but it is missing"
         if size is not None:
             message = f"has only {size} bytes, the pickle says {entry.nbytes}"
         findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
@@ -319,10 +314,10 @@ def _inflated_crc(fd: int, record: RecordEntry) -> int | None:
     pending = b""
     while size <= record.size and not inflater.eof:
         if not pending:
-            pending = os.pread(fd, min(_INFLATE_CHUNK, record.data_end - at), at)
+            pending = os.pread(fd, min(INFLATE_CHUNK, record.data_end - at), at)
             at += len(pending)
         try:
-            data = inflater.decompress(pending, _INFLATE_CHUNK)
+            data = inflater.decompress(pending, INFLATE_CHUNK)
         except zlib.error:
             return None
         if not data and not pending:

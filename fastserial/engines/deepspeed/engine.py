@@ -22,6 +22,7 @@ from itertools import starmap
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from fastserial.config.performance import PAGE
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.deepspeed.aio_op import (
     AioSettings,
@@ -44,7 +45,6 @@ __all__ = ["DeepSpeedEngine"]
 
 _log = logging.getLogger("fastserial")
 _Result = TypeVar("_Result")
-_PAGE = 4096
 
 
 class _Lane:
@@ -68,7 +68,7 @@ class _Lane:
         self._given.extend(starmap(call, (arguments,)))
         return self._given[-1] == 0
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for all the handle was given."""
         if 0 in self._given and not self._waited:
             self._waited.extend(starmap(self.handle.wait, ((),)))
@@ -118,7 +118,7 @@ class DeepSpeedEngine(Engine):
     @classmethod
     def unavailable(cls) -> str | None:
         lacks = missing()
-        if not lacks and lockable(_PAGE) < _PAGE:
+        if not lacks and lockable(PAGE) < PAGE:
             lacks = ["no memory may be locked: ulimit -l unlimited"]
         return "; ".join(lacks) or None
 
@@ -211,8 +211,8 @@ class DeepSpeedEngine(Engine):
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 alignment = linux.direct_alignment(fd)
                 # not finer than the file system's blocks: holes are seen by the block
-                told = (alignment.memory, alignment.offset) if alignment else ()
-                unit = math.lcm(_PAGE, os.fstat(fd).st_blksize, *filter(None, told))
+                units = (alignment.memory, alignment.offset) if alignment else ()
+                unit = math.lcm(PAGE, os.fstat(fd).st_blksize, *filter(None, units))
             self._units[fd] = unit
         return unit
 
@@ -222,7 +222,7 @@ class DeepSpeedEngine(Engine):
             self._turn = (self._turn + 1) % len(self._lanes)
             lane = self._lanes[self._turn]
             if len(lane.pending) >= self._room:
-                raise EngineError("more requests in flight than `open` was told")
+                raise EngineError("more requests in flight than `open` was given")
         return lane
 
     def wait(self, minimum: int) -> list[Completion]:
@@ -239,7 +239,7 @@ class DeepSpeedEngine(Engine):
         return finished
 
     def _reap(self, lane: _Lane) -> list[Completion]:
-        lane.settle()
+        lane.wait()
         pending, lane.pending = lane.pending, []
         ends = [self._run(self._check, request, length) for request, length in pending]
         return [end.result() for end in ends]
@@ -277,7 +277,7 @@ class DeepSpeedEngine(Engine):
         finally:
             lanes, self._lanes = self._lanes, []
             for lane in lanes:
-                lane.settle()
+                lane.wait()
                 give_back(self._settings, lane.handle)
             self._tensors = {}
             self._done.clear()

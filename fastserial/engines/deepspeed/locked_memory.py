@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastserial.config.performance import PAGE
 from fastserial.engines.deepspeed.aio_op import lockable
 from fastserial.errors import EngineUnavailableError
 from fastserial.memory.buffers import Buffer, BufferPool
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["LockedPool", "given_pool", "own_pool"]
 
 _log = logging.getLogger("fastserial")
-_PAGE = 4096
 _lock = threading.RLock()  # a signal handler may come while its thread holds it
 _spare: list[torch.Tensor] = []  # at most one
 _claimed: set[int] = set()  # addresses of memory given, while a file uses it
@@ -37,7 +37,7 @@ class LockedPool(BufferPool):
         self, tensor: torch.Tensor, count: int, nbytes: int, release: Callable[[], None]
     ) -> None:
         """Divide `tensor`; `release` is called when no buffer is used any more."""
-        address = tensor.data_ptr() + -tensor.data_ptr() % _PAGE
+        address = tensor.data_ptr() + -tensor.data_ptr() % PAGE
         anchor = (ctypes.c_char * (count * nbytes)).from_address(address)
         self.tensor = tensor
         self._release: Callable[[], None] | None = release
@@ -96,7 +96,7 @@ def _keep(handle: Any, tensor: torch.Tensor) -> None:
 def given_pool(handle: Any, memory: torch.Tensor, count: int, nbytes: int) -> LockedPool | None:
     """Return buffers in the caller's memory, or None if it does not do."""
     address = memory.data_ptr()
-    room = (memory.nbytes - -address % _PAGE) // nbytes
+    room = (memory.nbytes - -address % PAGE) // nbytes
     if room < 1 or memory.device.type != "cpu" or not handle.is_pinned(memory):
         _log.debug("the buffer given is too small or not pinned; locking other memory")
         return None

@@ -1,4 +1,4 @@
-"""Proof that a transfer happened, for I/O whose result nobody reports.
+"""Proof that a transfer happened, for I/O whose result is not reported.
 
 Writes: the file system knows which blocks of a file were never written. A block that was reserved
 or skipped reads as a hole (`lseek(SEEK_HOLE)`), and direct I/O makes it data only when the device
@@ -28,7 +28,7 @@ SECTOR = 512
 def is_blank(fd: int, offset: int, length: int) -> bool:
     """Tell whether a region of a file holds no data yet, and the file system can tell when it does.
 
-    The file grows to hold the region, for only within a file is a hole told from the end.
+    The file grows to hold the region, for only within a file can a hole be told from the end.
     """
     end = offset + length
     try:

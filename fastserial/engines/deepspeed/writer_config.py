@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserial.config import MAX_BLOCK, Config, current
+from fastserial.config.performance import PAGE
 from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import ConfigError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["FastFileWriterConfig", "WriterOptions", "options_of"]
 
 MiB = 1024 * 1024
-_PAGE = 4096
 _MOST_BLOCKS = 16
 _LEAST_BLOCK = 4 * MiB
 
@@ -60,7 +60,7 @@ class FastFileWriterConfig:
 def options_of(options: WriterOptions) -> Config:
     """Return our options for DeepSpeed's: those in force, with its handle and memory.
 
-    The handle tells the settings; the writer uses handles of its own, so that any number of
+    The handle has the settings; the writer uses handles of its own, so that any number of
     writers may be given the same one.
 
     Raises:
@@ -91,11 +91,11 @@ def _division(memory: torch.Tensor, halves: int, parallelism: int) -> tuple[int,
 
     At least one for each half, each dividing into whole pages for every thread.
     """
-    nbytes = max(0, memory.nbytes - -memory.data_ptr() % _PAGE)
+    nbytes = max(0, memory.nbytes - -memory.data_ptr() % PAGE)
     count = min(max(halves, nbytes // _LEAST_BLOCK), _MOST_BLOCKS)
-    unit = _PAGE * parallelism
+    unit = PAGE * parallelism
     block = nbytes // count
-    block -= block % (unit if block >= unit else _PAGE)
+    block -= block % (unit if block >= unit else PAGE)
     if not block:
         raise ConfigError(f"a pinned_tensor of {memory.nbytes} bytes is too small to stage blocks")
     return count, min(block, MAX_BLOCK)

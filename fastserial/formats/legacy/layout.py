@@ -1,4 +1,4 @@
-"""The container torch wrote before 1.6: pickles, then each storage behind its element count.
+"""The container torch wrote before 1.6: pickles, then each storage after its element count.
 
 No checksums, no alignment. The pickles come from torch; the layout adds, for each storage in the
 order of the sorted keys, an int64 element count (little-endian) and the raw bytes.
@@ -13,9 +13,9 @@ from operator import floordiv
 from fastserial.formats.extents import Data, Extent, Literal, Packed
 from fastserial.memory.batch import Batch
 
-__all__ = ["element_counts", "storage_extents"]
+__all__ = ["COUNT", "element_counts", "storage_extents"]
 
-_COUNT = struct.Struct("<q")
+COUNT = struct.Struct("<q")  # of elements, before each storage
 
 
 def element_counts(
@@ -25,11 +25,11 @@ def element_counts(
     if not save_size:
         return [b""] * len(sizes)
     # As torch: bytes beyond the last whole element are written, but not counted.
-    return list(map(_COUNT.pack, map(floordiv, sizes, element_sizes)))
+    return list(map(COUNT.pack, map(floordiv, sizes, element_sizes)))
 
 
 def storage_extents(batch: Batch, counts: Sequence[bytes]) -> list[Extent]:
-    """Lay storages out one behind the other.
+    """Lay storages out back to back.
 
     Args:
         batch: the storages.

@@ -1,6 +1,6 @@
 """Reading the legacy container: where each storage lies, without executing a pickle.
 
-Five pickles (magic number, protocol, system, object, sorted keys), then each storage behind its
+Five pickles (magic number, protocol, system, object, sorted keys), then each storage after its
 element count. The object's persistent ids tell the type and size of each storage, so everything
 but the bytes of the storages can be checked. There are no checksums.
 """
@@ -10,17 +10,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
+from fastserial.formats.legacy.layout import COUNT
 from fastserial.formats.pickles import ByteStream, Decoded, Limits, Mapping, decode
 from fastserial.formats.storages import StorageEntry, storage_table
 from fastserial.formats.zip.directory import read_exactly
 
-__all__ = ["MAGIC", "LegacyFile", "LegacyStorage", "is_legacy", "read_legacy"]
+__all__ = ["MAGIC", "LegacyFile", "LegacyStorage", "read_legacy"]
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
-_MAGIC_AT_MOST = 64  # bytes of the first pickle in any pickle protocol
-_COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class LegacyFile:
         decoded: the pickle of the object.
         object_offset: where that starts (bytes).
         storages: in the order of the file, which is that of the sorted keys.
-        end: first byte behind the last storage.
+        end: first byte after the last storage.
         size: size of the file (bytes).
     """
 
@@ -57,19 +56,6 @@ class LegacyFile:
     storages: list[LegacyStorage]
     end: int
     size: int
-
-
-def is_legacy(fd: int) -> bool:
-    """Return whether the file starts with the pickled magic number."""
-    head = os.pread(fd, _MAGIC_AT_MOST, 0)
-    try:
-        return bool(decode(_stream(head)).value == MAGIC)
-    except CorruptCheckpointError:
-        return False
-
-
-def _stream(data: bytes) -> ByteStream:
-    return ByteStream(lambda offset, length: data[offset : offset + length], 0, len(data))
 
 
 def read_legacy(fd: int, size: int | None = None, limits: Limits | None = None) -> LegacyFile:
@@ -144,11 +130,11 @@ def _places(
     at = start
     for key in keys:
         entry = table[key]
-        if at + _COUNT_BYTES > size:
-            raise CorruptCheckpointError(
+        if at + COUNT.size > size:
+            raise TruncatedCheckpointError(
                 f"the file ends at byte {size}, before the storage: truncated", record=key
             )
-        raw = read_exactly(fd, at, _COUNT_BYTES)
+        raw = read_exactly(fd, at, COUNT.size)
         count = int.from_bytes(raw, "little" if little_endian else "big", signed=True)
         if count != entry.numel:
             raise CorruptCheckpointError(
@@ -156,9 +142,9 @@ def _places(
                 record=key,
                 offset=at,
             )
-        at += _COUNT_BYTES
+        at += COUNT.size
         if at + entry.nbytes > size:
-            raise CorruptCheckpointError(
+            raise TruncatedCheckpointError(
                 f"the file ends at byte {size}, the storage at {at + entry.nbytes}: truncated",
                 record=key,
                 offset=at,

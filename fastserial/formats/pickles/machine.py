@@ -68,7 +68,7 @@ class Machine:
                 for _ in range(CHECK_EVERY):
                     at = stream.at  # not `read`: a call for each opcode is a fifth of the time
                     if at >= len(stream.chunk):
-                        stream.fill(1)
+                        stream.load_chunk(1)
                         at = 0
                     code = stream.chunk[at]
                     stream.at = at + 1

@@ -1,4 +1,4 @@
-"""What each opcode does: one function each, in a table by the opcode's byte."""
+"""What each opcode does: functions in a table by the opcode's byte."""
 
 from __future__ import annotations
 
@@ -256,13 +256,8 @@ def _append(machine: Machine) -> None:
 
 
 @_opcode(b"e")
-def _appends(machine: Machine) -> None:
-    items = machine.pop_mark()
-    _extend(machine.stack[-1], items)
-
-
 @_opcode(b"\x90")
-def _add_items(machine: Machine) -> None:
+def _append_all(machine: Machine) -> None:
     items = machine.pop_mark()
     _extend(machine.stack[-1], items)
 
@@ -362,13 +357,8 @@ _extension(b"\x84", 4)
 
 
 @_opcode(b"R")
-def _reduce(machine: Machine) -> None:
-    arguments = machine.stack.pop()
-    _call(machine, machine.stack.pop(), arguments)
-
-
 @_opcode(b"\x81")
-def _new_object(machine: Machine) -> None:
+def _call_without_keywords(machine: Machine) -> None:
     arguments = machine.stack.pop()
     _call(machine, machine.stack.pop(), arguments)
 

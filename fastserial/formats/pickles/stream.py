@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import CorruptCheckpointError
 
 __all__ = ["ByteStream"]
 
-_CHUNK = 256 * 1024
 _LONGEST_LINE = 64 * 1024
 
 
@@ -16,7 +16,7 @@ class ByteStream:
     """Bytes [start, end) of something that can be read at any offset, in chunks.
 
     Attributes:
-        chunk: what was read last; its bytes from `at` on come next. `at` may lie behind its end.
+        chunk: what was read last; its bytes from `at` on come next. `at` may be past its end.
     """
 
     def __init__(self, read_at: Callable[[int, int], bytes], start: int, end: int) -> None:
@@ -31,7 +31,7 @@ class ByteStream:
         """Return the offset of the next byte."""
         return self._offset + self.at
 
-    def fill(self, length: int) -> None:
+    def load_chunk(self, length: int) -> None:
         """Make the chunk begin with the next `length` bytes, and `at` zero.
 
         Raises:
@@ -40,7 +40,7 @@ class ByteStream:
         offset = self.tell()
         if offset + length > self._end:
             raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
-        size = min(max(length, _CHUNK), self._end - offset)
+        size = min(max(length, STREAM_CHUNK), self._end - offset)
         self.chunk = self._read_at(offset, size)
         self._offset, self.at = offset, 0
 
@@ -52,7 +52,7 @@ class ByteStream:
         """
         at = self.at
         if at + length > len(self.chunk):
-            self.fill(length)
+            self.load_chunk(length)
             at = 0
         self.at = at + length
         return self.chunk[at : at + length]
@@ -75,7 +75,7 @@ class ByteStream:
         """
         found = self.chunk.find(b"\n", self.at, self.at + _LONGEST_LINE)
         if found < 0:
-            self.fill(min(_LONGEST_LINE, self._end - self.tell()))
+            self.load_chunk(min(_LONGEST_LINE, self._end - self.tell()))
             found = self.chunk.find(b"\n", 0, _LONGEST_LINE)
             if found < 0:
                 raise CorruptCheckpointError("a line of the pickle has no end", offset=self.tell())

@@ -8,41 +8,31 @@ taken, except for records that overlap. `fastserial.verify` looks closer.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
+)
+from fastserial.formats.zip import structs
+from fastserial.formats.zip.structs import CENTRAL, DEFLATED, ENCRYPTED, LOCAL, STORED, U16, U32
 
 __all__ = [
-    "DEFLATED",
     "MAX_DIRECTORY_BYTES",
-    "STORED",
     "Directory",
     "EndRecords",
     "LocalHeader",
     "RecordEntry",
-    "is_zip",
     "parse_local_header",
     "read_directory",
     "read_exactly",
-    "zip64_values",
 ]
 
-STORED, DEFLATED = 0, 8
 MAX_DIRECTORY_BYTES = 512 * 1024 * 1024  # about 8 million records
-LOCAL_SIGNATURE = b"PK\x03\x04"
-HAS_DESCRIPTOR, ENCRYPTED = 0x0008, 0x0001
-
-_U16, _U32 = 0xFFFF, 0xFFFFFFFF
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR = struct.Struct("<4sIQI")
-_END = struct.Struct("<4sHHHHIIH")
 _REACH = 4096 + 16 * 4093  # how far from the end of the file torch's reader looks (bytes)
-_DEFLATE_LIMIT = 1040  # deflate makes at most 1032 bytes from one
 
 Stamp = tuple[int, int, int, int, int, int, int]
 
@@ -95,8 +85,8 @@ class RecordEntry(NamedTuple):
 
     @property
     def has_descriptor(self) -> bool:
-        """Whether CRC and sizes are repeated behind the data."""
-        return bool(self.flags & HAS_DESCRIPTOR)
+        """Whether CRC and sizes are repeated after the data."""
+        return bool(self.flags & structs.HAS_DESCRIPTOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +98,7 @@ class EndRecords:
         directory_offset, directory_size: place of the central directory (bytes).
         zip64_offset: place of the zip64 end record, None without one.
         offset: place of the end record.
-        trailing: bytes behind the end record, its comment included.
+        trailing: bytes after the end record, its comment included.
         agrees: the zip64 record and the end record tell the same, where both tell.
     """
 
@@ -126,8 +116,8 @@ class Directory:
     """All records of an archive.
 
     Attributes:
-        archive_name: what stands before the `/` of the first record's name.
-        records: in the order of the central directory; several may bear the same name.
+        archive_name: what comes before the `/` in the first record's name.
+        records: in the order of the central directory; several may have the same name.
         size: size of the file (bytes).
         end: the records at the end of the file.
         exact: each `data_offset` comes from the local header.
@@ -166,7 +156,7 @@ def read_exactly(fd: int, offset: int, length: int) -> bytes:
     """Return `length` bytes at `offset`.
 
     Raises:
-        CorruptCheckpointError: the file ends before.
+        TruncatedCheckpointError: the file ends before.
         OSError: the file cannot be read.
     """
     data = os.pread(fd, length, offset)
@@ -179,13 +169,8 @@ def read_exactly(fd: int, offset: int, length: int) -> bytes:
         parts.append(data)
         got += len(data)
     if got < length:
-        raise CorruptCheckpointError(f"the file ends at byte {offset + got}: truncated")
+        raise TruncatedCheckpointError(f"the file ends at byte {offset + got}: truncated")
     return b"".join(parts)
-
-
-def is_zip(fd: int) -> bool:
-    """Return whether the file starts as a zip archive does, which is how torch tells."""
-    return os.pread(fd, 4, 0) == LOCAL_SIGNATURE
 
 
 def read_directory(fd: int, size: int | None = None, *, headers: bool = True) -> Directory:
@@ -194,12 +179,13 @@ def read_directory(fd: int, size: int | None = None, *, headers: bool = True) ->
     Args:
         fd: a descriptor that can be read at any offset.
         size: bytes of the archive, which starts at byte 0; by default those of the file.
-        headers: read each record's local header, which alone tells where the data starts.
+        headers: read each record's local header, which alone says where the data starts.
             Without, it is taken from where the next record starts, which is right for records that
             torch wrote, and three reads do for any number of them; others' headers are read.
 
     Raises:
         CorruptCheckpointError: there is no whole directory, or it is not to be trusted.
+        UnreadableCheckpointError: the archive is in several parts, or its directory too large.
         OSError: the file cannot be read.
     """
     if size is None:
@@ -223,17 +209,17 @@ def _text(name: bytes) -> str:
 def _read_end(fd: int, size: int) -> EndRecords:
     reach = min(size, _REACH)
     tail = read_exactly(fd, size - reach, reach)
-    found = tail.rfind(b"PK\x05\x06", 0, max(0, reach - _END.size + 4))
+    found = tail.rfind(structs.END_SIGNATURE, 0, max(0, reach - structs.END.size + 4))
     if found < 0:
-        raise CorruptCheckpointError(
+        raise TruncatedCheckpointError(
             "failed finding central directory: the file is truncated, or no zip archive"
         )
     at = size - reach + found
-    _, disk, start_disk, few, count, length, offset, _ = _END.unpack_from(tail, found)
-    trailing = size - at - _END.size
-    if disk not in (0, _U16) or start_disk not in (0, _U16) or few != count:
-        raise CorruptCheckpointError("archives in several parts are not supported")
-    told = (count, length, offset)
+    _, disk, start_disk, few, count, length, offset, _ = structs.END.unpack_from(tail, found)
+    trailing = size - at - structs.END.size
+    if disk not in (0, U16) or start_disk not in (0, U16) or few != count:
+        raise UnreadableCheckpointError("archives in several parts are not supported")
+    stored = (count, length, offset)
     zip64 = _read_zip64_end(fd, at)
     if zip64 is None:
         end = EndRecords(count, offset, length, None, at, trailing, True)
@@ -242,55 +228,44 @@ def _read_end(fd: int, size: int) -> EndRecords:
         limit, values = zip64
         agrees = all(
             short in (long, ceiling)
-            for short, long, ceiling in zip(told, values, (_U16, _U32, _U32), strict=True)
+            for short, long, ceiling in zip(stored, values, (U16, U32, U32), strict=True)
         )
         end = EndRecords(values[0], values[2], values[1], limit, at, trailing, agrees)
     if end.directory_offset + end.directory_size > limit:
         raise CorruptCheckpointError("the central directory goes past the end of the file")
     if end.directory_size > MAX_DIRECTORY_BYTES:
-        raise CorruptCheckpointError(
+        raise UnreadableCheckpointError(
             f"the central directory of {end.directory_size} bytes is larger than "
             f"{MAX_DIRECTORY_BYTES} bytes"
         )
     if end.count == 0:
         raise CorruptCheckpointError("the central directory is empty")
-    if end.count * _CENTRAL.size > end.directory_size:
+    if end.count * CENTRAL.size > end.directory_size:
         raise CorruptCheckpointError(f"the central directory is too small for {end.count} records")
     return end
 
 
 def _read_zip64_end(fd: int, end: int) -> tuple[int, tuple[int, int, int]] | None:
     """Return the zip64 end record's place and (count, size, offset), or None without one."""
-    if end < _LOCATOR.size:
+    if end < structs.LOCATOR.size:
         return None
-    signature, disk, at, _ = _LOCATOR.unpack(read_exactly(fd, end - _LOCATOR.size, _LOCATOR.size))
-    if signature != b"PK\x06\x07":
+    signature, disk, at, _ = structs.LOCATOR.unpack(
+        read_exactly(fd, end - structs.LOCATOR.size, structs.LOCATOR.size)
+    )
+    if signature != structs.LOCATOR_SIGNATURE:
         return None
-    if disk != 0 or at + _END64.size > end - _LOCATOR.size:
+    if disk != 0 or at + structs.END64.size > end - structs.LOCATOR.size:
         raise CorruptCheckpointError("the zip64 locator points outside the file")
-    fields = _END64.unpack(read_exactly(fd, at, _END64.size))
+    fields = structs.END64.unpack(read_exactly(fd, at, structs.END64.size))
     signature, _, _, _, disk, start_disk, few, count, length, offset = fields
-    if signature != b"PK\x06\x06":
+    if signature != structs.END64_SIGNATURE:
         raise CorruptCheckpointError("there is no zip64 end record where its locator points")
     if disk != 0 or start_disk != 0 or few != count:
-        raise CorruptCheckpointError("archives in several parts are not supported")
+        raise UnreadableCheckpointError("archives in several parts are not supported")
     return at, (count, length, offset)
 
 
 # -- the central directory ---------------------------------------------------------------------
-
-
-def zip64_values(extra: bytes) -> list[int]:
-    """Return the 64-bit values of the zip64 part of an extra field, [] without one."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
-        at += 4
-        if kind == 1:
-            count = min(length, len(extra) - at) // 8
-            return list(struct.unpack_from(f"<{count}Q", extra, at))
-        at += length
-    return []
 
 
 class _Entry(NamedTuple):
@@ -311,19 +286,19 @@ def _parse_entries(raw: bytes, end: EndRecords) -> list[_Entry]:
     entries: list[_Entry] = []
     at = 0
     for index in range(end.count):
-        if at + _CENTRAL.size > len(raw):
+        if at + CENTRAL.size > len(raw):
             raise CorruptCheckpointError(
                 f"the central directory ends in record {index} of {end.count}"
             )
-        fields = _CENTRAL.unpack_from(raw, at)
-        extra_at = at + _CENTRAL.size + fields[10]
+        fields = CENTRAL.unpack_from(raw, at)
+        extra_at = at + CENTRAL.size + fields[10]
         stop = extra_at + fields[11] + fields[12]
-        if fields[0] != b"PK\x01\x02" or stop > len(raw):
+        if fields[0] != structs.CENTRAL_SIGNATURE or stop > len(raw):
             raise CorruptCheckpointError(
                 f"entry {index} of the central directory is damaged",
                 offset=end.directory_offset + at,
             )
-        name = raw[at + _CENTRAL.size : extra_at]
+        name = raw[at + CENTRAL.size : extra_at]
         entries.append(_entry(fields, name, raw[extra_at:stop], fields[11], end))
         at = stop
     if at != len(raw):
@@ -338,19 +313,19 @@ def _entry(
 ) -> _Entry:
     _, made, needed, flags, method, time, date, crc, packed, size = fields[:10]
     disk, internal, external, header = fields[13:]
-    if extra and _U32 in (packed, size, header):
-        values = zip64_values(extra[:extra_size])
+    if extra and U32 in (packed, size, header):
+        values = structs.zip64_values(extra[:extra_size])
         wide = [size, packed, header]
         for index, value in enumerate(wide):
-            if value == _U32 and values:
+            if value == U32 and values:
                 wide[index] = values.pop(0)
         size, packed, header = wide
     problem = None
-    if header + _LOCAL.size + len(name) + packed > end.directory_offset:
+    if header + LOCAL.size + len(name) + packed > end.directory_offset:
         problem = "the record goes past the end of the records"
     elif method == STORED and size != packed and not flags & ENCRYPTED:
         problem = f"stored with sizes {packed} and {size}, which differ"
-    elif method == DEFLATED and size > packed * _DEFLATE_LIMIT:
+    elif method == DEFLATED and size > packed * structs.MOST_INFLATED:
         problem = f"{size} bytes cannot come from {packed} in the file"
     if problem:
         raise CorruptCheckpointError(problem, record=_text(name))
@@ -367,11 +342,11 @@ def parse_local_header(data: bytes, record: str) -> LocalHeader:
     Raises:
         CorruptCheckpointError: there is none.
     """
-    if len(data) < _LOCAL.size or data[:4] != LOCAL_SIGNATURE:
+    if len(data) < LOCAL.size or data[:4] != structs.LOCAL_SIGNATURE:
         raise CorruptCheckpointError("there is no local header at its place", record=record)
-    fields = _LOCAL.unpack_from(data)
+    fields = LOCAL.unpack_from(data)
     _, needed, flags, method, time, date, crc, packed, size, name_size, extra_size = fields
-    middle = _LOCAL.size + name_size
+    middle = LOCAL.size + name_size
     stop = middle + extra_size
     return LocalHeader(
         flags,
@@ -379,7 +354,7 @@ def parse_local_header(data: bytes, record: str) -> LocalHeader:
         crc,
         packed,
         size,
-        data[_LOCAL.size : middle],
+        data[LOCAL.size : middle],
         data[middle:stop],
         (needed, time, date),
         stop,
@@ -417,11 +392,11 @@ def _placed(
 
 
 def _header_end(fd: int, entry: _Entry) -> int:
-    raw = read_exactly(fd, entry.header_offset, _LOCAL.size + len(entry.full_name))
+    raw = read_exactly(fd, entry.header_offset, LOCAL.size + len(entry.full_name))
     name = _text(entry.full_name)
     header = parse_local_header(raw, name)
     if header.name != entry.full_name:
-        raise CorruptCheckpointError("its local header bears another name", record=name)
+        raise CorruptCheckpointError("its local header has a different name", record=name)
     return entry.header_offset + header.length
 
 
@@ -432,10 +407,9 @@ def _implied(entry: _Entry, limit: int) -> int | None:
     """
     if any(entry.stamp):
         return None
-    least = entry.header_offset + _LOCAL.size + len(entry.full_name)
+    least = entry.header_offset + LOCAL.size + len(entry.full_name)
     descriptor = 0
-    if entry.flags & HAS_DESCRIPTOR:
-        wide = entry.size >= _U32 or entry.header_offset >= _U32
-        descriptor = 24 if wide else 16
+    if entry.flags & structs.HAS_DESCRIPTOR:
+        descriptor = structs.descriptor_form(entry.size, entry.header_offset).size
     at = limit - descriptor - entry.compressed_size
-    return at if least <= at <= least + _U16 else None
+    return at if least <= at <= least + U16 else None

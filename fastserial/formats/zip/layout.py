@@ -1,7 +1,7 @@
 """The zip container of `torch.save`: where every byte goes.
 
 torch's C++ writer is the authority. `ZipLayout` repeats its arithmetic (stored records, `FB`
-padding to the storage alignment, zip64 fields, data descriptors behind the data), and
+padding to the storage alignment, zip64 fields, data descriptors after the data), and
 `self_check` compares the result with the installed torch's own writer, zip64 included, before
 fastserial is switched on. The one thing that cannot be computed here, the half of the
 serialization id that hashes record names in the order of a C++ hash set, is asked from torch's
@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import cast
 
+from fastserial.config.performance import COPIED_RECORD
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Hole, Literal, Packed, Trailer
+from fastserial.formats.zip import structs
+from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR, FIELD, LOCAL, U32, UTF8
 from fastserial.memory.batch import Batch
 from fastserial.memory.storages import Memory
 
 __all__ = [
-    "DESCRIPTOR_SIGNATURE",
     "ID_RECORD",
     "MAX_ALIGNMENT",
     "ZipLayout",
@@ -35,38 +37,27 @@ __all__ = [
 ]
 
 ID_RECORD = ".data/serialization_id"
-DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 # The `FB` padding length and the extra field's length are 16-bit; zip64 takes up to 28 bytes.
 MAX_ALIGNMENT = 65536 - 64
 
-_U16 = 0xFFFF
-_U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
 _ID_DIGITS = 20
-_COPIED = 64 * 1024  # bytes of a record; a larger one, such as the pickle of arrays, is not copied
 _LOOKALIKE_BYTES = 8  # a storage of fewer is not taken for a descriptor
 _CRC_AT = 4  # in a data descriptor
-_UTF8 = 0x0800
-_FLAGS = _UTF8 | 0x0008  # a data descriptor follows
-_MADE_BY = 0x031E
+_FLAGS = UTF8 | structs.HAS_DESCRIPTOR
 
-_LOCAL_START = struct.pack("<4sHHHHHIII", b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0)
-_LOCAL_START_EMPTY = struct.pack("<4sHHHHHIII", b"PK\x03\x04", 0, _UTF8, 0, 0, 0, 0, 0, 0)
-_LENGTHS = struct.Struct("<HH")
+_LENGTHS = struct.Struct("<HH")  # the end of a local header
+_LOCAL_START, _LOCAL_START_EMPTY = (
+    LOCAL.pack(structs.LOCAL_SIGNATURE, 0, flags, *[0] * 8)[: -_LENGTHS.size]
+    for flags in (_FLAGS, UTF8)
+)
 # The first 16 bytes of a central entry tell nothing but the flags; then come CRC-32, both sizes,
 # the lengths of name and extra field, and the offset of the local header.
-_CENTRAL_START = struct.pack("<4sHHHHHH", b"PK\x01\x02", 0, 0, _FLAGS, 0, 0, 0)
-_CENTRAL_START_EMPTY = struct.pack("<4sHHHHHH", b"PK\x01\x02", 0, 0, _UTF8, 0, 0, 0)
+_CENTRAL_START, _CENTRAL_START_EMPTY = (
+    CENTRAL.pack(structs.CENTRAL_SIGNATURE, 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, UTF8)
+)
 _CENTRAL = struct.Struct("<16sIIIHH10xI")
-_DESCRIPTOR = struct.Struct("<4sIII")
-_DESCRIPTOR64 = struct.Struct("<4sIQQ")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_END = struct.Struct("<4sHHHHIIH")
-_FB = struct.Struct("<2sH")
-_END_BYTES = _END64.size + _END64_LOCATOR.size + _END.size  # behind the directory
-_LOCAL_NAME_AT = len(_LOCAL_START) + _LENGTHS.size  # in a local header
-_LOCAL_BYTES = _LOCAL_NAME_AT + _FB.size
+_LOCAL_BYTES = LOCAL.size + FIELD.size  # without name and padding
 
 
 def archive_name(path: str) -> str:
@@ -94,7 +85,7 @@ def _descriptor_lookalike(head: bytes) -> int | None:
 
     It takes any one write that begins like a data descriptor for one.
     """
-    if head[:4] == DESCRIPTOR_SIGNATURE and len(head) >= _LOOKALIKE_BYTES:
+    if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) >= _LOOKALIKE_BYTES:
         return int.from_bytes(head[4:8], "little")
     return None
 
@@ -172,7 +163,7 @@ class ZipLayout:
     def add_bytes(self, name: str, data: bytes, crc: int) -> None:
         """Add a record whose bytes and CRC-32 are known."""
         self._open(name, len(data), crc if self.checksums else 0)
-        if len(data) > _COPIED:
+        if len(data) > COPIED_RECORD:
             self._emit(Literal(data))
         else:
             self._append(data)
@@ -192,10 +183,12 @@ class ZipLayout:
         record = len(self.names)
         self._count(batch.sizes)
         headers, texts = self._open_all(names, batch.sizes)
-        for index, head in batch.beginning_with(DESCRIPTOR_SIGNATURE, _LOOKALIKE_BYTES).items():
+        for index, head in batch.beginning_with(
+            structs.DESCRIPTOR_SIGNATURE, _LOOKALIKE_BYTES
+        ).items():
             self._lookalikes[record + index] = int.from_bytes(head[4:8], "little")
         # Behind 4 GiB the descriptors are longer.
-        far = bisect_left(headers, _U32)
+        far = bisect_left(headers, U32)
         after = self._cursor
         for first, stop, packed in batch.pieces():
             inside = (far,) if first < far < stop else ()
@@ -214,7 +207,7 @@ class ZipLayout:
     ) -> tuple[list[int], list[bytes]]:
         """Register records in a row; return offsets (bytes) and texts of their local headers.
 
-        The cursor comes to stand behind the last record's descriptor.
+        Moves the cursor past the last record's descriptor.
         """
         prefix, align, forms = self._prefix, self._alignment, self._forms
         full_names = [prefix + name.encode() for name in names]
@@ -224,20 +217,19 @@ class ZipLayout:
         for full_name, size in zip(full_names, sizes, strict=True):
             headers.append(cursor)
             length = len(full_name)
-            if 0 < size < _U32 and cursor < _U32:
+            if 0 < size < U32 and cursor < U32:
                 padding = -(cursor + _LOCAL_BYTES + length) % align
                 form = forms.get((length, padding))
                 if form is None:
                     form = self._form(length, padding)
                 texts.append(form[0] + full_name + form[1])
-                cursor += _LOCAL_BYTES + length + padding + size + _DESCRIPTOR.size
+                cursor += _LOCAL_BYTES + length + padding + size + DESCRIPTOR.size
             else:
                 text = self._header(full_name, size, cursor)
                 texts.append(text)
-                is_zip64 = size >= _U32 or cursor >= _U32
                 cursor += len(text) + size
                 if size:
-                    cursor += _DESCRIPTOR64.size if is_zip64 else _DESCRIPTOR.size
+                    cursor += structs.descriptor_form(size, headers[-1]).size
         self._cursor = cursor
         self.names += names
         self._full_names += full_names
@@ -262,7 +254,7 @@ class ZipLayout:
         self._flush()
         start, length = self._cursor, limit - self._cursor
         first = record + begin if self.checksums else None
-        seal = _DESCRIPTOR if self._headers[record + begin] < _U32 else _DESCRIPTOR64
+        seal = structs.descriptor_form(0, self._headers[record + begin])
         sizes, gaps = batch.sizes[begin:end], [*texts[begin + 1 : end], b""]
         pack = Packed(length, first, sizes, gaps, seal, batch, begin)
         self._extents.append(Extent(start, length, pack))
@@ -288,7 +280,7 @@ class ZipLayout:
         last = len(sizes) - 1
         directory = self._cursor + sizes[last] + len(self._descriptor(last, 0))
         length = directory - self._cursor + self._directory_bytes
-        length += _END_BYTES
+        length += structs.END_BYTES
 
         def make(crcs: Sequence[int]) -> bytes:
             values = [crc for crc, size in zip(crcs, sizes, strict=True) if size][:-1]
@@ -366,15 +358,13 @@ class ZipLayout:
         """Return the local header at byte `header`, and count its part of the directory."""
         length = len(full_name)
         before = header + _LOCAL_BYTES + length
-        if 0 < size < _U32 and header < _U32:
+        if 0 < size < U32 and header < U32:
             start, filler = self._form(length, -before % self._alignment)
             return start + full_name + filler
-        zip64 = b""
-        if size >= _U32 or header >= _U32:
-            # The compressed size is not known yet when torch writes the local header.
-            zip64 = _zip64(size, 0, header)
-            self._directory_bytes += len(zip64)
-        filler = _filler(-(before + len(zip64)) % self._alignment)
+        # The compressed size is not known yet when torch writes the local header.
+        zip64 = structs.zip64_field(size, 0, header)
+        self._directory_bytes += len(zip64)
+        filler = structs.padding_field(-(before + len(zip64)) % self._alignment)
         lengths = _LENGTHS.pack(length, len(zip64) + len(filler))
         start = _LOCAL_START if size else _LOCAL_START_EMPTY
         return b"".join((start, lengths, full_name, zip64, filler))
@@ -383,7 +373,7 @@ class ZipLayout:
         """Return what is before and after a name of `length` bytes in a plain local header."""
         form = self._forms.get((length, padding))
         if form is None:
-            filler = _filler(padding)
+            filler = structs.padding_field(padding)
             form = (_LOCAL_START + _LENGTHS.pack(length, len(filler)), filler)
             self._forms[length, padding] = form
         return form
@@ -398,42 +388,20 @@ class ZipLayout:
 
     def _descriptor(self, record: int, crc: int) -> bytes:
         size = self._sizes[record]
-        is_zip64 = size >= _U32 or self._headers[record] >= _U32
-        form = _DESCRIPTOR64 if is_zip64 else _DESCRIPTOR
-        return form.pack(DESCRIPTOR_SIGNATURE, crc, size, size)
+        form = structs.descriptor_form(size, self._headers[record])
+        return form.pack(structs.DESCRIPTOR_SIGNATURE, crc, size, size)
 
     def _directory(self, start: int, crcs: Sequence[int]) -> bytes:
         """Return the central directory, which starts at byte `start`, and the end records."""
         sizes, headers, names = self._sizes, self._headers, self._full_names
         starts = [_CENTRAL_START if size else _CENTRAL_START_EMPTY for size in sizes]
-        short = [min(size, _U32) for size in sizes]
-        near = [min(header, _U32) for header in headers]
+        short = [min(size, U32) for size in sizes]
+        near = [min(header, U32) for header in headers]
         extras = [
-            b"" if size < _U32 and header < _U32 else _zip64(size, size, header)
+            b"" if size < U32 and header < U32 else structs.zip64_field(size, size, header)
             for size, header in zip(sizes, headers, strict=True)
         ]
         lengths = (map(len, names), map(len, extras))
         entries = map(_CENTRAL.pack, starts, crcs, short, short, *lengths, near)
         directory = b"".join(chain.from_iterable(zip(entries, names, extras, strict=True)))
-        end, count, length = start + len(directory), len(self.names), len(directory)
-        few = min(count, _U16)
-        return b"".join(
-            (
-                directory,
-                _END64.pack(b"PK\x06\x06", 44, _MADE_BY, 45, 0, 0, count, count, length, start),
-                _END64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1),
-                _END.pack(b"PK\x05\x06", 0, 0, few, few, min(length, _U32), min(start, _U32), 0),
-            )
-        )
-
-
-def _filler(padding: int) -> bytes:
-    """Return the extra field that brings the data to its alignment."""
-    return _FB.pack(b"FB", padding) + b"Z" * padding
-
-
-def _zip64(size: int, compressed: int, header: int) -> bytes:
-    """Return the extra field that holds what does not fit 32 bits."""
-    values = (size, compressed) if size >= _U32 else ()
-    values = (*values, header) if header >= _U32 else values
-    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
+        return directory + structs.end_records(len(self.names), len(directory), start)

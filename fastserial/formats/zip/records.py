@@ -1,4 +1,4 @@
-"""From an open checkpoint to the outline of what it holds. No pickle is executed."""
+"""Records of a zip checkpoint: their bytes, and which of them torch finds by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.pickles import ByteStream
 from fastserial.formats.zip.directory import (
     Directory,
@@ -18,6 +18,7 @@ from fastserial.formats.zip.directory import (
     read_directory,
     read_exactly,
 )
+from fastserial.formats.zip.structs import LOCAL
 
 __all__ = [
     "PICKLE",
@@ -30,20 +31,20 @@ __all__ = [
 
 PICKLE = "data.pkl"
 _MOST_INFLATED = 256 * 1024 * 1024
-_LOCAL_HEADER_BYTES = 30  # bytes of a local header without its name
 
 
 def read_record(fd: int, record: RecordEntry, most: int) -> bytes:
     """Return the bytes of a record of at most `most` bytes, decompressed if need be.
 
     Raises:
-        CorruptCheckpointError: it is larger, or damaged.
+        CorruptCheckpointError: it is damaged.
+        UnreadableCheckpointError: it is larger, or packed in a way that torch cannot read.
         OSError: the file cannot be read.
     """
     if record.size > most:
-        raise CorruptCheckpointError(f"larger than {most} bytes", record=record.name)
+        raise UnreadableCheckpointError(f"larger than {most} bytes", record=record.name)
     if not record.is_readable:
-        raise CorruptCheckpointError(
+        raise UnreadableCheckpointError(
             "encrypted, or compressed in a way that torch cannot read", record=record.name
         )
     raw = read_exactly(fd, record.data_offset, record.compressed_size)
@@ -62,7 +63,8 @@ def record_stream(fd: int, record: RecordEntry) -> ByteStream:
     """Return the bytes of a record as a stream, to decode a pickle from.
 
     Raises:
-        CorruptCheckpointError: it is compressed, and damaged or larger than 256 MiB.
+        CorruptCheckpointError: it is compressed, and damaged.
+        UnreadableCheckpointError: it is compressed, and larger than 256 MiB.
         OSError: the file cannot be read.
     """
     if record.is_stored:
@@ -78,7 +80,7 @@ def record_stream(fd: int, record: RecordEntry) -> ByteStream:
 def read_places(fd: int, size: int, stock: Any = None) -> Directory:
     """Return the central directory, local headers read only if the writer was not torch.
 
-    Of records that bear the same name, it holds the one that torch finds.
+    Of records with the same name, it holds the one that torch finds.
 
     Args:
         fd: a descriptor that can be read at any offset.
@@ -121,7 +123,7 @@ def _found_by_torch(fd: int, records: Sequence[RecordEntry], stock: Any) -> list
 
 
 def _is_placed(fd: int, record: RecordEntry) -> bool:
-    raw = read_exactly(fd, record.header_offset, _LOCAL_HEADER_BYTES + len(record.full_name))
+    raw = read_exactly(fd, record.header_offset, LOCAL.size + len(record.full_name))
     header = parse_local_header(raw, record.name)
     return record.header_offset + header.length == record.data_offset
 

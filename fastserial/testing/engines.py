@@ -1,14 +1,4 @@
-"""The conformance suite of I/O engines. Needs pytest.
-
-An engine passes when a subclass of `EngineTests` does:
-
-    class TestMine(EngineTests):
-        @pytest.fixture
-        def engine(self) -> Iterator[Engine]:
-            engine = MyEngine(threads=2)
-            yield engine
-            engine.close()
-"""
+"""The conformance suite of I/O engines."""
 
 from __future__ import annotations
 
@@ -20,65 +10,26 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fastserial.engines import Capabilities, Completion, Engine, Op, Request
-from fastserial.errors import EngineError
-from fastserial.memory.buffers import Buffer, BufferPool
+from fastserial.engines import Capabilities, Engine, Op, Request
+from fastserial.memory.buffers import BufferPool
+from fastserial.testing.transfers import (
+    BLOCK,
+    DEPTH,
+    FLAGS,
+    Opener,
+    drive,
+    into,
+    no_buffer,
+    noise,
+    read,
+    wait_for,
+    write,
+)
 
-__all__ = ["EngineTests", "drive"]
-
-BLOCK = 64 * 1024
-DEPTH = 4
-FLAGS = {"buffered": 0, "direct": os.O_DIRECT}
-
-
-def drive(engine: Engine, pool: BufferPool, requests: list[Request]) -> list[Completion]:
-    """Move all requests, as many at a time as the pool has buffers, and return what came back.
-
-    A request made with `buffer=None` gets one from the pool; a read's bytes go to its `tag`.
-    """
-    finished: list[Completion] = []
-
-    def reap() -> None:
-        for completion in engine.wait(1):
-            request = completion.request
-            if request.op is Op.READ:
-                request.tag = bytes(request.view[: completion.transferred])
-            finished.append(completion)
-            pool.give(request.buffer)
-
-    waiting = list(requests)
-    while waiting:
-        batch = waiting[: pool.free]
-        del waiting[: len(batch)]
-        for request in batch:
-            request.buffer = pool.take()
-        engine.submit(batch)
-        reap()
-    while len(finished) < len(requests):
-        reap()
-    return finished
-
-
-def write(fd: int, offset: int, data: bytes) -> Request:
-    """Return a write of `data`, which `prepare` puts into the buffer."""
-
-    def prepare(request: Request) -> None:
-        request.view[:] = data
-
-    return Request(Op.WRITE, fd, offset, len(data), _no_buffer(), prepare)
-
-
-def read(fd: int, offset: int, length: int) -> Request:
-    """Return a read; `drive` puts the bytes into its `tag`."""
-    return Request(Op.READ, fd, offset, length, _no_buffer())
-
-
-def _no_buffer() -> Any:
-    return None
+__all__ = ["EngineTests"]
 
 
 class EngineTests:
@@ -152,7 +103,7 @@ class EngineTests:
         self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
     ) -> None:
         """Many blocks, several rounds of the pool."""
-        data = _noise(11 * BLOCK)
+        data = noise(11 * BLOCK)
         requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
         finished = drive(engine, pool, requests)
         assert {id(c.request) for c in finished} == {id(r) for r in requests}
@@ -168,7 +119,7 @@ class EngineTests:
     ) -> None:
         """Blocks come in any order, of any aligned length, onto what is there already."""
         rng = random.Random(1)
-        expected = bytearray(_noise(7 * BLOCK))
+        expected = bytearray(noise(7 * BLOCK))
         os.pwrite(opener.buffered("file"), expected, 0)
         os.fsync(opener.buffered("file"))
         requests: list[Request] = []
@@ -186,7 +137,7 @@ class EngineTests:
         self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
     ) -> None:
         """What was skipped reads as zeros."""
-        data = _noise(BLOCK)
+        data = noise(BLOCK)
         (completion,) = drive(engine, pool, [write(fd, 5 * BLOCK, data)])
         assert (completion.error, completion.transferred) == (None, BLOCK)
         self.check(opener, bytes(5 * BLOCK) + data, capabilities)
@@ -195,7 +146,7 @@ class EngineTests:
         self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
     ) -> None:
         """After `posix_fallocate`, as a save does it."""
-        data = _noise(6 * BLOCK)
+        data = noise(6 * BLOCK)
         os.posix_fallocate(opener.buffered("file"), 0, len(data))
         requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
         for completion in drive(engine, pool, requests):
@@ -226,7 +177,7 @@ class EngineTests:
     ) -> None:
         """Many blocks, out of a file that is not a whole number of them."""
         self.needs(capabilities.reads and capabilities.moves_data, "reads")
-        data = _noise(9 * BLOCK + 4096 + 100)
+        data = noise(9 * BLOCK + 4096 + 100)
         opener.create("file", data)
         fd = opener("file", os.O_RDONLY)
         places = list(range(0, len(data), BLOCK))
@@ -239,9 +190,9 @@ class EngineTests:
     def test_reads_end_with_the_file(
         self, engine: Engine, pool: BufferPool, opener: Opener, capabilities: Capabilities
     ) -> None:
-        """At the end a read is short; behind it, empty; neither is an error."""
+        """At the end a read is short; past it, empty; neither is an error."""
         self.needs(capabilities.reads and capabilities.moves_data, "reads")
-        opener.create("file", _noise(4096 + 10))
+        opener.create("file", noise(4096 + 10))
         fd = opener("file", os.O_RDONLY)
         finished = drive(engine, pool, [read(fd, 0, BLOCK), read(fd, BLOCK, BLOCK)])
         assert [c.error for c in finished] == [None, None]
@@ -277,7 +228,7 @@ class EngineTests:
             Request(Op.WRITE, fd, i * BLOCK, BLOCK, pool.take(), prepare) for i in range(count)
         ]
         engine.submit(requests)
-        finished = _wait_for(engine, count)
+        finished = wait_for(engine, count)
         assert [c.error for c in finished] == [None] * count
         assert sorted(calls) == list(range(count))
 
@@ -288,8 +239,8 @@ class EngineTests:
         def prepare(request: Request) -> None:
             raise planted
 
-        bad = Request(Op.WRITE, fd, 0, BLOCK, _no_buffer(), prepare)
-        finished = drive(engine, pool, [bad, write(fd, BLOCK, _noise(BLOCK))])
+        bad = Request(Op.WRITE, fd, 0, BLOCK, no_buffer(), prepare)
+        finished = drive(engine, pool, [bad, write(fd, BLOCK, noise(BLOCK))])
         errors = {c.request.offset: c.error for c in finished}
         assert errors == {0: planted, BLOCK: None}
 
@@ -298,7 +249,7 @@ class EngineTests:
     ) -> None:
         """Engines with threads call `finish` once per read; an error in it comes back."""
         self.needs(capabilities.reads and capabilities.parallel_prepare, "parallel_prepare")
-        data = _noise(5 * BLOCK + 100)
+        data = noise(5 * BLOCK + 100)
         opener.create("file", data)
         fd = opener("file", os.O_RDONLY)
         seen: dict[int, tuple[int, bytes]] = {}
@@ -330,9 +281,7 @@ class EngineTests:
     def test_wait_for_some(self, engine: Engine, pool: BufferPool, fd: int) -> None:
         """`wait` returns at least as many as asked for, and in the end each once."""
         count = len(pool.buffers)
-        engine.submit(
-            [_into(pool.take(), write(fd, i * BLOCK, bytes(BLOCK))) for i in range(count)]
-        )
+        engine.submit([into(pool.take(), write(fd, i * BLOCK, bytes(BLOCK))) for i in range(count)])
         finished = engine.wait(count)
         assert len(finished) == count
         assert engine.wait(1) == []
@@ -342,11 +291,11 @@ class EngineTests:
     ) -> None:
         """One request at a time, as long as there are buffers."""
         count = len(pool.buffers)
-        data = _noise(count * BLOCK)
+        data = noise(count * BLOCK)
         for i in range(count):
             part = data[i * BLOCK : (i + 1) * BLOCK]
-            engine.submit([_into(pool.take(), write(fd, i * BLOCK, part))])
-        assert [c.error for c in _wait_for(engine, count)] == [None] * count
+            engine.submit([into(pool.take(), write(fd, i * BLOCK, part))])
+        assert [c.error for c in wait_for(engine, count)] == [None] * count
         self.check(opener, data, capabilities)
 
     # -- trouble -------------------------------------------------------------------------------
@@ -375,7 +324,7 @@ class EngineTests:
         """A write that the file system refuses or cuts short is never reported as whole."""
         self.needs(capabilities.moves_data, "moves_data")
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        data = _noise(8 * BLOCK)
+        data = noise(8 * BLOCK)
         requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
         limit = 3 * BLOCK + 8192
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -410,9 +359,7 @@ class EngineTests:
         count = len(pool.buffers)
         engine.open(pool.buffers, count)
         before = threading.active_count()
-        engine.submit(
-            [_into(pool.take(), write(fd, i * BLOCK, b"a" * BLOCK)) for i in range(count)]
-        )
+        engine.submit([into(pool.take(), write(fd, i * BLOCK, b"a" * BLOCK)) for i in range(count)])
         engine.close()
         pool.close()  # unmaps: a straggler would crash
         assert threading.active_count() <= before
@@ -427,10 +374,10 @@ class EngineTests:
         other_pool = other.allocate(1, BLOCK)
         other.open(other_pool.buffers, 1)
         second = opener("second")
-        data = _noise(BLOCK)
-        other.submit([_into(other_pool.take(), write(second, 0, data))])
+        data = noise(BLOCK)
+        other.submit([into(other_pool.take(), write(second, 0, data))])
         (mine,) = drive(engine, pool, [write(fd, 0, data[::-1])])
-        (theirs,) = _wait_for(other, 1)
+        (theirs,) = wait_for(other, 1)
         assert (mine.request.fd, theirs.request.fd) == (fd, second)
         other.close()
         other_pool.close()
@@ -445,7 +392,7 @@ class EngineTests:
             engine = make()
             pool = engine.allocate(2, BLOCK)
             engine.open(pool.buffers, len(pool.buffers))
-            data = _noise(3 * BLOCK, seed=i)
+            data = noise(3 * BLOCK, seed=i)
             fd = opener("file")
             os.ftruncate(opener.buffered("file"), 0)
             parts = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
@@ -460,63 +407,3 @@ class EngineTests:
         """Makes more engines of the same kind."""
         kind, threads = type(engine), engine.threads
         return lambda: kind(threads)
-
-
-class Opener:
-    """Opens files of a folder, all with or without O_DIRECT, and closes them."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.folder = folder
-        self._flags = FLAGS[kind]
-        self._open: list[int] = []
-
-    def __call__(self, name: str, mode: int = os.O_RDWR | os.O_CREAT) -> int:
-        """Open a file, with O_DIRECT if that is what this opener does."""
-        try:
-            fd = os.open(self.folder / name, mode | self._flags)
-        except OSError as error:
-            if self._flags and error.errno == errno.EINVAL:
-                pytest.skip(f"no direct I/O in {self.folder}")
-            raise
-        self._open.append(fd)
-        return fd
-
-    def buffered(self, name: str) -> int:
-        """Open a file without O_DIRECT."""
-        fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT)
-        self._open.append(fd)
-        return fd
-
-    def create(self, name: str, data: bytes) -> None:
-        """Put a file with these bytes on the disk."""
-        fd = self.buffered(name)
-        os.pwrite(fd, data, 0)
-        os.fsync(fd)
-
-    def content(self, name: str) -> bytes:
-        """Return the bytes of a file."""
-        return (self.folder / name).read_bytes()
-
-    def close(self) -> None:
-        """Close all descriptors."""
-        while self._open:
-            os.close(self._open.pop())
-
-
-def _noise(length: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(length)
-
-
-def _into(buffer: Buffer, request: Request) -> Request:
-    request.buffer = buffer
-    return request
-
-
-def _wait_for(engine: Engine, count: int) -> list[Completion]:
-    finished: list[Completion] = []
-    while len(finished) < count:
-        more = engine.wait(1)
-        if not more:
-            raise EngineError(f"only {len(finished)} of {count} requests came back")
-        finished += more
-    return finished

@@ -16,17 +16,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
+from fastserial.config.performance import (
+    BLOCK_SIZE,
+    PAGE,
+    QUEUE_DEPTH,
+    SMALL_FILE,
+    THREADS,
+    KiB,
+    MiB,
+)
 from fastserial.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastserial.engines import EngineFactory
     from fastserial.reports import LoadReport, SaveReport
 
-__all__ = ["Config", "chosen", "current", "options", "set_installed"]
-
-KiB = 1024
-MiB = 1024 * KiB
-PAGE = 4096
 MAX_BLOCK = 1024 * MiB
 
 Direct = Literal["auto"] | bool
@@ -74,15 +78,14 @@ class Config:
     """
 
     engine: str | EngineFactory = "threads"
-    # Together 12 MiB: what is filled is still in the processor's cache when the device takes it.
-    block_size: int = 2 * MiB
-    queue_depth: int = 6
-    threads: int = 6
+    block_size: int = BLOCK_SIZE
+    queue_depth: int = QUEUE_DEPTH
+    threads: int = THREADS
     durable: bool = True
     direct: Direct = "auto"
     cache: Cache = "auto"
     preallocate: bool = True
-    small_file: int = 8 * MiB
+    small_file: int = SMALL_FILE
     tuned: bool = True
     read_back: bool = False
     progress: bool = False
@@ -300,6 +303,16 @@ def chosen(**overrides: Any) -> Mapping[str, Any]:
     if overrides:
         _check_names(overrides)
     return {**_from_environment(), **_installed, **(_scoped.get() or _NOTHING), **overrides}
+
+
+def origin_of(name: str) -> str:
+    """Return what set an option: `options()`, `install()`, a variable's name, or `default`."""
+    if name in (_scoped.get() or _NOTHING):
+        return "options()"
+    if name in _installed:
+        return "install()"
+    variable = f"FASTSERIAL_{name.upper()}"
+    return variable if variable in os.environ else "default"
 
 
 def current(**overrides: Any) -> Config:

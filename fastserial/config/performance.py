@@ -1,0 +1,84 @@
+"""The sizes that performance depends on, each with its measurement. In bytes, unless noted.
+
+Measured on a virtual machine with 2 cores, 24 GiB and a virtio disk of 1.2 to 2.1 GB/s (ext4), and
+on XFS in memory of 3.0 to 3.4 GB/s. Options of `Config` can be set by the user and tuned for a
+device (`fastserial tune`); the others here cannot.
+"""
+
+from __future__ import annotations
+
+KiB = 1024
+MiB = 1024 * KiB
+
+PAGE = 4 * KiB  # of memory and of direct I/O, even where a device takes sectors of 512 bytes
+
+# -- defaults of options ---------------------------------------------------------------------------
+
+# Together 12 MiB: what is filled is still in the processor's cache when the device takes it. Cold
+# reads of 2 GiB reach 1.25 times fio's speed with these, 1.31 with four blocks of 8 MiB.
+BLOCK_SIZE = 2 * MiB
+QUEUE_DEPTH = 6
+THREADS = 6
+# Up to here one write through the page cache was faster than an engine with threads and buffers,
+# and torch itself than reading ahead.
+SMALL_FILE = 8 * MiB
+
+# -- page cache and disk ---------------------------------------------------------------------------
+
+# A block of which this part is in the page cache is read through it (12 GB/s); of less, the rest
+# would be read in small pieces. Verifying 1 GiB took as long with 0.5: 0.57 s cold, 0.17 s cached.
+MOSTLY_CACHED = 0.9
+ALWAYS_FITS = 64 * MiB  # asking what is free takes 0.3 ms
+# So much of a device's first large save is timed: a throttle or a disk's cache takes less at once.
+TRIAL = 16 * MiB
+# Bytes a second. Through the page cache 2 cores save about 1 GB a second, so a device of half that
+# speed is waited for either way; a faster one is written to directly.
+FAST_DEVICE = 400e6
+LARGE_FILE = 64 * MiB  # to free a replaced file of less takes 0.1 ms on ext4, no more than a thread
+
+# -- saves -----------------------------------------------------------------------------------------
+
+# Copy and checksum take turns, while the bytes are in a core's cache: 7.0 GB/s on one core, 6.2
+# with 64 KiB, 7.4 with 2 MiB where that much fits; less CPU time than with whole blocks.
+FILL_CHUNK = 256 * KiB
+# Storages of up to so many bytes on average are copied together: twice, but without a step of
+# Python's for each, and without giving up the interpreter's lock to another thread each time.
+JOINED = 8 * KiB
+PACKED_STORAGE = 64 * KiB  # a storage up to this size may be packed with others,
+PACKED_BYTES = 512 * KiB  # into pieces of about this size: a few calls for hundreds of storages
+UNCOPIED = 64 * KiB  # a storage from here on goes to the page cache without a copy
+CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and copy into the page cache
+MOST_PIECES = 512  # of one `pwritev`; the kernel takes 1024
+GATHERED = 64 * KiB  # small writes are gathered up to this size
+COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
+# Of DeepSpeed's writer, which copies what it is given: container bytes in one write, and device
+# storages, which pass through the host.
+SEQUENTIAL_GATHERED = 4 * MiB
+SEQUENTIAL_CHUNK = 16 * MiB
+# CPU cores up to which the submitting thread fills all blocks: two copies at a time took the cores
+# that kernel and device need, 15 to 30 % of the speed of a save on 2 cores.
+FEW_CORES = 4
+
+# -- loads -----------------------------------------------------------------------------------------
+
+LARGE_RECORD = 512 * KiB  # records from here on get memory and reads of their own
+NEAR_RECORDS = 64 * KiB  # small records further apart are not read together
+NEAR_EXTENTS = 128 * KiB  # bytes not wanted that are read rather than split a read in two
+STRAIGHT_PIECE = 64 * KiB  # pieces from here on are worth a read of their own, without a copy
+STRAIGHT_BLOCKS = 4  # blocks in one read that needs no buffer: fewer turns for the interpreter
+LOOK_AHEAD = 256 * MiB  # read and not yet asked for
+FEW_BYTES = 32 * KiB  # per record on average: finding them costs us more than reading them torch
+SHORT_LOAD = 1024 * MiB  # cycles of other threads may wait for collection as long as that takes
+CONTIGUOUS_RUN = 64 * KiB  # of a tensor's part; from here on it is read by itself
+SCATTERED_CHUNK = 32 * MiB  # memory for the parts of a scattered tensor
+STREAM_CHUNK = 256 * KiB  # a pickle is read in pieces of this size
+INFLATE_CHUNK = 1 * MiB
+
+# -- huge pages ------------------------------------------------------------------------------------
+
+HUGE_PAGE = 2 * MiB
+# One huge page of so many bytes is timed. Touching one takes 0.2 to 0.5 ms, where a hypervisor took
+# the memory back 2 to 6 ms: small pages (1 to 2 ms for as many bytes) are better then.
+TIMED_STEP = 4 * HUGE_PAGE
+SLOW_TOUCH = 1.5e-3  # seconds
+SLOW_TOUCHES = 2  # a single one may be chance

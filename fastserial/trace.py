@@ -1,0 +1,120 @@
+"""Trace events: the steps of saves and loads, for whoever listens; by default nobody does.
+
+    with trace.listen(lambda event: print(event.name, event.end - event.start)):
+        torch.save(state, path)
+
+`fastserial bench profile` makes its tables from them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
+from types import TracebackType
+from typing import NamedTuple, ParamSpec, TypeVar
+
+__all__ = ["IN_FLIGHT", "Event", "Listener", "block", "listen", "step", "tell", "traced"]
+
+IN_FLIGHT = "block in flight"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_log = logging.getLogger("fastserial")
+
+
+class Event(NamedTuple):
+    """A step that has ended. Steps of one thread are nested or consecutive, never overlapping.
+
+    Attributes:
+        name: of the step.
+        thread: identifier of the thread it kept busy; 0: none (`IN_FLIGHT`).
+        start, end: seconds on `time.perf_counter`.
+    """
+
+    name: str
+    thread: int
+    start: float
+    end: float
+
+
+Listener = Callable[[Event], None]
+listener: Listener | None = None  # what happens at every block asks for this first
+
+
+@contextmanager
+def listen(new: Listener) -> Iterator[None]:
+    """Call `new` at the end of each step of all saves and loads of this process meanwhile.
+
+    It is called on the thread that made the step, or learned of it, so on several at once.
+    """
+    global listener
+    before, listener = listener, new
+    try:
+        yield
+    finally:
+        listener = before
+
+
+def step(name: str) -> AbstractContextManager[None]:
+    """Return a context manager that makes its body a step."""
+    return _NOTHING if listener is None else _Step(name)
+
+
+def traced(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator that makes each call of a function a step."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **keywords: _P.kwargs) -> _R:
+            if listener is None:
+                return function(*args, **keywords)
+            with _Step(name):
+                return function(*args, **keywords)
+
+        return call
+
+    return decorate
+
+
+def tell(name: str, start: float, end: float, thread: int | None = None) -> None:
+    """Report a step that was timed elsewhere; by default one of this thread."""
+    hear = listener
+    if hear is None:
+        return
+    try:
+        hear(Event(name, threading.get_ident() if thread is None else thread, start, end))
+    except Exception:  # who listens must not fail a save
+        _log.exception("a listener to trace events failed at %r", name)
+
+
+def block(name: str, times: Sequence[float], mover: int) -> None:
+    """Report a block's transfer: `times` and `mover` as in `fastserial.engines.Request`."""
+    queued, started, done = times
+    tell(IN_FLIGHT, queued, done, 0)
+    # an engine without threads of ours transfers while others work: no thread's time
+    if mover and done > started:
+        tell(name, started, done, mover)
+
+
+_NOTHING = nullcontext()
+
+
+class _Step:
+    __slots__ = ("_name", "_start")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        tell(self._name, self._start, perf_counter())

@@ -1,0 +1,164 @@
+"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import warnings
+
+from support.patched import both, caught, functions, same
+
+
+def at_the_import_of_torch(wanted: str) -> None:
+    assert "torch" not in sys.modules
+    assert ("fastserial" in sys.modules) is (wanted == "True")
+    import torch  # noqa: F401
+
+    import fastserial
+
+    assert fastserial.installed() is (wanted == "True")
+    assert both() is (wanted == "True")
+
+
+def a_look_at_torch(value: str) -> None:
+    assert importlib.util.find_spec("torch").loader is not None  # a look is no import
+    import torch
+
+    import fastserial
+
+    assert fastserial.installed() is (value == "1")
+    spec, loader = torch.__spec__, torch.__loader__
+    print(type(loader), vars(loader), spec.loader is loader, spec.origin, spec._initializing)
+
+
+def run_with(*words: str) -> None:
+    from fastserial.cli.run import run
+
+    run(list(words))
+
+
+def trouble_at_the_start_stays_a_warning() -> None:
+    from fastserial.patching import install as patching
+
+    def broken():
+        raise RuntimeError("broken")
+
+    patching.install = broken
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        import torch
+    print(found[-1].message, torch.ones(1).item())
+
+
+def trouble_becomes_an_error_if_asked_for() -> None:
+    from fastserial.patching import install as patching
+
+    patching.install = None
+    import torch  # noqa: F401
+
+
+def auto(wanted: str) -> None:
+    import fastserial.auto
+
+    assert fastserial.installed() is (wanted == "True")
+    assert both() is (wanted == "True")
+
+
+def run_passes_the_exit_status_on() -> None:
+    code = "from fastserial.cli.run import run; run(['-c', 'raise SystemExit(7)'])"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
+
+
+def run_without_the_pth_file_says_so() -> None:
+    from fastserial.cli.run import run
+    from fastserial.errors import FastserialError
+
+    try:
+        run(["program.py"])
+    except FastserialError as error:
+        print(error)
+
+
+def an_import_that_fails_may_be_tried_again() -> None:
+    from fastserial.import_hook import when_imported
+
+    seen = []
+    when_imported("late", lambda module: seen.append((module, "other" in sys.modules)))
+    try:
+        import late
+    except ImportError:
+        assert not seen
+    sys.ready = True
+    import late
+
+    assert [module for module, _ in seen] == [late]
+    when_imported("late", lambda module: seen.append(module))
+    assert seen[1:] == [late]
+
+
+def threads_see_only_the_finished_module() -> None:
+    import threading
+
+    from fastserial.import_hook import when_imported
+
+    def finish(module):
+        import time
+
+        time.sleep(0.1)
+        module.finished = True
+
+    when_imported("late", finish)
+
+    def look():
+        import late
+
+        seen.append(getattr(late, "finished", False))
+
+    seen = []
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 8, seen
+
+
+def a_module_in_a_zip_file() -> None:
+    from fastserial.import_hook import when_imported
+
+    seen = []
+    when_imported("late", lambda module: seen.append(module.__name__))
+    import late
+
+    assert seen == ["late"]
+    assert type(late.__loader__).__name__ == "zipimporter"
+
+
+def a_second_copy_knows_of_the_first(path: str) -> None:
+    import torch
+
+    import fastserial
+
+    stock = functions()
+    fastserial.install()
+    for name in [name for name in sys.modules if name.split(".")[0] == "fastserial"]:
+        del sys.modules[name]
+    first = fastserial
+    import fastserial
+
+    assert fastserial is not first
+    assert fastserial.installed() and fastserial.status().installed
+    result, warned = caught(fastserial.install)
+    assert result is True and not warned, warned
+    torch.save({"a": torch.ones(3)}, path)
+    assert fastserial.last_save_report() is not None
+    assert fastserial.uninstall() is True
+    assert same(functions(), stock)
+    assert not fastserial.installed() and not first.installed()
+    assert fastserial.install() and fastserial.uninstall()
+    assert same(functions(), stock)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

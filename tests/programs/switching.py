@@ -1,0 +1,157 @@
+"""Scenes of patching torch: `SCENE ARGUMENTS`."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+from support.patched import NAMES, both, functions, same
+
+
+def import_orders(imports: str) -> None:
+    names = {}
+    exec(imports, names)
+    fastserial = names["fastserial"]
+    fastserial.install(strict=True)
+    assert both()
+    assert both(names.get("save"))
+    assert fastserial.installed()
+    fastserial.uninstall()
+    assert not both()
+    assert not fastserial.installed()
+
+
+def on_and_off_give_back_the_same_objects() -> None:
+    import torch
+    from torch import save
+
+    import fastserial
+    from fastserial.patching import install as patching
+
+    stock = functions()
+    aliases = dict(stock)
+    assert fastserial.uninstall() is False
+    assert patching.get_original("_save") is stock["_save"]
+    for _ in range(3):
+        assert fastserial.install() is True
+        mine = functions()
+        assert not any(mine[name] is stock[name] for name in NAMES)
+        assert fastserial.install() is True
+        assert same(functions(), mine)
+        assert patching.get_original("torch.serialization._save") is stock["_save"]
+        assert patching.get_original("load") is torch.load
+        assert both() and both(save)
+        assert fastserial.uninstall() is True
+        assert fastserial.uninstall() is False
+        assert same(functions(), stock) and same(aliases, stock)
+        assert not both() and not both(save)
+    # a name of ours that somebody kept behaves as stock
+    for name in NAMES:
+        assert mine[name].__code__ is stock[name].__code__
+    try:
+        patching.get_original("nothing")
+    except AttributeError:
+        pass
+    else:
+        raise SystemExit("no AttributeError")
+
+
+def options_are_kept_and_reset() -> None:
+    import fastserial
+    from fastserial.config import current
+
+    fastserial.install(durable=False)
+    fastserial.install()
+    assert current().durable is False
+    fastserial.uninstall()
+    assert current().durable is True
+    try:
+        fastserial.install(colour=1)
+    except fastserial.ConfigError:
+        assert not fastserial.installed()
+    else:
+        raise SystemExit("no ConfigError")
+
+
+def wrong_options_are_told_at_once() -> None:
+    import os
+
+    import fastserial
+    from fastserial.config import current
+
+    def refused(**options):
+        try:
+            fastserial.install(**options)
+        except (fastserial.ConfigError, fastserial.EngineUnavailableError) as error:
+            return str(error)
+        raise SystemExit(f"{options} went through")
+
+    assert "'thread'" in refused(engine="thread") and "threads" in refused(engine="thread")
+    os.environ["FASTSERIAL_THREADS"] = "two"
+    assert "FASTSERIAL_THREADS" in refused()
+    assert "FASTSERIAL_THREADS" in refused(durable=False)
+    del os.environ["FASTSERIAL_THREADS"]
+    os.environ["FASTSERIAL_ENGINE"] = "warp"
+    assert "'warp'" in refused()
+    assert not fastserial.installed() and not both()
+    assert fastserial.install(engine="null", threads=2)  # nearer than the environment
+    assert "'thread'" in refused(engine="thread")
+    assert current().engine == "null" and fastserial.installed()  # as before
+
+
+def status_tells() -> None:
+    import json
+
+    import fastserial
+
+    before = fastserial.status()
+    assert before.torch is None and not before.installed and "not been called" in before.reason
+    fastserial.install()
+    print(json.dumps(fastserial.status().as_dict()))
+    fastserial.uninstall()
+    assert "uninstall()" in fastserial.status().reason
+
+
+def the_copies_look_like_the_originals() -> None:
+    import inspect
+    import linecache
+    import pickle
+    import traceback
+
+    import torch
+
+    import fastserial
+
+    stock = functions()
+    fastserial.install()
+    linecache.checkcache()
+    for name, mine in functions().items():
+        old = stock[name]
+        assert inspect.signature(mine) == inspect.signature(old)
+        assert mine.__annotations__ == old.__annotations__
+        assert mine.__defaults__ == old.__defaults__
+        assert mine.__kwdefaults__ == old.__kwdefaults__
+        assert (mine.__module__, mine.__qualname__) == (old.__module__, old.__qualname__)
+        assert mine.__globals__ is old.__globals__
+        assert pickle.loads(pickle.dumps(mine)) is mine
+        source = inspect.getsource(mine)
+        assert source.startswith(f"def {name}(") and "import save_hooks" in source
+        before, after = inspect.getsource(old).splitlines(), source.splitlines()
+        assert [line for line in after if line in before] and before[-1] == after[-1]
+
+    class Bad:
+        def __reduce__(self):
+            raise ValueError("cannot")
+
+    for legacy in (False, True):
+        try:
+            torch.save(Bad(), io.BytesIO(), _use_new_zipfile_serialization=not legacy)
+        except ValueError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+        frame = [f for f in frames if f.name == ("_legacy_save" if legacy else "_save")][-1]
+        assert "serialization.fastserial-v" in frame.filename
+        assert frame.line == "pickler.dump(obj)", frame
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
