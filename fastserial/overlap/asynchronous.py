@@ -227,7 +227,7 @@ class _PlanSink:
     def write_plan(self, plan: ZipPlan) -> None:
         self.plan = plan
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         pass
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class _Work:
         writer, taken = self.writer, self.taken
         try:
             writer.write_plan(self.plan)
-            writer.settle()
+            writer.release_sources()
             taken.verify()
             writer.close()
         except StorageChangedError as error:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastserial.config.performance import PACKED_STORAGE
 from fastserial.errors import StorageChangedError, TornSnapshotError
-from fastserial.memory.batch import PACKED_STORAGE, Batch, batch_of
+from fastserial.memory.batch import Batch, batch_of
 from fastserial.memory.storages import (
     HostMemory,
     Memory,
