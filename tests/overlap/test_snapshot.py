@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,8 +177,15 @@ def test_a_step_waits_for_what_does_not_fit(
     expected = bytes_of(state, tmp_path)
     saving = save(state, tmp_path, budget)
     assert gate.stopped.wait(60)
-    opener = threading.Timer(0.1, gate.open.set)
-    opener.start()
+    taken = saving._snapshot
+    assert taken is not None
+
+    def open_then() -> None:
+        while not taken.waited:
+            time.sleep(0.001)
+        gate.open.set()
+
+    threading.Thread(target=open_then, daemon=True).start()
     train(model, optimizer)
     assert gate.open.is_set()
     report = saving.wait()
