@@ -51,6 +51,7 @@ MARK = bytes(range(200, 240))
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rotation, load):
         monkeypatch.setattr(module, "settle", lambda pause: None)
+    monkeypatch.setattr(load, "_TAKEN_BACK", 0.0)
 
 
 def need(package: str) -> Any:

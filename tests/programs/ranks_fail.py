@@ -137,7 +137,7 @@ def fails(name: str, path: Path, rank: int, mesh: DeviceMesh) -> None:
         assert isinstance(error, DistributedError), (name, error)
         assert culprit in (None, error.rank), (name, error)
         assert re.search(text, str(error)), (name, str(error))
-    assert time.monotonic() - began < 20, f"{name} took its time"
+    assert time.monotonic() - began < 60, f"{name} took its time"
     AFTER.get(name, lambda rank: None)(rank)
 
 

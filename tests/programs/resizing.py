@@ -28,6 +28,8 @@ def resize() -> None:
     while not over.is_set():
         may.wait()
         with turn:
+            if not may.is_set():  # it waited for its turn while a save came to its end
+                continue
             storage = chance.choice(tensors).untyped_storage()
             storage.resize_(0)
             time.sleep(0)
