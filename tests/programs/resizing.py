@@ -36,19 +36,20 @@ def resize() -> None:
             storage.resize_(nbytes)
 
 
-def begin(cls: type, name: str) -> None:
-    """Let the resizing begin when torch hands the storages over: before, all is torch's."""
-    stock = getattr(cls, name)
-
-    def handed_over(self, *arguments):
-        may.set()
-        return stock(self, *arguments)
-
-    setattr(cls, name, handed_over)
+def sized(self, storages, _stock=ZipArchive._batch):
+    """Let the resizing begin once the sizes are known: before, all is torch's."""
+    batch = _stock(self, storages)
+    may.set()
+    return batch
 
 
-begin(ZipArchive, "add_storages")
-begin(FastFileWriter, "_write_extents")
+def write_extents(self, *arguments, _stock=FastFileWriter._write_extents):
+    may.set()
+    return _stock(self, *arguments)
+
+
+ZipArchive._batch = sized
+FastFileWriter._write_extents = write_extents
 thread = threading.Thread(target=resize, daemon=True)
 thread.start()
 ended = {"saved": 0, "refused": 0}
