@@ -129,12 +129,15 @@ class Flow:
         owners = sorted(owner for owner, member in links if member == here != owner)
         members = sorted(member for owner, member in links if owner == here != member)
         wishes = {owner: self._encode(incoming[owner]) for owner in owners}
-        lengths = {member: torch.zeros(1, dtype=torch.int64) for member in members}
+        lengths = {member: torch.zeros(1, dtype=torch.int64, device="cpu") for member in members}
         self.exchange.move(
-            {owner: [torch.tensor([wishes[owner].numel()])] for owner in owners},
+            {owner: [torch.tensor([wishes[owner].numel()], device="cpu")] for owner in owners},
             {member: [length] for member, length in lengths.items()},
         )
-        told = {m: torch.empty(int(n.item()), dtype=torch.int64) for m, n in lengths.items()}
+        told = {
+            m: torch.empty(int(n.item()), dtype=torch.int64, device="cpu")
+            for m, n in lengths.items()
+        }
         self.exchange.move(
             {owner: [wishes[owner]] for owner in owners},
             {member: [rows] for member, rows in told.items()},
@@ -153,7 +156,7 @@ class Flow:
         for target in self._targets:
             if id(target) in wanted:
                 numbers += (target.grid.tensor.number, *target.box.offsets, *target.box.sizes)
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def _decode(self, rows: Sequence[int]) -> list[Target]:
         targets: list[Target] = []
@@ -238,7 +241,7 @@ class _Ahead:
 
 def _buffer(windows: Sequence[Window]) -> torch.Tensor:
     nbytes = max((window.nbytes for window in windows), default=0)
-    return torch.empty(nbytes + -nbytes % 16, dtype=torch.uint8)
+    return torch.empty(nbytes + -nbytes % 16, dtype=torch.uint8, device="cpu")
 
 
 def _window_size(links: set[tuple[int, int]], ranks: int) -> int:

@@ -174,7 +174,7 @@ class Traffic:
             return
         self._last_beat = now
         for rank in [0] if self.rank else range(1, self.size):
-            beat = torch.tensor([_ALIVE]).view(torch.uint8)
+            beat = torch.tensor([_ALIVE], device="cpu").view(torch.uint8)
             with self._blaming(rank):
                 self._beats.append((beat, self._group.send([beat], rank, _WORDS)))
 
@@ -223,14 +223,14 @@ class Traffic:
             raise
 
     def _put(self, rank: int, message: bytes) -> None:
-        size = torch.tensor([len(message)]).view(torch.uint8)
+        size = torch.tensor([len(message)], device="cpu").view(torch.uint8)
         self._start(rank, size, _WORDS, out=True)()
         if message:
             text = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             self._start(rank, text, _WORDS, out=True)()
 
     def _get(self, rank: int) -> bytes:
-        size = torch.empty(_HEADER, dtype=torch.uint8)
+        size = torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
         length = _ALIVE
         while length == _ALIVE:
             self._start(rank, size, _WORDS, out=False)()

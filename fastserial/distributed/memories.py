@@ -45,7 +45,8 @@ class Memories:
         """Return the memory that has byte `start` of the whole."""
         index = bisect_right(self._firsts, start // self._item) - 1
         view, base = self._views[index], self._firsts[index] * self._item
-        if view.device.type == "cpu" and view.is_contiguous() and not view.is_conj():
+        as_it_is = view.is_contiguous() and not view.is_conj() and not view.is_neg()
+        if view.device.type == "cpu" and as_it_is:
             return HostMemory(view.data_ptr() - base, self._nbytes, view)
         return _Gathered(view, base, self._nbytes)
 

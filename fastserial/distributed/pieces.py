@@ -337,10 +337,22 @@ def _mesh(
     splits = tuple([_split(placement, key) for placement in sharded.placements])
     found = known.get(id(mesh)) if known is not None else None
     if found is None:
-        found = tuple(ranks.get(rank, -1) for rank in mesh.mesh.flatten().tolist())
+        found = tuple(ranks.get(rank, -1) for rank in _in_place(mesh.mesh.tolist()))
         if known is not None:
             known[id(mesh)] = found
     return Mesh(tuple(mesh.shape), (found,), splits)
+
+
+def _in_place(mesh: Any) -> list[int]:
+    """Return the ranks of a mesh in the order in which they hold the shards, row-major.
+
+    torch gives a rank its shard by its rank in the process group of a mesh dimension, and a group
+    orders its ranks by their number, however the mesh has them.
+    """
+    grid = torch.tensor(mesh, device="cpu")
+    for axis in range(grid.dim()):
+        grid = grid.sort(axis).values
+    return [int(rank) for rank in grid.flatten().tolist()]
 
 
 def _split(placement: Any, key: str) -> Split:

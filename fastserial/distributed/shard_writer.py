@@ -135,7 +135,7 @@ class ShardWriter:
         if overlap is None or box is None:
             if self._container is None:
                 raise ValueError(f"only rank 0 has {piece}")
-            if piece.source == CONTAINER:
+            if piece.record == CONTAINER:
                 return self._container.bytes_at(piece.offset, piece.length)
             return self._container.source_bytes(piece.source, piece.start, piece.length)
         for whole, view in self._sources[piece.source].parts:

@@ -218,7 +218,9 @@ def _add_joined(
             _note_mesh(table, number, spec)
         table.sources.append(Source(key, spec, parts, joined))
     table.by_leaf[id(joined)] = number
-    how = told.likeness()[3:]
+    # Who has it belongs to the digest: with a tensor that moved, the last plan is no longer right.
+    who = (tuple(sorted(set(joined.ranks))), tuple(sorted(set(joined.grids))))
+    how = (told.likeness()[3:], who)
     table.rows.append((key, number, told.shape, str(told.dtype), repr(how)))
 
 

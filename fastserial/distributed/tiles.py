@@ -185,7 +185,9 @@ def landing(piece: Piece) -> torch.Tensor | None:
 
 def own_memory(piece: Piece) -> torch.Tensor:
     """Return new memory for a piece's elements, in the shape of its box."""
-    return torch.empty(piece.box.sizes, dtype=_LIKE[piece.target.grid.tensor.itemsize])
+    return torch.empty(
+        piece.box.sizes, dtype=_LIKE[piece.target.grid.tensor.itemsize], device="cpu"
+    )
 
 
 def deliver(piece: Piece, found: torch.Tensor) -> None:

@@ -121,3 +121,10 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "stock" / "file.pt")
     distributed.save(state, tmp_path / "file.pt")
     assert (tmp_path / "file.pt").read_bytes() == (tmp_path / "stock" / "file.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "case", ["within_an_object", "default_device", "stages_change", "negative", "turned_mesh"]
+)
+def test_unusual_states(case: str, tmp_path: Path) -> None:
+    ranks.run("ranks_odd", 3, tmp_path, case, timeout=100)

@@ -1,0 +1,105 @@
+"""A rank of three: saves and loads what is unusual, and compares with stock. Arguments: folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from support.sharded import noise
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fastserial import distributed
+from fastserial.distributed import FlatShard
+
+
+def same(folder: Path, state: Any, whole: Any, **options: Any) -> None:
+    """Save, and compare with stock. Collective."""
+    path, stock = folder / "file.pt", folder / "stock" / "file.pt"
+    distributed.save(state, path, timeout=30, **options)
+    if dist.get_rank() == 0:
+        stock.parent.mkdir(exist_ok=True)
+        torch.save(whole, stock)
+        assert path.read_bytes() == stock.read_bytes()
+    dist.barrier()
+
+
+def within_an_object(folder: Path, rank: int, count: int) -> None:
+    """A large tensor in an object that only rank 0 looks into, which other ranks write."""
+    large = noise([3 * 2**20], torch.uint8, 1)
+    state = {"n": SimpleNamespace(x=large), "rest": noise([2**21], torch.uint8, 2)}
+    same(folder, state, state)
+
+
+def default_device(folder: Path, rank: int, count: int) -> None:
+    """`torch.set_default_device` says nothing of our own buffers."""
+    full = noise([300, 1000], torch.float32, 3)
+    mesh = DeviceMesh("cpu", torch.arange(count))
+    state = {"x": distribute_tensor(full, mesh, [Shard(1)])}
+    target = {"x": distribute_tensor(torch.zeros_like(full), mesh, [Shard(0)])}
+    other = {"y": torch.zeros_like(full)}
+    with torch.device("meta"):
+        distributed.save(state, folder / "file.pt", timeout=30)
+        distributed.load(folder / "file.pt", into=target, timeout=30)
+        distributed.load(folder / "file.pt", into={"x": other["y"]}, timeout=30)
+    assert torch.equal(target["x"].full_tensor().view(torch.int32), full.view(torch.int32))
+    assert torch.equal(other["y"].view(torch.int32), full.view(torch.int32))
+    same(folder, state, {"x": full})
+
+
+def stages_change(folder: Path, rank: int, count: int) -> None:
+    """A tensor moves to another pipeline stage: the plan of the last save does not count."""
+    pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
+    for size in (30, 400_000):
+        whole = {f"p{index}": torch.full((size,), float(index)) for index in range(4)}
+        for cuts in ((0, 2, 3, 4), (0, 1, 3, 4), (0, 1, 2, 4)):
+            names = list(whole)[cuts[rank] : cuts[rank + 1]]
+            same(folder, {name: whole[name] for name in names}, whole, merge="union")
+        for which in ((0, 0, 1), (0, 1, 1)):
+            state = {}
+            for index, number in enumerate(which):
+                members = pairs[number].mesh.tolist()
+                if rank in members:
+                    local = whole[f"p{index}"].chunk(2)[members.index(rank)].clone()
+                    state[f"p{index}"] = DTensor.from_local(local, pairs[number], [Shard(0)])
+            three = {f"p{index}": whole[f"p{index}"] for index in range(3)}
+            same(folder, state, three, merge="union")
+
+
+def negative(folder: Path, rank: int, count: int) -> None:
+    """Elements that torch negates when they are used."""
+    for size in (50, 300_000):
+        tensor = torch._neg_view(torch.ones(size))
+        shard = FlatShard((size * count,), tensor.dtype, size * rank, size, tensor)
+        same(folder, {"x": shard}, {"x": -torch.ones(size * count)})
+
+
+def turned_mesh(folder: Path, rank: int, count: int) -> None:
+    """A mesh whose ranks are not in order: torch's groups put them in order."""
+    full = noise([300, 500], torch.float32, 5)
+    for ranks in (torch.arange(count).flip(0), torch.tensor([[1, 0, 2]])):
+        mesh = DeviceMesh("cpu", ranks)
+        state = {"x": distribute_tensor(full, mesh, [Shard(0)] * ranks.dim())}
+        whole = {"x": state["x"].full_tensor()}
+        assert torch.equal(whole["x"].view(torch.int32), full.view(torch.int32))
+        same(folder, state, whole)
+        target = {"x": distribute_tensor(torch.zeros_like(full), mesh, [Shard(0)] * ranks.dim())}
+        distributed.load(folder / "file.pt", into=target, timeout=30)
+        assert torch.equal(target["x"].full_tensor().view(torch.int32), full.view(torch.int32))
+
+
+CASES = (within_an_object, default_device, stages_change, negative, turned_mesh)
+
+
+def main() -> None:
+    rank, count = join()
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    {case.__name__: case for case in CASES}[name](folder, rank, count)
+
+
+main()
