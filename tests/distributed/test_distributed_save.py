@@ -88,7 +88,7 @@ def killed(chance: random.Random, folder: Path) -> bool:
             assert end.code == 0, end
             culprit, seconds = end.out.split()
             assert int(culprit) == victim, end
-            assert float(seconds) < 15, "it hung"
+            assert float(seconds) < 60, "it hung"
     state = torch.load(out / "file.pt")
     assert all(torch.all(state[key] == state["step"]) for key in ("rows", "columns", "all"))
     left = [path.name for path in out.iterdir() if path.name != "file.pt"]
