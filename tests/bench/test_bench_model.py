@@ -367,7 +367,7 @@ def test_wrong_content_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_bench_load_outputs(tmp_path: Path) -> None:
     need("safetensors")
     words = ["--size", "12MiB", "--tensors", "5", "--runs", "1"]
-    words += ["--no-small", "--no-fio", "--lines"]
+    words += ["--no-small", "--no-fio", "--lines", "--temperature=cold", "--temperature=warm"]
     files = [f"--json={tmp_path / 'out.json'}", f"--csv={tmp_path / 'out.csv'}"]
     done = invoke("load", "--folder", str(tmp_path), *words, *files)
     assert done.exit_code == 0, done.output
@@ -379,6 +379,7 @@ def test_bench_load_outputs(tmp_path: Path) -> None:
     with (tmp_path / "out.csv").open(newline="") as file:
         names = {row["name"] for row in csv.DictReader(file)}
     assert {"stock zip, cold", "stock zip, warm", "fastserial zip, cold"} <= names
+    assert not any("fresh" in name for name in names)
 
 
 def test_every_load_begins_with_the_same_page_cache(tmp_path: Path) -> None:

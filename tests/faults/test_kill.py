@@ -63,11 +63,16 @@ def test_kill(
 def test_the_kills_tear_what_is_overwritten(
     tmp_path: Path, zygote: Zygote, dice: random.Random
 ) -> None:
-    """The control: without a new file and a rename the same kills leave torn files."""
+    """The control: without a new file and a rename the same kills leave torn files.
+
+    How many do depends on the disk, since a file that only waits for its sync is whole.
+    """
     path, job = tmp_path / "x.pt", {"nbytes": 9_000_000}
     torn = 0
-    for _ in range(6):
+    for _ in range(60):
         assert zygote.start(path, 1, 1, **job).wait() == 0
         kill_soon(zygote.start(path, 2, 10_000, unguarded=True, **job), dice)
         torn += not is_whole(path)
-    assert torn >= 2
+        if torn == 2:
+            return
+    pytest.fail(f"60 kills left {torn} torn files")

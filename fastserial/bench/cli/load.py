@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated
 
 import typer
@@ -12,6 +13,14 @@ from fastserial.bench.measuring.units import parse_bytes
 __all__ = ["load"]
 
 
+class Temperature(str, Enum):
+    """What of the file is in the page cache, and where the memory for it comes from."""
+
+    COLD = "cold"
+    WARM = "warm"
+    FRESH = "fresh"
+
+
 def load(
     folder: output.Folder,
     size: Annotated[str, typer.Option(help="Size of the state dict.")] = "3GiB",
@@ -20,6 +29,9 @@ def load(
     small: Annotated[bool, typer.Option("--small/--no-small", help="Also many small ones.")] = True,
     peers: output.Peers = True,
     with_fio: output.WithFio = True,
+    temperature: Annotated[
+        list[Temperature] | None, typer.Option(help="Only these rows; may be repeated.")
+    ] = None,
     lines: output.WithLines = False,
     json_file: output.JsonFile = None,
     csv_file: output.CsvFile = None,
@@ -27,8 +39,9 @@ def load(
 ) -> None:
     """Load a checkpoint with stock torch, fastserial and others, interleaved, fio among them.
 
-    Cold: nothing of the file is in the page cache; warm: all of it is. What is loaded is compared
-    with what was saved; exit status 1 if it differs.
+    Cold: nothing of the file is in the page cache; warm: all of it is; fresh: warm, and the memory
+    was not used for a while. What is loaded is compared with what was saved; exit status 1 if it
+    differs.
     """
     nbytes = parse_bytes(size)
     outputs = output.Outputs(json_file, csv_file, plot_file)
@@ -40,10 +53,12 @@ def load(
         load_lines,
         show_load,
     )
-    from fastserial.bench.studies.load import LoadBench, run_load
+    from fastserial.bench.studies.load import TEMPERATURES, LoadBench, run_load
     from fastserial.console import new_console
 
-    bench = LoadBench(folder, nbytes, tensors, runs, small, peers, with_fio)
+    names = dict(zip(Temperature, TEMPERATURES, strict=True))
+    chosen = tuple(names[one] for one in temperature or Temperature)
+    bench = LoadBench(folder, nbytes, tensors, runs, small, peers, with_fio, chosen)
     console = new_console()
     with output.progress(console) as show:
         result = run_load(bench, show)

@@ -32,7 +32,7 @@ from fastserial.bench.subjects.payload import check_memory, many_small, mixed_st
 from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers, shapes_of
 from fastserial.bench.subjects.saving import check_torch, stock, write
 
-__all__ = ["LoadBench", "LoadResult", "run_load"]
+__all__ = ["TEMPERATURES", "LoadBench", "LoadResult", "run_load"]
 
 _HEADROOM = 256 << 20
 _SMALL_COUNT = 20_000
@@ -56,6 +56,7 @@ class LoadBench:
         small: also load 20,000 tensors of 4 KiB.
         peers: also run other packages' loaders, as far as they are installed.
         with_fio: compare with fio.
+        temperatures: of TEMPERATURES, those to measure.
         pause: seconds of rest between two runs.
     """
 
@@ -66,6 +67,7 @@ class LoadBench:
     small: bool = True
     peers: bool = True
     with_fio: bool = True
+    temperatures: tuple[str, ...] = TEMPERATURES
     pause: float = 0.2
 
 
@@ -125,7 +127,8 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
         missing = {**absent, **missing} if bench.peers else {}
         if not bench.peers:
             found = [reader for reader in found if reader.group == "torch"]
-        yardsticks = best_reads(saved.files.zip, missing, say) if bench.with_fio else {}
+        with_fio = bench.with_fio and COLD in bench.temperatures
+        yardsticks = best_reads(saved.files.zip, missing, say) if with_fio else {}
         if not bench.with_fio:
             missing[READ] = "switched off (--no-fio)"
         if not yardsticks:
@@ -187,6 +190,7 @@ def _measure(
     rows = [
         _Row(reader, temperature)
         for temperature in TEMPERATURES
+        if temperature in bench.temperatures
         for reader in found
         if temperature != _FRESH or reader.group == "torch"
     ]
