@@ -1,10 +1,11 @@
 """Runs a program of tests/programs as the ranks of a torch.distributed job (gloo, one machine).
 
-One process imports torch and forks the ranks: that is most of what starting them costs.
+One process imports torch and forks the ranks of all jobs: that is most of what starting them costs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -33,6 +35,37 @@ class Ended:
     err: str
 
 
+class _Server:
+    """The process that forks: one of each that runs tests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, request: dict[str, object]) -> int:
+        """Return the process of a new job's launcher."""
+        with self._lock:
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "support.ranks"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)},
+                )
+            stdin, stdout = self._process.stdin, self._process.stdout
+            assert stdin is not None
+            assert stdout is not None
+            stdin.write(json.dumps(request) + "\n")
+            stdin.flush()
+            answer = stdout.readline()
+            assert answer, "the process that starts ranks died"
+            return int(answer)
+
+
+_server = _Server()
+
+
 class Job:
     """The processes of a job, which a test may wait for or kill."""
 
@@ -40,9 +73,16 @@ class Job:
         self.count = count
         self._folder = tempfile.TemporaryDirectory(prefix="fastserial-ranks-")
         self._path = Path(self._folder.name)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)}
-        command = [sys.executable, "-m", "support.ranks", program, str(count), self._path, *args]
-        self._launcher = subprocess.Popen([str(part) for part in command], env=env)
+        self._launcher = _server.start(
+            {
+                "program": program,
+                "count": count,
+                "folder": str(self._path),
+                "args": [str(arg) for arg in args],
+                "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)},
+                "cwd": str(Path.cwd()),
+            }
+        )
 
     def pid(self, rank: int, timeout: float = 60) -> int:
         """Return the process of a rank, once it has one."""
@@ -58,8 +98,13 @@ class Job:
 
     def wait(self, timeout: float = 240) -> list[Ended]:
         """Wait for all ranks; none is left behind, whatever happens."""
+        until = time.monotonic() + timeout
         try:
-            self._launcher.wait(timeout)
+            while not (self._path / "codes").exists():
+                if time.monotonic() > until:
+                    texts = [path.read_text()[-2000:] for path in sorted(self._path.glob("*.err"))]
+                    raise AssertionError("the ranks hang:\n" + "\n".join(texts))
+                time.sleep(0.005)
             codes = json.loads((self._path / "codes").read_text())
             return [
                 Ended(
@@ -69,15 +114,11 @@ class Job:
                 )
                 for rank in range(self.count)
             ]
-        except subprocess.TimeoutExpired:
-            texts = [path.read_text()[-2000:] for path in sorted(self._path.glob("*.err"))]
-            raise AssertionError("the ranks hang:\n" + "\n".join(texts)) from None
         finally:
-            for path in self._path.glob("*.pid"):
-                if self._launcher.poll() is None:
-                    os.kill(int(path.read_text()), signal.SIGKILL)
-            self._launcher.kill()
-            self._launcher.wait()
+            if not (self._path / "codes").exists():
+                for process in [self._launcher, *map(_number, self._path.glob("*.pid"))]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
             self._folder.cleanup()
 
 
@@ -104,13 +145,36 @@ def join() -> tuple[int, int]:
     return rank, count
 
 
-def _launch(program: str, count: int, folder: Path, args: list[str]) -> None:
-    """Fork the ranks and wait for them."""
+def _number(path: Path) -> int:
+    return int(path.read_text())
+
+
+def _serve() -> None:
+    """Fork a launcher for each request (JSON, one a line), and tell its process."""
     import torch.distributed.tensor  # noqa: F401
 
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the launchers
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid:
+            print(pid, flush=True)
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        folder = Path(request["folder"])
+        _launch(request["program"], request["count"], folder, request["args"])
+        os._exit(0)
+
+
+def _launch(program: str, count: int, folder: Path, args: list[str]) -> None:
+    """Fork the ranks and wait for them."""
     pids = [_fork(program, rank, count, folder, args) for rank in range(count)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    (folder / "codes").write_text(json.dumps(codes))
+    (folder / "codes.new").write_text(json.dumps(codes))
+    (folder / "codes.new").rename(folder / "codes")
 
 
 def _fork(program: str, rank: int, count: int, folder: Path, args: list[str]) -> int:
@@ -120,6 +184,7 @@ def _fork(program: str, rank: int, count: int, folder: Path, args: list[str]) ->
         name.with_suffix(".new").write_text(str(pid))
         name.with_suffix(".new").rename(name)
         return pid
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the requests are the server's
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -142,4 +207,4 @@ def _fork(program: str, rank: int, count: int, folder: Path, args: list[str]) ->
 
 
 if __name__ == "__main__":
-    _launch(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    _serve()
