@@ -1,0 +1,1 @@
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as FastLoadPlanner
