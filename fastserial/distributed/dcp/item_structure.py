@@ -115,9 +115,10 @@ def _parsed(peek: Peek, length: int) -> Content | None:
         if content is None:
             return None
         for record in directory.records:
-            if record.data_offset != content.start and record.size <= _EDGE and record.crc:
-                if crc32(read_record(fd, record, _MOST)) != record.crc:
-                    raise CorruptCheckpointError(f"damaged: the CRC-32 of {record.name} is wrong")
+            if record.data_offset == content.start or record.size > _EDGE or not record.crc:
+                continue
+            if crc32(read_record(fd, record, _MOST)) != record.crc:
+                raise CorruptCheckpointError(f"damaged: the CRC-32 of {record.name} is wrong")
         return content
 
 

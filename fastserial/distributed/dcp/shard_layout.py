@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -220,6 +220,8 @@ class ShardLayout:
 
     def _join(self, small: _Small, length: int) -> None:
         """Add what was given a place last, or padding, to the run."""
+        if not small.nbytes:
+            self._crcs[small.index] = 0
         self._run.append(small)
         self._run_nbytes += length
         if self._run_nbytes >= PACKED_BYTES:

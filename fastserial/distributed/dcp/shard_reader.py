@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from fastserial.checkpoints.tensor_read import direct_extent
 from fastserial.checksums import CrcLedger, crc32

@@ -171,7 +171,9 @@ class FastStorageReader(StorageReader):
         entries = self._metadata.state_dict_metadata if self._metadata is not None else {}
         entry = entries.get(index.fqn)
         if not isinstance(entry, TensorStorageMetadata):
-            raise CorruptCheckpointError("`.metadata` has no tensor", path=self.path, record=index.fqn)
+            raise CorruptCheckpointError(
+                "`.metadata` has no tensor", path=self.path, record=index.fqn
+            )
         chunks, hint = entry.chunks, index.index
         if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
             return entry.properties.dtype, tuple(chunks[hint].sizes)

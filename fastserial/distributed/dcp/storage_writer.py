@@ -1,4 +1,4 @@
-"""`FastStorageWriter`: what `torch.distributed.checkpoint.save` writes to, at the speed of the disk.
+"""`FastStorageWriter`: what `torch.distributed.checkpoint.save` writes to, at disk speed.
 
 Each rank's items go into one new file, in batched direct I/O. The checkpoint that was in the folder
 stays whole until the new one is: `.metadata` is replaced at the end, by one rename.
@@ -32,12 +32,13 @@ from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.dcp.folder import Folder, metadata_name
 from fastserial.distributed.dcp.metadata_file import encoded
+from fastserial.distributed.dcp.save_planner import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.staging import snapshot
 from fastserial.errors import write_error
 from fastserial.files.durable import replace_bytes
-from fastserial.saving.writer import FastFileWriter
 from fastserial.memory.storages import synchronize
+from fastserial.saving.writer import FastFileWriter
 
 __all__ = ["FastStorageWriter"]
 
@@ -220,8 +221,10 @@ def _groups(items: list[WriteItem], planner: SavePlanner) -> Iterator[list[Write
 def _gives_views(planner: SavePlanner) -> bool:
     """Return whether a planner returns tensors that are there, and makes none."""
     kind = type(planner)
-    return isinstance(planner, DefaultSavePlanner) and all(
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
+    resolves = (DefaultSavePlanner.resolve_data, FastSavePlanner.resolve_data)
+    return kind.resolve_data in resolves and all(
         getattr(kind, name) is getattr(DefaultSavePlanner, name)
-        or getattr(getattr(kind, name), "gives_views", False)
-        for name in ("resolve_data", "lookup_object", "transform_object")
+        for name in ("lookup_object", "transform_object")
     )
