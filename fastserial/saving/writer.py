@@ -252,7 +252,7 @@ class FastFileWriter:
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self._write_extents(plan.extents, plan.nbytes, ledger)
 
-    def write_extents(
+    def write_layout(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
     ) -> None:
         """Append the extents of a layout; their memory may change after `release_sources`.

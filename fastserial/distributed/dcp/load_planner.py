@@ -59,7 +59,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor that an index names."""
         view = self._views.get(index)
-        return view if view is not None else super().lookup_tensor(index)  # type: ignore[no-any-return]
+        return view if view is not None else super().lookup_tensor(index)
 
     def _items(self) -> list[ReadItem] | None:
         """Return what is to be read; None: torch has to say, as it does with old checkpoints."""

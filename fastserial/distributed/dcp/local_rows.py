@@ -176,9 +176,10 @@ def fingerprint(state: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
         elif kind == OTHER:
             return None
         else:
-            entry = (key, kind, value.dtype, value.shape, value.requires_grad, value.layout)
+            sharding = ()
             if kind == SHARD:
                 local = value._local_tensor
-                entry += (hash(value.device_mesh), value.placements, local.shape)
-            found.append(entry)
+                sharding = (hash(value.device_mesh), value.placements, local.shape)
+            own = (value.dtype, value.shape, value.requires_grad, value.layout)
+            found.append((key, kind, *own, *sharding))
     return found

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.distributed.boxes import Box
@@ -71,6 +71,7 @@ class FastSavePlanner(DefaultSavePlanner):
         self._fingerprint: list[tuple[Any, ...]] | None = None
         self._told: Told | None = None
         self._kept: Kept[_Own] | None = None
+        self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank has, or that it is as before.
@@ -78,6 +79,7 @@ class FastSavePlanner(DefaultSavePlanner):
         Raises:
             LoadMismatchError: a placement cannot be saved: `Partial`, say.
         """
+        self._meshes = {}
         self._fingerprint = fingerprint(self.state_dict)
         self._kept = kept = kept_with(_Own)
         if kept is not None and kept.asked:
@@ -172,16 +174,24 @@ class FastSavePlanner(DefaultSavePlanner):
         if data is None or kind not in (REPLICA, SHARD) or not isinstance(value, torch.Tensor):
             found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
             return found
-        wanted = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        part = self._part(write_item.index.fqn, kind, value, data.chunk)
+        return self.transform_object(write_item, part)  # type: ignore[no-any-return]
+
+    def _part(self, key: str, kind: int, value: Any, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        """Return the part of a tensor that a chunk is."""
+        with torch.no_grad():
+            local: torch.Tensor = value if kind == REPLICA else value.to_local()
+        if local.shape == chunk.sizes:  # all of it: parts of a shard are smaller
+            return local
+        wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if kind == REPLICA:
-            parts = [(Box((0,) * value.dim(), tuple(value.shape)), value)]
+            parts = [(Box((0,) * local.dim(), tuple(local.shape)), local)]
         else:
-            parts = parts_of(value, write_item.index.fqn)
+            parts = parts_of(value, key, self._meshes)
         for box, view in parts:
             if _contains(box, wanted):
-                part = view if box == wanted else view[wanted.slices(box)]
-                return self.transform_object(write_item, part)  # type: ignore[no-any-return]
-        raise ValueError(f"{write_item.index.fqn}: this rank has not the part {wanted}")
+                return view[wanted.slices(box)]
+        raise ValueError(f"{key}: this rank has not the part {wanted}")
 
 
 def _items(local: LocalRows, parts: list[Part]) -> list[WriteItem]:

@@ -44,13 +44,13 @@ class _Small(NamedTuple):
     """An item that is written together with its neighbours.
 
     Attributes:
-        index: in the file.
+        number: of the item in the file.
         frame: what surrounds it.
         data: its bytes, or where they lie on the host; `nbytes` of them.
         owner: what keeps that memory alive.
     """
 
-    index: int
+    number: int
     frame: Frame
     data: bytes | int
     nbytes: int
@@ -58,13 +58,17 @@ class _Small(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """An item that was laid out (bytes); `start` and `strides` as in `Known`."""
+    """An item that was laid out (bytes); `start` and `strides` as in `Known`.
+
+    `described`: `.metadata` says what is in it, so that its checksum can be told.
+    """
 
     item: WriteItem
     offset: int
     length: int
     start: int | None
     strides: tuple[int, ...] | None
+    described: bool
 
 
 class _Pending:
@@ -116,7 +120,7 @@ class ShardLayout:
             return
         tensor = data.detach()
         found = bytes_of(tensor) if self._frames_known else None
-        if found is None:
+        if found is None or (self._packed and not _is_as_planned(item, tensor)):
             self._add_known(item, _saved_by_torch(tensor), None)
             return
         frame = NO_CONTAINER
@@ -128,13 +132,7 @@ class ShardLayout:
                 return
         elif self._end % _ALIGN:
             self._pad()
-        start: int | None = len(frame.head)
-        if not _is_as_planned(item, tensor):
-            if self._packed:
-                self._add_known(item, _saved_by_torch(tensor), None)
-                return
-            start = None  # whoever reads the item has to look what it is
-        self._add_tensor(item, tensor, found, frame, start)
+        self._add_tensor(item, tensor, found, frame, _is_as_planned(item, tensor))
 
     def take(self) -> Batch:
         """Return what was laid out since the last call."""
@@ -151,8 +149,8 @@ class ShardLayout:
             for record, index in enumerate(pending.indices):
                 self._crcs[index] = pending.ledger.wait(record)
         found: list[WriteResult] = []
-        for index, (item, offset, length, start, strides) in enumerate(self._entries):
-            crc = self._crcs[index] if self._checksums else None
+        for index, (item, offset, length, start, strides, described) in enumerate(self._entries):
+            crc = self._crcs[index] if self._checksums and described else None
             place = place_of(self._name, offset, length, Known(start, crc, strides))
             found.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
         return found
@@ -160,17 +158,22 @@ class ShardLayout:
     # -- one item ------------------------------------------------------------------------------
 
     def _enter(
-        self, item: WriteItem, length: int, start: int | None, strides: tuple[int, ...] | None
+        self,
+        item: WriteItem,
+        length: int,
+        start: int | None,
+        strides: tuple[int, ...] | None = None,
+        described: bool = True,
     ) -> int:
         """Give an item its place; return its index."""
-        self._entries.append(_Entry(item, self._end, length, start, strides))
+        self._entries.append(_Entry(item, self._end, length, start, strides, described))
         self._end += length
         return len(self._entries) - 1
 
     def _add_known(self, item: WriteItem, data: bytes, start: int | None) -> None:
         """Append bytes."""
         length = len(data)
-        index = self._enter(item, length, start, None)
+        index = self._enter(item, length, start)
         if length <= PACKED_STORAGE:
             self._join(_Small(index, NO_CONTAINER, data, length, None), length)
             return
@@ -184,12 +187,13 @@ class ShardLayout:
         tensor: torch.Tensor,
         found: TensorBytes,
         frame: Frame,
-        start: int | None,
+        described: bool,
     ) -> None:
         nbytes = found.nbytes
         length = len(frame.head) + nbytes + frame.tail_nbytes
         strides = None if tensor.is_contiguous() else found.strides
-        index = self._enter(item, length, start, strides)
+        start = len(frame.head) if described else None  # None: whoever reads it has to look
+        index = self._enter(item, length, start, strides, described)
         if nbytes == 0 or (found.address and nbytes <= PACKED_STORAGE):
             self._join(_Small(index, frame, found.address, nbytes, tensor), length)
             return
@@ -221,7 +225,7 @@ class ShardLayout:
     def _join(self, small: _Small, length: int) -> None:
         """Add what was given a place last, or padding, to the run."""
         if not small.nbytes:
-            self._crcs[small.index] = 0
+            self._crcs[small.number] = 0
         self._run.append(small)
         self._run_nbytes += length
         if self._run_nbytes >= PACKED_BYTES:
@@ -244,10 +248,10 @@ class ShardLayout:
     def _joined(self, run: list[_Small]) -> bytes:
         """Return the bytes of a run; its checksums are known then."""
         parts: list[bytes] = []
-        for index, frame, source, nbytes, _ in run:
+        for number, frame, source, nbytes, _ in run:
             data = source if isinstance(source, bytes) else bytes_at(source, nbytes)
             crc = crc32(data) if self._checksums else 0
-            self._crcs[index] = crc
+            self._crcs[number] = crc
             parts += (frame.head, data, frame.tail(crc, lookalike_of(data[:_HEAD])))
         return b"".join(parts)
 

@@ -129,7 +129,7 @@ class ShardReader:
             return
 
         def peek(first: int, count: int) -> bytes:
-            return bytes_at(address + first, min(count, length - first))
+            return bytes(bytes_at(address + first, min(count, length - first)))
 
         content = self._content(wanted, peek)
         if content is None:

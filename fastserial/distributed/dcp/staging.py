@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 __all__ = ["snapshot"]
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -73,9 +73,9 @@ class FastStorageReader(StorageReader):
             found = decoded(file.read(), path)
         if found is None:
             found = self._stock.read_metadata(*args, **kwargs)
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
-        found.storage_meta.load_id = self.load_id
+        meta = getattr(found, "storage_meta", None) or StorageMeta()
+        meta.load_id = self.load_id
+        found.storage_meta = meta
         return found
 
     def set_up_storage_reader(
@@ -163,7 +163,7 @@ class FastStorageReader(StorageReader):
         dtype, shape = self._stored(index)
         name = index.fqn
         if any(index.offset or ()):
-            name = f"{name} at {list(index.offset)}"
+            name = f"{name} at {list(index.offset or ())}"
         return Wanted(place, [request], name, dtype, shape)
 
     def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, tuple[int, ...]]:

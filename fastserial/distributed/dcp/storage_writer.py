@@ -14,9 +14,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -188,7 +187,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
                     layout.add(item, planner.resolve_data(item))
                 batch = layout.take()
                 synchronize(batch.storages)
-                out.write_extents(batch.extents, batch.nbytes, batch.ledger)
+                out.write_layout(batch.extents, batch.nbytes, batch.ledger)
                 out.release_sources()
         return layout.results()
 
