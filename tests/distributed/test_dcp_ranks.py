@@ -27,6 +27,20 @@ def test_round_trips_with_stock(count: int, cases: int, tmp_path: Path) -> None:
     ranks.run("dcp_cases", count, tmp_path, 300 + count, cases, timeout=280)
 
 
+def test_sharded_tensors(tmp_path: Path) -> None:
+    assert ranks.run("dcp_sharded_tensors", 2, tmp_path) == ["25\n"] * 2
+
+
+def test_what_several_ranks_want_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    out = [text.split() for text in ranks.run("dcp_broadcast", 4, path)]
+    assert [told for _, told in out] == ["damaged"] * 4
+    read = [int(nbytes) for nbytes, _ in out]
+    whole = (3 * 8 + 4 + 4 * 16) << 20
+    assert sum(read) <= 1.6 * whole, "parts of one item are read by each rank that wants one"
+    assert max(read) <= 0.5 * whole
+
+
 def test_a_plan_is_kept_until_something_changes_on_some_rank(tmp_path: Path) -> None:
     planned = ranks.run("dcp_plans", 4, tmp_path)[0].split()
     assert planned == ["1", "1"], "the plans of two groups were mixed up"

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-__all__ = ["Kept", "kept_with"]
+__all__ = ["Kept", "group_of_step", "kept_with"]
 
 _Value = TypeVar("_Value")
 _MOST = 4
@@ -24,7 +24,7 @@ class _NoGroup:
     """Stands for the group of a process that saves alone."""
 
 
-_ALONE = _NoGroup()
+ALONE = _NoGroup()
 _kept: weakref.WeakKeyDictionary[Any, dict[type, Kept[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -70,14 +70,15 @@ def kept_with(own: type[_Value], of_all: bool = False) -> Kept[_Value] | None:
         own: of which kind the values are.
         of_all: what the coordinator keeps.
     """
-    group = _group_of_step()
+    group = group_of_step()
     if group is None:
         return None
     most = _MOST_ALL if of_all else _MOST
     return _kept.setdefault(group, {}).setdefault(own, Kept(most))
 
 
-def _group_of_step() -> Any | None:
+def group_of_step() -> Any | None:
+    """Return the process group whose step this is, `ALONE` without one, None outside of a step."""
     frame = sys._getframe(1)
     found = None
     while found is None and frame.f_back is not None:
@@ -87,5 +88,5 @@ def _group_of_step() -> Any | None:
     if not isinstance(found, _DistWrapper):
         return None
     if not found.use_dist:
-        return _ALONE
+        return ALONE
     return found.group if found.group is not None else dist.group.WORLD

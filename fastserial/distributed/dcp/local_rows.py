@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -154,13 +155,16 @@ def parts_of(
     Args:
         meshes: keeps what is found of meshes while they live.
     """
-    rank = dist.get_rank()
-    ranks = {number: number for number in range(dist.get_world_size())}
-    found = holding(value, key, rank, ranks, meshes)
+    found = holding(value, key, dist.get_rank(), _all_ranks(dist.get_world_size()), meshes)
     if not found.spec.numel:
         shape = found.spec.shape
         return [(Box((0,) * len(shape), shape), found.local.new_empty(shape))]
     return found.parts
+
+
+@functools.cache
+def _all_ranks(count: int) -> dict[int, int]:
+    return {rank: rank for rank in range(count)}
 
 
 def fingerprint(state: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:

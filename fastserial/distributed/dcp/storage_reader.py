@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -30,6 +32,12 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.loading.reader import FastFileReader, report_load
 
 __all__ = ["FastStorageReader"]
+
+
+class _TakesTurns:
+    """Says that `read_data` lets a planner pass on what was read."""
+
+    takes_turns = True
 
 
 class FastStorageReader(StorageReader):
@@ -86,8 +94,8 @@ class FastStorageReader(StorageReader):
         self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
+        """Return the plan, with the note that planners may leave out what other ranks read."""
+        return replace(plan, storage_data=_TakesTurns())
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans as they are."""
@@ -100,6 +108,14 @@ class FastStorageReader(StorageReader):
             CorruptCheckpointError: an item is damaged; the error names it and its file.
             OSError: a file cannot be read.
         """
+        passing_on = getattr(planner, "passing_on", nullcontext)
+        with passing_on():
+            self._read(plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         structures = Structures()
         for file, items in self._by_file(plan, planner).items():
             began = perf_counter()
@@ -117,9 +133,6 @@ class FastStorageReader(StorageReader):
                     verified=found.all_verified,
                     fallback=reader.blocks.fallback,
                 )
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     @property
     def checkpoint_id(self) -> str:
