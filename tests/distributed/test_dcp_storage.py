@@ -403,6 +403,17 @@ def test_the_tools_of_torch(tmp_path: Path) -> None:
     assert torch.equal(found["b"][1]["c"], torch.ones(2))
 
 
+def test_what_went_through_extensions_of_stock(tmp_path: Path) -> None:
+    """The file has other bytes then, which only the extension can read."""
+    utils = pytest.importorskip("torch.testing._internal.distributed.checkpoint_utils")
+    if not hasattr(utils, "Rot13Example"):
+        pytest.skip("Rot13Example is missing: torch before 2.7 has no extensions")
+    state = {"a": torch.arange(500_000), "b": "text"}
+    save(state, dcp.FileSystemWriter(tmp_path, _extensions=[utils.Rot13Example()]))
+    reader = FastStorageReader(tmp_path, _extension_registry=utils.get_test_extension_registry())
+    assert_same(load(blank(state), reader), state)
+
+
 def test_importing_distributed_does_not_import_dcp() -> None:
     code = (
         "import sys, fastserial.distributed as d; d.save; "

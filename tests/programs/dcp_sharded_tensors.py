@@ -70,14 +70,22 @@ def main() -> None:
         saved = sharded_tensor.rand(before, 10, 20)
         path = folder / str(number)
         planner = FastSavePlanner() if number % 2 else None
-        dcp.save({"x": saved}, storage_writer=FastStorageWriter(path), planner=planner)
+        plain = torch.rand(10, 20)
+        dist.broadcast(plain, src=0)
+        state = {"x": saved, "plain": plain}
+        dcp.save(state, storage_writer=FastStorageWriter(path), planner=planner)
         for after in SPECS:
             reader: Any = FastStorageReader(path) if count % 3 else dcp.FileSystemReader(path)
             found = sharded_tensor.zeros(after, 10, 20)
             dcp.load({"x": found}, storage_reader=reader, planner=FastLoadPlanner())
             a, b = whole(saved), whole(found)
+            swapped = {"x": torch.zeros(10, 20), "plain": sharded_tensor.zeros(after, 10, 20)}
+            dcp.load(swapped, storage_reader=reader)
+            c = whole(swapped["plain"])
             if rank == 0:
                 assert a is not None and b is not None and torch.equal(a, b), (before, after)
+                assert torch.equal(swapped["x"], a), (before, after)
+                assert c is not None and torch.equal(c, plain), (before, after)
             count += 1
     print(count)
 

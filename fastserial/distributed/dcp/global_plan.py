@@ -33,8 +33,8 @@ class Told(NamedTuple):
 
     Attributes:
         local: its rows.
-        paths: where in the nested state the keys are, where the key does not say it; None: it is
-            not nested.
+        paths: where in the nested state the keys are that are not at its top; None: it was not
+            flattened.
     """
 
     local: LocalRows
@@ -69,11 +69,11 @@ def told_of(local: LocalRows, mappings: Mapping[str, Path] | None) -> Told:
     """Return what a rank tells.
 
     Args:
-        mappings: where in the nested state the keys are; None: it is not nested.
+        mappings: where in the nested state the keys are; None: it was not flattened.
     """
     if mappings is None:
         return Told(local, None)
-    return Told(local, {key: path for key, path in mappings.items() if path != _usual(key)})
+    return Told(local, {key: path for key, path in mappings.items() if path != (key,)})
 
 
 def paths_of(told: Sequence[Told]) -> dict[str, Path] | None:
@@ -83,12 +83,8 @@ def paths_of(told: Sequence[Told]) -> dict[str, Path] | None:
         if one.paths is None:
             return None
         for row in one.local.rows:
-            found[row.key] = one.paths.get(row.key) or _usual(row.key)
+            found[row.key] = one.paths.get(row.key) or (row.key,)
     return found
-
-
-def _usual(key: str) -> Path:
-    return tuple(key.split("."))
 
 
 def global_plan(told: Sequence[Told], lowest: bool) -> tuple[list[list[Part]], Metadata]:

@@ -103,24 +103,24 @@ class Frame:
 NO_CONTAINER = Frame(b"", b"", None)
 
 
-def frame_of(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
-    """Return what `torch.save` would put around the bytes of a tensor that is alone in its storage.
-
-    Raises:
-        LayoutError: torch writes more than the tensor and the records it always writes.
-    """
-    checksums = torch_writer.checksums_wanted()
-    return _frame(dtype, shape, strides, torch_writer.alignment(), checksums)
-
-
 @functools.lru_cache(maxsize=1024)
-def _frame(
+def frame_of(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     alignment: int,
     checksums: bool,
 ) -> Frame:
+    """Return what `torch.save` would put around the bytes of a tensor that is alone in its storage.
+
+    Args:
+        dtype, shape, strides: of the tensor.
+        alignment: of the data, in the archive (bytes).
+        checksums: whether there are CRC-32s.
+
+    Raises:
+        LayoutError: torch writes more than the tensor and the records it always writes.
+    """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     untouched = Untouched(nbytes, 1)
     try:

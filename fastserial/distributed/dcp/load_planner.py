@@ -110,7 +110,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
         own, self._own = self._own, None
         if own is None:
             return super().finish_plan(new_plan)
-        self._turns = new_plan.planner_data
+        told = new_plan.planner_data
+        self._turns = told if isinstance(told, list) else None
         items = own.items
         if self._turns is not None:
             rank = dist.get_group_rank(self._group, dist.get_rank())

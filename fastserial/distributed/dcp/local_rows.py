@@ -22,6 +22,7 @@ from fastserial.distributed.pieces import as_dtensor, holding
 __all__ = ["BYTES", "OTHER", "REPLICA", "SHARD", "LocalRows", "Row", "fingerprint", "parts_of"]
 
 BYTES, SHARD, REPLICA, OTHER = range(4)  # kinds of rows; REPLICA: a plain tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Row(NamedTuple):
@@ -136,6 +137,8 @@ class _Rows:
 
 def kind_of(value: object) -> int:
     """Return of which kind the rows of a value are."""
+    if type(value) in _PLAIN:
+        return REPLICA
     if as_dtensor(value) is not None:
         local = getattr(value, "_local_tensor", None)
         plain = isinstance(local, torch.Tensor) and not hasattr(local, "__create_write_items__")
@@ -144,7 +147,7 @@ def kind_of(value: object) -> int:
         return OTHER
     if not isinstance(value, torch.Tensor):
         return BYTES
-    return REPLICA if type(value) in (torch.Tensor, torch.nn.Parameter) else OTHER
+    return OTHER
 
 
 def parts_of(

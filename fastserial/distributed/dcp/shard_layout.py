@@ -97,6 +97,7 @@ class ShardLayout:
         self._name = name
         self._packed = packed
         self._checksums = torch_writer.checksums_wanted()
+        self._alignment = torch_writer.alignment()
         self._frames_known = packed or _is_layout_known()
         self._end = 0
         self._entries: list[_Entry] = []
@@ -126,7 +127,9 @@ class ShardLayout:
         frame = NO_CONTAINER
         if not self._packed:
             try:
-                frame = frame_of(tensor.dtype, tuple(tensor.shape), found.strides)
+                frame = frame_of(
+                    tensor.dtype, tensor.shape, found.strides, self._alignment, self._checksums
+                )
             except LayoutError:
                 self._add_known(item, _saved_by_torch(tensor), None)
                 return
@@ -145,7 +148,7 @@ class ShardLayout:
 
     def results(self) -> list[WriteResult]:
         """Return where the items are, once all of them are written."""
-        for pending in self._all_pending:
+        for pending in self._all_pending if self._checksums else ():
             for record, index in enumerate(pending.indices):
                 self._crcs[index] = pending.ledger.wait(record)
         found: list[WriteResult] = []
