@@ -26,10 +26,10 @@ from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wan
 from fastserial.distributed.dcp.local_rows import REPLICA, SHARD, kind_of, parts_of
 from fastserial.distributed.group import traffic_of
 from fastserial.distributed.nodes import node_name
-from fastserial.distributed.saver import TIMEOUT
 
 __all__ = ["FastLoadPlanner"]
 
+_TIMEOUT = 1800.0  # seconds: a rank may still be reading when others wait for it
 _KNOWN = {"flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"}
 
 
@@ -130,7 +130,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if mine is None:
             yield
             return
-        traffic = traffic_of(self._group, TIMEOUT)
+        traffic = traffic_of(self._group, _TIMEOUT)
         with traffic.together():
             yield
             items = self._shared

@@ -94,23 +94,29 @@ def pass_on(
         DistributedError: a rank failed.
     """
     under_way: list[Callable[[], None]] = []
-    for turn in mine:
-        for piece in _pieces(target_of(turn.want)):
-            flat = piece.dim() and piece.is_contiguous() and piece.device.type == "cpu"
-            host = piece if flat else piece.to("cpu", copy=True).contiguous()
+    for want, reader, receivers in mine:
+        for piece in _pieces(target_of(want)):
+            straight = piece.is_contiguous() and piece.device.type == "cpu"
+            host = piece
+            if not straight:
+                host = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             data = host.view(-1).view(torch.uint8)
-            if turn.reader == traffic.rank:
-                started = [traffic.send(rank, data) for rank in turn.receivers]
-                while under_way:
-                    under_way.pop()()
-                under_way += started
+            if reader == traffic.rank:
+                if not straight:
+                    host.copy_(piece)
+                started = [traffic.send(rank, data) for rank in receivers]
+                _wait_for(under_way)  # the piece before: two are on their way at most
+                under_way = started
             else:
-                traffic.receive(turn.reader, data)()
-                if not flat:
+                traffic.receive(reader, data)()
+                if not straight:
                     piece.copy_(host)
-            traffic.alive()
-    while under_way:
-        under_way.pop()()
+    _wait_for(under_way)
+
+
+def _wait_for(under_way: Sequence[Callable[[], None]]) -> None:
+    for wait in under_way:
+        wait()
 
 
 def _pieces(target: torch.Tensor) -> Iterator[torch.Tensor]:
