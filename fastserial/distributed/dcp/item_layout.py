@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import pickle
 import struct
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from fastserial.distributed.untouched import Untouched
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Literal, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan, fold
-from fastserial.formats.zip.structs import CENTRAL, END64, END_BYTES
+from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR_SIGNATURE, END64, END_BYTES
 from fastserial.memory.storages import HostMemory
 from fastserial.saving import torch_writer
 
@@ -39,17 +38,17 @@ class _Seal(NamedTuple):
     """Where the tail of a frame differs between tensors that are alike (bytes).
 
     Attributes:
-        descriptor, central: the places of the data's CRC-32.
+        checksums: whether there are CRC-32s; else they are 0.
+        central: the place of the data's CRC-32 in the directory.
         text: the place of the serialization id,
-        text_descriptor, text_central: and of its CRC-32.
+        text_central: and of its CRC-32 in the directory.
         seed: what torch folds the checksums of the records before the data into,
         after: and the checksums of those behind it.
     """
 
-    descriptor: int
+    checksums: bool
     central: int
     text: int
-    text_descriptor: int
     text_central: int
     seed: int
     after: tuple[int, ...]
@@ -76,7 +75,7 @@ class Frame:
         """Return the bytes behind the data.
 
         Args:
-            crc: CRC-32 of the data.
+            crc: CRC-32 of the data; 0 without checksums.
             lookalike: what torch takes for a checksum in the data's first bytes (`lookalike_of`).
         """
         seal = self._seal
@@ -92,11 +91,12 @@ class Frame:
         digits = b"%020d" % combined
         start = seal.text + _DIGITS
         text[start : start + _DIGITS] = digits
-        id_crc = crc32(text[seal.text : start + _DIGITS])
-        _CRC.pack_into(text, seal.descriptor, crc)
-        _CRC.pack_into(text, seal.central, crc)
-        _CRC.pack_into(text, seal.text_descriptor, id_crc)
-        _CRC.pack_into(text, seal.text_central, id_crc)
+        if seal.checksums:
+            id_crc = crc32(text[seal.text : start + _DIGITS])
+            _CRC.pack_into(text, _CRC_IN_DESCRIPTOR, crc)
+            _CRC.pack_into(text, seal.central, crc)
+            _CRC.pack_into(text, start + _DIGITS + _CRC_IN_DESCRIPTOR, id_crc)
+            _CRC.pack_into(text, seal.text_central, id_crc)
         return bytes(text)
 
 
@@ -163,32 +163,30 @@ def _frame_of_plan(plan: ZipPlan, archive: _Archive) -> Frame:
     if data is None:  # an empty tensor
         return Frame(_bytes_of(plan, len(plan.extents)), b"", None)
     head = _bytes_of(plan, data)
-    behind = [extent.source for extent in plan.extents[data + 1 :]]
-    if not archive.layout.checksums:
-        return Frame(head, _joined(behind), None)
-    patch, trailer = behind
-    if not isinstance(patch, DescriptorPatch) or not isinstance(trailer, Trailer):
-        raise LayoutError("torch writes something behind the data that is not known")
-    record = archive.data_record
     crcs = [crc or 0 for crc in plan.crcs]
-    text = trailer.make(crcs)
-    tail = patch.data + text
+    tail = b""
+    for extent in plan.extents[data + 1 :]:
+        source = extent.source
+        if isinstance(source, Literal | DescriptorPatch):
+            tail += source.data
+        elif isinstance(source, Trailer):
+            tail += source.make(crcs)
+        else:
+            raise LayoutError("torch writes something behind the data that is not known")
+    record, last = archive.data_record, len(plan.sizes) - 1
     seed = 0
     for crc, size in zip(crcs[:record], plan.sizes, strict=False):
         seed = fold(seed, crc) if size else seed
-    last = len(plan.sizes) - 1
     after = zip(crcs[record + 1 : last], plan.sizes[record + 1 : last], strict=True)
     directory = _directory_start(tail)
     centrals = _central_entries(tail, directory)
-    at = len(patch.data)
     return Frame(
         head,
         tail,
         _Seal(
-            patch.at,
+            archive.layout.checksums,
             centrals[record] + _CRC_IN_CENTRAL,
-            at,
-            at + 2 * _DIGITS + _CRC_IN_DESCRIPTOR,
+            tail.rindex(DESCRIPTOR_SIGNATURE, 0, directory) - 2 * _DIGITS,
             centrals[last] + _CRC_IN_CENTRAL,
             seed,
             tuple(crc for crc, size in after if size),
@@ -197,12 +195,9 @@ def _frame_of_plan(plan: ZipPlan, archive: _Archive) -> Frame:
 
 
 def _bytes_of(plan: ZipPlan, count: int) -> bytes:
-    return _joined([extent.source for extent in plan.extents[:count]])
-
-
-def _joined(sources: Sequence[object]) -> bytes:
+    sources = [extent.source for extent in plan.extents[:count]]
     if not all(isinstance(source, Literal) for source in sources):
-        raise LayoutError("torch writes something around the data that is not known")
+        raise LayoutError("torch writes something before the data that is not known")
     return b"".join(bytes(source.data) for source in sources if isinstance(source, Literal))
 
 

@@ -18,7 +18,7 @@ from fastserial.errors import CorruptCheckpointError, FastserialError
 from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import read_places, read_record
-from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 
 __all__ = ["Content", "Structures", "check_archive"]
 
@@ -81,7 +81,7 @@ def check_archive(data: bytes, path: str, item: str) -> None:
     Raises:
         CorruptCheckpointError: one is wrong.
     """
-    if not data.startswith(LOCAL_SIGNATURE):
+    if not data.startswith(LOCAL_SIGNATURE) and data[-END.size :][:4] != END_SIGNATURE:
         return
     with _as_file(lambda first, count: data[first : first + count], len(data), len(data)) as fd:
         try:
