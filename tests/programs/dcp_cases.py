@@ -50,6 +50,8 @@ def random_state(chance: random.Random, grids: list[Any], case: int) -> tuple[An
 
 
 def blank(value: Any, chance: random.Random, grids: list[Any]) -> Any:
+    if isinstance(value, dict):
+        return dict.fromkeys(value)
     if not isinstance(value, torch.Tensor):
         return [None] * len(value) if isinstance(value, list) else None
     if chance.random() < 0.3:

@@ -183,7 +183,7 @@ def fingerprint(state: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
         elif kind == OTHER:
             return None
         else:
-            sharding = ()
+            sharding: tuple[Any, ...] = ()
             if kind == SHARD:
                 local = value._local_tensor
                 sharding = (hash(value.device_mesh), value.placements, local.shape)

@@ -28,9 +28,9 @@ __all__ = ["FastSavePlanner"]
 
 
 class _AsBefore(NamedTuple):
-    """Instead of rows or parts: those of the plan with this number."""
+    """Instead of rows: those of any plan with these numbers. Instead of parts: of the only one."""
 
-    number: int
+    numbers: tuple[int, ...]
 
 
 class _Orders(NamedTuple):
@@ -96,15 +96,16 @@ class FastSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _as_before(self, kept: Kept[_Own] | None) -> _AsBefore | None:
-        """Return the number of a plan for just such a state, None if there is none."""
+        """Return the numbers of the plans for just such a state, None if there are none."""
         if kept is None or self._fingerprint is None:
             return None
         settings = self._settings()
+        numbers: list[int] = []
         for number, own in kept.items():
             if own.fingerprint == self._fingerprint and own.settings == settings:
                 self._told = own.told
-                return _AsBefore(number)
-        return None
+                numbers.append(number)
+        return _AsBefore(tuple(numbers)) if numbers else None
 
     def _settings(self) -> Any:
         """Return what decides the plan besides the tensors."""
@@ -119,12 +120,12 @@ class FastSavePlanner(DefaultSavePlanner):
         """
         kept = kept_with(_OfAll, of_all=True)
         messages = [plan.planner_data for plan in all_plans]
-        first = messages[0]
-        if isinstance(first, _AsBefore) and all(message == first for message in messages):
-            found = kept.get(first.number) if kept is not None else None
-            if found is not None and len(found.told) == len(all_plans):
-                self.metadata = replace(found.metadata)
-                return [replace(plan, planner_data=first) for plan in all_plans], self.metadata
+        number = _number_of_all(messages)
+        found = kept.get(number) if kept is not None and number is not None else None
+        if found is not None and number is not None and len(found.told) == len(all_plans):
+            self.metadata = replace(found.metadata)
+            answer = _AsBefore((number,))
+            return [replace(plan, planner_data=answer) for plan in all_plans], self.metadata
         told = [self._told_by(rank, message, kept) for rank, message in enumerate(messages)]
         parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank)
         number = secrets.randbits(62)
@@ -140,7 +141,7 @@ class FastSavePlanner(DefaultSavePlanner):
     def _told_by(self, rank: int, message: Any, kept: Kept[_OfAll] | None) -> Told:
         if isinstance(message, Told):
             return message
-        found = kept.get(message.number) if kept is not None else None
+        found = kept.get(message.numbers[-1]) if kept is not None else None
         if found is None or rank >= len(found.told):
             raise ValueError(f"the plan that rank {rank} goes by is not known here; save again")
         return found.told[rank]
@@ -152,7 +153,7 @@ class FastSavePlanner(DefaultSavePlanner):
         if kept is not None:
             kept.asked = False
         if isinstance(message, _AsBefore):
-            own = kept.get(message.number) if kept is not None else None
+            own = kept.get(message.numbers[0]) if kept is not None else None
             if own is None:
                 raise ValueError("this rank does not know the plan that it asked for")
             items = own.items
@@ -192,6 +193,14 @@ class FastSavePlanner(DefaultSavePlanner):
             if _contains(box, wanted):
                 return view[wanted.slices(box)]
         raise ValueError(f"{key}: this rank has not the part {wanted}")
+
+
+def _number_of_all(messages: list[Any]) -> int | None:
+    """Return the latest plan that is right for all ranks, None if there is none."""
+    if not all(isinstance(message, _AsBefore) for message in messages):
+        return None
+    common = set(messages[0].numbers).intersection(*(message.numbers for message in messages))
+    return next((number for number in reversed(messages[0].numbers) if number in common), None)
 
 
 def _items(local: LocalRows, parts: list[Part]) -> list[WriteItem]:

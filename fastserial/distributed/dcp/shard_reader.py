@@ -21,7 +21,12 @@ from fastserial.distributed.boxes import Box, boxes_of_range, intersect
 from fastserial.distributed.dcp.item_structure import Content, Structures, check_archive
 from fastserial.distributed.dcp.places import known_of
 from fastserial.distributed.dcp.tensor_bytes import outermost_first
-from fastserial.errors import CorruptCheckpointError, FastserialError, LoadMismatchError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    FastserialError,
+    LoadMismatchError,
+    UnreadableCheckpointError,
+)
 from fastserial.formats.storages import contiguous_stride
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, HostSink, ReadExtent
@@ -145,8 +150,13 @@ class ShardReader:
 
     def _take_bytes(self, wanted: Wanted, data: bytes) -> None:
         self._check_whole(wanted, data)
-        for request in wanted.requests:
-            self._planner.load_bytes(request, io.BytesIO(data))
+        try:
+            for request in wanted.requests:
+                self._planner.load_bytes(request, io.BytesIO(data))
+        except Exception as error:
+            raise UnreadableCheckpointError(
+                f"it cannot be loaded: {error}", path=self._reader.name, record=wanted.name
+            ) from error
 
     def _check_whole(self, wanted: Wanted, data: bytes) -> None:
         """Compare the checksums of an item that is bytes, or that only torch knows how to load."""
