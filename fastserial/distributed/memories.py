@@ -14,7 +14,7 @@ from fastserial.distributed.joined import Joined
 from fastserial.distributed.tables import Source
 from fastserial.memory.storages import HostMemory, Memory
 
-__all__ = ["Memories"]
+__all__ = ["Gathered", "Memories"]
 
 
 class Memories:
@@ -48,10 +48,10 @@ class Memories:
         as_it_is = view.is_contiguous() and not view.is_conj() and not view.is_neg()
         if view.device.type == "cpu" and as_it_is:
             return HostMemory(view.data_ptr() - base, self._nbytes, view)
-        return _Gathered(view, base, self._nbytes)
+        return Gathered(view, base, self._nbytes)
 
 
-class _Gathered:
+class Gathered:
     """Memory on a device, or in strides, that is copied together as it is asked for."""
 
     def __init__(self, view: torch.Tensor, base: int, nbytes: int) -> None:

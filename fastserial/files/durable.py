@@ -11,7 +11,7 @@ from fastserial.files.in_place import InPlaceFile, open_target
 from fastserial.files.targets import StockWay, path_target
 from fastserial.interrupts import Descriptors
 
-__all__ = ["replace_text", "sync_folders"]
+__all__ = ["replace_bytes", "replace_text", "sync_folders"]
 
 # Some file systems cannot sync a directory; their metadata is synchronous or promised by nothing.
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM)
@@ -25,15 +25,31 @@ def replace_text(path: str, text: str) -> None:
     Raises:
         WriteError: the file cannot be written.
     """
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
+    """Replace a file as a whole: readers see the old bytes or the new ones.
+
+    Where no file can be replaced, it is overwritten.
+
+    Args:
+        durable: sync the file and its directory.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
     target = path_target(path)
     if isinstance(target, StockWay):
         raise write_error(errno.EINVAL, path, target.reason)
     try:
-        file = open_target(target, durable=True)
+        file = open_target(target, durable=durable)
         try:
             if isinstance(file, InPlaceFile):
                 file.begin()
-            os.write(file.fd, text.encode())
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(file.fd, rest) :]
             file.sync()
             file.commit()
         except BaseException:

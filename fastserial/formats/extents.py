@@ -8,10 +8,11 @@ sources may write any part of it, in any order (`clip`). A source is one of:
 - `Packed`: small host storages with the container's bytes between them, as one piece;
 - `DescriptorPatch`: known bytes but for the CRC-32 of one record, to be put in at a place;
 - `Trailer`: bytes that need the CRC-32 of every record;
+- `Made`: bytes made when they are written, by a function that may wait for checksums;
 - `Hole`: nothing; reads back as zeros (`skip_data` leaves room for storages).
 
-A `DescriptorPatch` or `Trailer` extent is *late*: it is filled when the checksums it needs are
-known. In a layout it comes after all that data.
+A `DescriptorPatch`, `Trailer` or `Made` extent is *late*: it is filled when the checksums it needs
+are known. In a layout it comes after all that data.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "Extent",
     "Hole",
     "Literal",
+    "Made",
     "Packed",
     "Source",
     "Trailer",
@@ -111,6 +113,33 @@ class Trailer:
         return self._made
 
 
+class Made:
+    """Bytes that `make` returns when they are written; called once, on any thread."""
+
+    __slots__ = ("_lock", "_made", "_used", "length", "make")
+
+    def __init__(self, length: int, make: Callable[[], bytes]) -> None:
+        self.length = length
+        self.make = make
+        # Cut by the end of a block they are made as a whole, and kept until all of it was used.
+        self._made: bytes | None = None
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def piece(self, start: int, length: int) -> bytes:
+        """Return `length` bytes from byte `start` on; each byte once."""
+        if length == self.length:
+            return self.make()
+        with self._lock:
+            if self._made is None:
+                self._made = self.make()
+            piece = self._made[start : start + length]
+            self._used += length
+            if self._used == self.length:
+                self._made = None
+        return piece
+
+
 @dataclass(slots=True)
 class Hole:
     """Unwritten bytes, which read as zeros."""
@@ -118,7 +147,7 @@ class Hole:
     length: int
 
 
-Source = Literal | Data | Packed | DescriptorPatch | Trailer | Hole
+Source = Literal | Data | Packed | DescriptorPatch | Trailer | Made | Hole
 
 
 @dataclass(slots=True)
@@ -135,8 +164,8 @@ class Extent:
 
 
 def is_late(source: Source) -> bool:
-    """Return whether a source needs checksums of others."""
-    return isinstance(source, DescriptorPatch | Trailer)
+    """Return whether a source may need checksums of others."""
+    return isinstance(source, DescriptorPatch | Trailer | Made)
 
 
 def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:

@@ -26,7 +26,7 @@ from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.compression import Compression
 from fastserial.files.direct import open_direct
-from fastserial.formats.extents import Data, Hole, Literal, Packed, Source
+from fastserial.formats.extents import Data, Hole, Literal, Made, Packed, Source
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import headroom
 from fastserial.memory.buffers import BufferPool
@@ -379,7 +379,7 @@ class BlockWriter:
 def _is_borrowed(source: Source) -> bool:
     if isinstance(source, Literal):
         return not isinstance(source.data, bytes)
-    return isinstance(source, Data | Packed)
+    return isinstance(source, Data | Packed | Made)
 
 
 @trace.traced("fill (rest)")

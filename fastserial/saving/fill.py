@@ -15,7 +15,16 @@ from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import FILL_CHUNK, JOINED
 from fastserial.errors import LayoutError
-from fastserial.formats.extents import Data, DescriptorPatch, Hole, Literal, Packed, Source, Trailer
+from fastserial.formats.extents import (
+    Data,
+    DescriptorPatch,
+    Hole,
+    Literal,
+    Made,
+    Packed,
+    Source,
+    Trailer,
+)
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, memmove
 
@@ -64,6 +73,10 @@ def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
             late.append((at, part))
         at += length
     for at, (_, source, start, length, ledger) in late:
+        if isinstance(source, Made):
+            with trace.step("make"):
+                view[at : at + length] = source.piece(start, length)
+            continue
         if ledger is None:
             raise LayoutError("a source that needs checksums came without a ledger")
         if isinstance(source, DescriptorPatch):

@@ -252,6 +252,22 @@ class FastFileWriter:
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self._write_extents(plan.extents, plan.nbytes, ledger)
 
+    def write_layout(
+        self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None
+    ) -> None:
+        """Append the extents of a layout; their memory may change after `release_sources`.
+
+        Args:
+            extents: in file order, without gaps, from byte 0 on.
+            nbytes: of all of them.
+            ledger: of the checksums that they need.
+
+        Raises:
+            WriteError: the disk is full or failed.
+        """
+        self._check_open()
+        self._write_extents(extents, nbytes, ledger)
+
     def release_sources(self) -> None:
         """Return when no storage given so far is needed any more.
 

@@ -1,0 +1,109 @@
+"""Who writes what several ranks have: equal bytes for all, large items cut. Pure arithmetic.
+
+What only one rank has it writes itself. The rest is given out in groups of items that the same
+ranks have, those with few owners first: each group fills its owners up to the same level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Item", "Share", "shares"]
+
+_LEAST = 64 * 1024  # bytes of a piece; cutting smaller ones gains nothing
+
+
+class Item(NamedTuple):
+    """Something to be written once.
+
+    Attributes:
+        nbytes: of it.
+        owners: ranks that have it, in order.
+        rows: into so many equal parts it may be cut; 1: not at all.
+    """
+
+    nbytes: int
+    owners: tuple[int, ...]
+    rows: int = 1
+
+
+class Share(NamedTuple):
+    """Rows [first, stop) of an item, and the rank that writes them."""
+
+    item: int
+    rank: int
+    first: int
+    stop: int
+
+
+def shares(items: Sequence[Item], ranks: int) -> list[Share]:
+    """Return who writes what; every row of every item once.
+
+    Args:
+        items: to be written.
+        ranks: how many there are.
+    """
+    load = [0] * ranks
+    groups: dict[tuple[int, ...], list[int]] = {}
+    found: list[Share] = []
+    for number, item in enumerate(items):
+        if len(item.owners) == 1:
+            load[item.owners[0]] += item.nbytes
+            found.append(Share(number, item.owners[0], 0, item.rows))
+        else:
+            groups.setdefault(item.owners, []).append(number)
+    for owners in sorted(groups, key=lambda owners: (len(owners), owners)):
+        numbers = groups[owners]
+        total = sum(items[number].nbytes for number in numbers)
+        room = _rooms([load[rank] for rank in owners], total)
+        for share in _given_out(items, numbers, owners, room):
+            item = items[share.item]
+            load[share.rank] += item.nbytes * (share.stop - share.first) // item.rows
+            found.append(share)
+    found.sort()
+    return found
+
+
+def _rooms(loads: Sequence[int], total: int) -> list[int]:
+    """Return how many bytes each rank gets so that all come to the same level, if they can."""
+    ordered = sorted(loads)
+    level, rest = ordered[0], total
+    for count, load in enumerate(ordered[1:], 1):
+        step = min(rest, (load - level) * count)
+        level += step // count
+        rest -= step
+        if not rest:
+            break
+    else:
+        level += -(-rest // len(loads))
+    return [max(0, level - load) for load in loads]
+
+
+def _given_out(
+    items: Sequence[Item], numbers: Sequence[int], owners: Sequence[int], room: list[int]
+) -> list[Share]:
+    """Give items out in their order, what cannot be cut first."""
+    found: list[Share] = []
+    at = 0
+    last = len(owners) - 1
+    whole = [number for number in numbers if items[number].rows == 1]
+    for number in [*whole, *(number for number in numbers if items[number].rows > 1)]:
+        item = items[number]
+        first, row = 0, item.nbytes / item.rows
+        while first < item.rows:
+            rest = (item.rows - first) * row
+            if item.rows == 1:
+                while at < last and room[at] < rest / 2:
+                    at += 1
+                stop = 1
+            else:
+                while at < last and room[at] < _LEAST:
+                    at += 1
+                stop = min(item.rows, first + max(1, round(room[at] / row)))
+                if at == last or (item.rows - stop) * row < _LEAST:
+                    stop = item.rows
+            found.append(Share(number, owners[at], first, stop))
+            room[at] -= int((stop - first) * row)
+            first = stop
+    return found

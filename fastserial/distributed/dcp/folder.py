@@ -1,0 +1,110 @@
+"""The folder of a checkpoint: new files beside the old ones, until `.metadata` names the new ones.
+
+A save never writes to a file that a checkpoint of the folder needs: each rank takes a name that no
+file has. `.metadata` is replaced at the end; what no `.metadata` names any more is removed then,
+or, if the save failed, when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from fastserial.errors import WriteError, write_error
+from fastserial.files.durable import sync_folders
+
+__all__ = ["METADATA", "Folder", "metadata_name"]
+
+METADATA = ".metadata"
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+_SHARD_IN_BYTES = re.compile(rb"__\d+_\d+\.distcp")
+_METADATA = re.compile(r"(?:__\d+)?\.metadata")
+
+
+def metadata_name(rank: int | None) -> str:
+    """Return the name of the file that completes a checkpoint.
+
+    Args:
+        rank: of which it is; None: of all ranks.
+    """
+    return METADATA if rank is None else f"__{rank}{METADATA}"
+
+
+class Folder:
+    """Where a checkpoint is saved."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def make(self, durable: bool) -> None:
+        """Make the folder, and those around it, if they are not there.
+
+        Raises:
+            WriteError: it cannot be made.
+        """
+        missing: list[str] = []
+        path = os.path.abspath(self.path)
+        while not os.path.isdir(path) and path != os.path.dirname(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        if not missing:
+            return
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            if durable:
+                sync_folders(missing)
+        except OSError as error:
+            raise _not_made(self.path, error) from error
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of this name."""
+        return os.path.exists(os.path.join(self.path, name))
+
+    def new_shard(self, prefix: str) -> str:
+        """Return a name for a rank's next file, which no file has.
+
+        Args:
+            prefix: such as `__3_`.
+        """
+        number = 0
+        while self.has(name := f"{prefix}{number}.distcp"):
+            number += 1
+        return name
+
+    def sweep(self, rank: int | None) -> None:
+        """Remove files of ranks that no `.metadata` names. Nothing else is touched.
+
+        Args:
+            rank: whose files; None: of all ranks.
+        """
+        shards = [
+            name
+            for name in self._names()
+            if (found := _SHARD.fullmatch(name)) and rank in (None, int(found[1]))
+        ]
+        if not shards:
+            return
+        needed = set(self._needed())
+        for name in shards:
+            if name not in needed:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.path, name))
+
+    def _needed(self) -> Iterator[str]:
+        """Yield the names of files in all `.metadata`, which are not unpickled for that."""
+        for name in self._names():
+            if _METADATA.fullmatch(name):
+                with open(os.path.join(self.path, name), "rb") as file:
+                    yield from map(bytes.decode, _SHARD_IN_BYTES.findall(file.read()))
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+
+
+def _not_made(path: str, error: OSError) -> WriteError:
+    return write_error(error.errno or 0, path, f"the folder cannot be made: {error.strerror}")

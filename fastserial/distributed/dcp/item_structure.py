@@ -1,0 +1,157 @@
+"""What an item holds that another writer wrote: an archive of `torch.save`, looked into once.
+
+Archives of tensors that are alike begin with the same bytes, so most are known by their beginning.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from fastserial.checksums import crc32
+from fastserial.errors import CorruptCheckpointError, FastserialError
+from fastserial.formats.tensors import Outline, zip_outline
+from fastserial.formats.zip.directory import Directory
+from fastserial.formats.zip.records import read_places, read_record
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
+
+__all__ = ["Content", "Structures", "check_archive"]
+
+_EDGE = 4096  # bytes; what surrounds the data of a tensor is less
+_MOST = 1024 * 1024  # bytes of a record that is no data
+_DESCRIPTOR = struct.Struct("<4sI")
+
+Peek = Callable[[int, int], bytes]
+
+
+class Content(NamedTuple):
+    """A tensor in an item.
+
+    Attributes:
+        start, nbytes: where its bytes are, from the item's first on.
+        dtype, shape, strides: of the tensor (elements).
+        crc: CRC-32 of the bytes, None if it is not known.
+    """
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    crc: int | None
+
+
+class Structures:
+    """What items begin with, as far as it was seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, torch.dtype, tuple[int, ...]], list[tuple[bytes, Content]]] = {}
+
+    def content(
+        self, peek: Peek, length: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Content | None:
+        """Return the tensor in an item, None if `torch.load` has to read it.
+
+        Args:
+            peek: returns bytes of the item: (first, how many).
+            length: bytes of the item.
+            dtype, shape: what `.metadata` says of the tensor.
+
+        Raises:
+            CorruptCheckpointError: what surrounds the data is damaged.
+        """
+        alike = self._seen.setdefault((length, dtype, shape), [])
+        for head, content in alike:
+            if peek(0, len(head)) == head:
+                return content._replace(crc=_checksum(peek, content, length))
+        found = _parsed(peek, length)
+        if found is not None:
+            alike.append((peek(0, found.start), found))
+        return found
+
+
+def check_archive(data: bytes, path: str, item: str) -> None:
+    """Compare the CRC-32s in an archive with its records; anything else passes.
+
+    Raises:
+        CorruptCheckpointError: one is wrong.
+    """
+    if not data.startswith(LOCAL_SIGNATURE) and data[-END.size :][:4] != END_SIGNATURE:
+        return
+    with _as_file(lambda first, count: data[first : first + count], len(data), len(data)) as fd:
+        try:
+            directory = read_places(fd, len(data))
+        except FastserialError as error:
+            raise CorruptCheckpointError(f"damaged: {error}", path=path, record=item) from error
+        for record in directory.records:
+            if record.crc and crc32(read_record(fd, record, len(data))) != record.crc:
+                text = f"damaged: the CRC-32 of {record.name} is wrong"
+                raise CorruptCheckpointError(text, path=path, record=item)
+
+
+def _checksum(peek: Peek, content: Content, length: int) -> int | None:
+    """Return the CRC-32 behind the data of a tensor, None if there is none."""
+    at = content.start + content.nbytes
+    if not content.nbytes or at + _DESCRIPTOR.size > length:
+        return None
+    signature, crc = _DESCRIPTOR.unpack(peek(at, _DESCRIPTOR.size))
+    if signature != DESCRIPTOR_SIGNATURE:
+        raise CorruptCheckpointError("damaged: there is no checksum behind the data")
+    return crc or None
+
+
+def _parsed(peek: Peek, length: int) -> Content | None:
+    if peek(0, 4) != LOCAL_SIGNATURE:
+        return None
+    with _as_file(peek, length, _EDGE) as fd:
+        directory = read_places(fd, length)
+        found = zip_outline(fd, directory)
+        content = _only_tensor(found, directory) if found is not None else None
+        if content is None:
+            return None
+        for record in directory.records:
+            if record.data_offset == content.start or record.size > _EDGE or not record.crc:
+                continue
+            if crc32(read_record(fd, record, _MOST)) != record.crc:
+                raise CorruptCheckpointError(f"damaged: the CRC-32 of {record.name} is wrong")
+        return content
+
+
+def _only_tensor(found: Outline, directory: Directory) -> Content | None:
+    """Return the tensor that is all there is in an archive, if its storage holds nothing else."""
+    order = directory.find("byteorder")
+    if len(found.tensors) != 1 or found.problems or order is None or order.size != len("little"):
+        return None
+    tensor = found.tensors[0]
+    record = directory.find(f"data/{tensor.storage}")
+    plain = tensor.kind == "tensor" and not tensor.pending and not tensor.key
+    if not plain or record is None or not record.is_stored:
+        return None
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype) or tensor.span != (0, record.size):
+        return None
+    if tensor.nbytes != record.size:
+        return None
+    start = record.data_offset
+    return Content(start, record.size, dtype, tensor.shape, tensor.stride, record.crc or None)
+
+
+@contextmanager
+def _as_file(peek: Peek, length: int, edge: int) -> Iterator[int]:
+    """Give the first and the last `edge` bytes of an item as a file with nothing between."""
+    fd = os.memfd_create("fastserial item", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, length)
+        head = min(edge, length)
+        os.pwrite(fd, peek(0, head), 0)
+        tail = min(edge, length - head)
+        if tail:
+            os.pwrite(fd, peek(length - tail, tail), length - tail)
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,92 @@
+"""Plans of earlier saves, kept with the process group they were made for.
+
+The ranks agree by DCP's own exchange of plans: a rank whose state is as before sends a number
+instead of its rows. Whoever coordinates knows all rows that go with a number.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+__all__ = ["Kept", "group_of_step", "kept_with"]
+
+_Value = TypeVar("_Value")
+_MOST = 4
+_MOST_ALL = 16  # whoever coordinates never forgets what another rank may still name
+
+
+class _NoGroup:
+    """Stands for the group of a process that saves alone."""
+
+
+ALONE = _NoGroup()
+_kept: weakref.WeakKeyDictionary[Any, dict[type, Kept[Any]]] = weakref.WeakKeyDictionary()
+
+
+class Kept(Generic[_Value]):
+    """What was kept by number, the oldest first.
+
+    Attributes:
+        asked: a number was sent, and no answer came yet.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.asked = False
+        self._most = most
+        self._values: dict[int, _Value] = {}
+
+    def items(self) -> list[tuple[int, _Value]]:
+        return list(self._values.items())
+
+    def get(self, number: int) -> _Value | None:
+        """Return what was kept, and count it as new."""
+        value = self._values.pop(number, None)
+        if value is not None:
+            self._values[number] = value
+        return value
+
+    def put(self, number: int, value: _Value) -> None:
+        """Keep a value; the oldest goes if there are too many."""
+        self._values[number] = value
+        while len(self._values) > self._most:
+            del self._values[next(iter(self._values))]
+
+    def clear(self) -> None:
+        self._values.clear()
+
+
+def kept_with(own: type[_Value], of_all: bool = False) -> Kept[_Value] | None:
+    """Return what was kept with the group whose collective step this is, None outside of one.
+
+    A planner is not told the group. But DCP calls it in a step that all ranks of a group do
+    together, and without collectives it does not.
+
+    Args:
+        own: of which kind the values are.
+        of_all: what the coordinator keeps.
+    """
+    group = group_of_step()
+    if group is None:
+        return None
+    most = _MOST_ALL if of_all else _MOST
+    return _kept.setdefault(group, {}).setdefault(own, Kept(most))
+
+
+def group_of_step() -> Any | None:
+    """Return the process group whose step this is, `ALONE` without one, None outside of a step."""
+    frame = sys._getframe(1)
+    found = None
+    while found is None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "reduce_scatter":
+            found = frame.f_locals.get("self")
+    if not isinstance(found, _DistWrapper):
+        return None
+    if not found.use_dist:
+        return ALONE
+    return found.group if found.group is not None else dist.group.WORLD

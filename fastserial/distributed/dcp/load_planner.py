@@ -1,0 +1,200 @@
+"""`FastLoadPlanner`: each rank plans for itself; large pieces may be read by one for several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from fastserial.distributed.boxes import Box
+from fastserial.distributed.dcp.kept_plans import ALONE, group_of_step
+from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wants, pass_on, turns
+from fastserial.distributed.dcp.local_rows import REPLICA, SHARD, kind_of, parts_of
+from fastserial.distributed.group import traffic_of
+from fastserial.distributed.nodes import node_name
+
+__all__ = ["FastLoadPlanner"]
+
+_TIMEOUT = 1800.0  # seconds: a rank may still be reading when others wait for it
+_KNOWN = {"flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"}
+
+
+class FastLoadPlanner(DefaultLoadPlanner):
+    """The `planner` of `dcp.load`. It takes the arguments of `DefaultLoadPlanner`."""
+
+    def __init__(
+        self, *args: Any, broadcast: bool | Literal["auto"] = "auto", **kwargs: Any
+    ) -> None:
+        """Make a planner.
+
+        Args:
+            args, kwargs: of `DefaultLoadPlanner`.
+            broadcast: pieces of 1 MiB and more that several ranks want are read by one of them
+                and sent on, with `FastStorageReader`. `"auto"`: if the ranks are on several nodes;
+                on one the page cache is faster.
+        """
+        super().__init__(*args, **kwargs)
+        self._broadcast = broadcast
+        self._group: Any = None
+        self._shared: list[ReadItem] = []
+        self._turns: list[Turn] | None = None
+        self._stock_rules = not set(kwargs) <= _KNOWN  # of a later torch: it knows what they mean
+        self._own: LoadPlan | None = None
+        self._views: dict[MetadataIndex, torch.Tensor] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Make this rank's plan, and keep it; only what others might want, too, is told.
+
+        Raises:
+            RuntimeError: the checkpoint lacks a key.
+            ValueError: a tensor has another shape there.
+        """
+        self._views = {}
+        items = None if self._stock_rules else self._items()
+        self._own = own = super().create_local_plan() if items is None else LoadPlan(items)
+        self._group = group_of_step()
+        self._shared, self._turns = [], None
+        if not self._broadcast or self._group in (None, ALONE):
+            return LoadPlan([])
+        pieces: list[Want] = []
+        for item in own.items:
+            want = self._want(item)
+            if want is not None:
+                self._shared.append(item)
+                pieces.append(want)
+        return LoadPlan([], planner_data=Wants(node_name(), pieces))
+
+    def _want(self, item: ReadItem) -> Want | None:
+        """Return what others may want, too, None if it is little."""
+        index = item.storage_index
+        if item.type != LoadItemType.TENSOR:
+            return None
+        target = self.resolve_tensor(item)
+        nbytes = prod(item.lengths) * target.itemsize
+        if nbytes < SHARED_FROM:
+            return None
+        places = (tuple(index.offset or ()), tuple(item.storage_offsets), tuple(item.lengths))
+        return Want(index.fqn, *places, target.dtype, nbytes)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are, or with what each rank reads for others."""
+        told = [plan.planner_data for plan in global_plan]
+        able = all(
+            isinstance(wants, Wants) and getattr(plan.storage_data, "takes_turns", False)
+            for wants, plan in zip(told, global_plan, strict=True)
+        )
+        several = self._broadcast != "auto" or len({wants.node for wants in told if able}) > 1
+        made = turns(told) if able and several else []
+        if not any(made):
+            return [replace(plan, planner_data=None) for plan in global_plan]
+        return [
+            replace(plan, planner_data=found) for plan, found in zip(global_plan, made, strict=True)
+        ]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan."""
+        own, self._own = self._own, None
+        if own is None:
+            return super().finish_plan(new_plan)
+        told = new_plan.planner_data
+        self._turns = told if isinstance(told, list) else None
+        items = own.items
+        if self._turns is not None:
+            rank = dist.get_group_rank(self._group, dist.get_rank())
+            received = {id(self._shared[turn.want]) for turn in self._turns if turn.reader != rank}
+            items = [item for item in items if id(item) not in received]
+        return replace(own, items=items, storage_data=new_plan.storage_data)
+
+    @contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """Pass on what the body has read, and get what others have.
+
+        Raises:
+            DistributedError: a rank failed.
+        """
+        mine, self._turns = self._turns, None
+        if mine is None:
+            yield
+            return
+        traffic = traffic_of(self._group, _TIMEOUT)
+        with traffic.together():
+            yield
+            items = self._shared
+            pass_on(mine, lambda number: self.resolve_tensor(items[number]).detach(), traffic)
+            for turn in mine:
+                if turn.reader != traffic.rank:
+                    item = items[turn.want]
+                    self.commit_tensor(item, self.resolve_tensor(item).detach())
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the tensor that an index names."""
+        view = self._views.get(index)
+        return view if view is not None else super().lookup_tensor(index)
+
+    def _items(self) -> list[ReadItem] | None:
+        """Return what is to be read; None: torch has to say, as it does with old checkpoints."""
+        if self.metadata is None:
+            return None
+        entries = self.metadata.state_dict_metadata
+        if any(key not in entries for key in self.state_dict):
+            return None
+        found: list[ReadItem] = []
+        meshes: dict[int, tuple[int, ...]] = {}
+        for key, value in self.state_dict.items():
+            entry = entries[key]
+            if isinstance(entry, BytesStorageMetadata):
+                found.append(_bytes_item(key))
+                continue
+            kind = kind_of(value)
+            if kind not in (REPLICA, SHARD):
+                return None
+            if entry.size != value.shape:
+                raise ValueError(
+                    f"Size mismatch between saved {entry.size} and current: {value.shape} for {key}"
+                )
+            found += self._items_of(key, value, kind, entry, meshes)
+        return found
+
+    def _items_of(
+        self,
+        key: str,
+        value: Any,
+        kind: int,
+        entry: TensorStorageMetadata,
+        meshes: dict[int, tuple[int, ...]],
+    ) -> list[ReadItem]:
+        if kind == REPLICA:
+            shape = tuple(value.shape)
+            boxes = [Box((0,) * len(shape), shape)]
+        elif value.device_mesh.get_coordinate() is None:
+            return []
+        else:
+            parts = parts_of(value, key, meshes)
+            boxes = [box for box, _ in parts]
+            for box, view in parts:
+                self._views[MetadataIndex(key, box.offsets)] = view
+        chunks = [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            for box in boxes
+        ]
+        return list(create_read_items_for_chunk_list(key, entry, chunks))
+
+
+def _bytes_item(key: str) -> ReadItem:
+    zero = torch.Size((0,))
+    index = MetadataIndex(key)
+    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)

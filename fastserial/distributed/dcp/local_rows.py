@@ -1,0 +1,192 @@
+"""What a rank has of a state: a row for each piece, of plain values, so that many are sent fast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+from fastserial.distributed.boxes import Box
+from fastserial.distributed.pieces import as_dtensor, holding
+
+__all__ = ["BYTES", "OTHER", "REPLICA", "SHARD", "LocalRows", "Row", "fingerprint", "parts_of"]
+
+BYTES, SHARD, REPLICA, OTHER = range(4)  # kinds of rows; REPLICA: a plain tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Row(NamedTuple):
+    """A piece of a state.
+
+    Attributes:
+        key: in the flattened state.
+        kind: `BYTES`, or of which kind of tensor it is.
+        properties: number of its `TensorProperties`.
+        size: of the whole tensor.
+        offsets, sizes: of the piece.
+    """
+
+    key: str
+    kind: int
+    properties: int = -1
+    size: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+class LocalRows(NamedTuple):
+    """All of a rank's rows, and what several of them share."""
+
+    rows: list[Row]
+    properties: list[TensorProperties]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> LocalRows:
+        """Return the rows of a flattened state.
+
+        Raises:
+            LoadMismatchError: a placement cannot be saved: `Partial`, say.
+        """
+        return _Rows().of(state)
+
+    def item(self, row: Row, box: Box, hint: int) -> WriteItem:
+        """Return what stock calls a row or a part of it.
+
+        Args:
+            box: the part.
+            hint: its number among the tensor's chunks.
+        """
+        if row.kind == BYTES:
+            return WriteItem(MetadataIndex(row.key), WriteItemType.BYTE_IO)
+        offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+        whole = row.kind == REPLICA and sizes == row.size
+        return WriteItem(
+            index=MetadataIndex(row.key, offsets, hint),
+            type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=chunk,
+                properties=self.properties[row.properties],
+                size=torch.Size(row.size),
+            ),
+        )
+
+
+class _Rows:
+    """Makes rows."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._properties: list[TensorProperties] = []
+        self._numbers: dict[str, int] = {}
+        self._meshes: dict[int, tuple[int, ...]] = {}
+
+    def of(self, state: Mapping[str, Any]) -> LocalRows:
+        for key, value in state.items():
+            self._add(key, value)
+        return LocalRows(self._rows, self._properties)
+
+    def _add(self, key: str, value: Any) -> None:
+        kind = kind_of(value)
+        if kind == BYTES:
+            self._rows.append(Row(key, BYTES))
+        elif kind == REPLICA:
+            shape = tuple(value.shape)
+            number = self._number(TensorProperties.create_from_tensor(value))
+            self._rows.append(Row(key, REPLICA, number, shape, (0,) * len(shape), shape))
+        elif kind == SHARD:
+            if value.device_mesh.get_coordinate() is None:
+                return
+            parts = parts_of(value, key, self._meshes)
+            number = self._number(TensorProperties.create_from_tensor(value.to_local()))
+            shape = tuple(value.shape)
+            self._rows += [Row(key, SHARD, number, shape, *box) for box, _ in parts]
+        else:
+            self._add_other(key, value)
+
+    def _add_other(self, key: str, value: Any) -> None:
+        """Add what torch says of a sharded tensor of another kind."""
+        for item in _create_write_items(key, value):
+            data = item.tensor_data
+            if data is None:
+                self._rows.append(Row(key, BYTES))
+                continue
+            number = self._number(data.properties)
+            chunk = data.chunk
+            box = (tuple(chunk.offsets), tuple(chunk.sizes))
+            self._rows.append(Row(key, OTHER, number, tuple(data.size), *box))
+
+    def _number(self, properties: TensorProperties) -> int:
+        text = repr(properties)
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = len(self._properties)
+            self._properties.append(properties)
+        return number
+
+
+def kind_of(value: object) -> int:
+    """Return of which kind the rows of a value are."""
+    if type(value) in _PLAIN:
+        return REPLICA
+    if as_dtensor(value) is not None:
+        local = getattr(value, "_local_tensor", None)
+        plain = isinstance(local, torch.Tensor) and not hasattr(local, "__create_write_items__")
+        return SHARD if plain else OTHER
+    if hasattr(value, "__create_write_items__"):
+        return OTHER
+    if not isinstance(value, torch.Tensor):
+        return BYTES
+    return OTHER
+
+
+def parts_of(
+    value: Any, key: str, meshes: dict[int, tuple[int, ...]] | None = None
+) -> list[tuple[Box, torch.Tensor]]:
+    """Return this rank's boxes of a DTensor, each with its part of the local tensor.
+
+    Args:
+        meshes: keeps what is found of meshes while they live.
+    """
+    found = holding(value, key, dist.get_rank(), _all_ranks(dist.get_world_size()), meshes)
+    if not found.spec.numel:
+        shape = found.spec.shape
+        return [(Box((0,) * len(shape), shape), found.local.new_empty(shape))]
+    return found.parts
+
+
+@functools.cache
+def _all_ranks(count: int) -> dict[int, int]:
+    return {rank: rank for rank in range(count)}
+
+
+def fingerprint(state: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
+    """Return what decides the plan of a flattened state, None if that is not known.
+
+    What it says of a tensor changes with its dtype, shape and sharding, and with nothing else.
+    """
+    found: list[tuple[Any, ...]] = []
+    for key, value in state.items():
+        kind = kind_of(value)
+        if kind == BYTES:
+            found.append((key, kind))
+        elif kind == OTHER:
+            return None
+        else:
+            sharding: tuple[Any, ...] = ()
+            if kind == SHARD:
+                local = value._local_tensor
+                sharding = (hash(value.device_mesh), value.placements, local.shape)
+            own = (value.dtype, value.shape, value.requires_grad, value.layout)
+            found.append((key, kind, *own, *sharding))
+    return found

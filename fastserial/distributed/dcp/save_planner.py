@@ -1,0 +1,216 @@
+"""`FastSavePlanner`: equal bytes for all ranks, and no planning while nothing changes."""
+
+from __future__ import annotations
+
+import io
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from fastserial.distributed.boxes import Box
+from fastserial.distributed.dcp.global_plan import Part, Told, global_plan, told_of
+from fastserial.distributed.dcp.kept_plans import Kept, kept_with
+from fastserial.distributed.dcp.local_rows import (
+    REPLICA,
+    SHARD,
+    LocalRows,
+    fingerprint,
+    kind_of,
+    parts_of,
+)
+
+__all__ = ["FastSavePlanner"]
+
+
+class _AsBefore(NamedTuple):
+    """Instead of rows: those of any plan with these numbers. Instead of parts: of the only one."""
+
+    numbers: tuple[int, ...]
+
+
+class _Orders(NamedTuple):
+    """What a rank is to write, and the number of the plan."""
+
+    number: int
+    parts: list[Part]
+
+
+@dataclass(slots=True)
+class _Own:
+    """A plan, as each rank keeps it."""
+
+    fingerprint: list[tuple[Any, ...]]
+    settings: Any
+    told: Told
+    items: list[WriteItem]
+
+
+@dataclass(slots=True)
+class _OfAll:
+    """A plan, as the coordinator keeps it."""
+
+    told: list[Told]
+    metadata: Metadata
+
+
+class FastSavePlanner(DefaultSavePlanner):
+    """The `planner` of `dcp.save`. It takes the arguments of `DefaultSavePlanner`.
+
+    What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
+    for that, so plain ones have to be equal on all ranks, as those of a data-parallel model are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("enable_plan_caching", None)  # ours is always on
+        super().__init__(*args, **kwargs)
+        self._fingerprint: list[tuple[Any, ...]] | None = None
+        self._told: Told | None = None
+        self._kept: Kept[_Own] | None = None
+        self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank has, or that it is as before.
+
+        Raises:
+            LoadMismatchError: a placement cannot be saved: `Partial`, say.
+        """
+        self._meshes = {}
+        self._fingerprint = fingerprint(self.state_dict)
+        self._kept = kept = kept_with(_Own)
+        if kept is not None and kept.asked:
+            kept.clear()  # the last save failed before its plan was made
+        found = self._as_before(kept)
+        if kept is not None:
+            kept.asked = found is not None
+        if found is not None:
+            self.plan = SavePlan([], planner_data=found)
+            return self.plan
+        mappings = self.mappings if self.flatten_state_dict else None
+        self._told = told_of(LocalRows.of(self.state_dict), mappings)
+        self.plan = SavePlan([], planner_data=self._told)
+        return self.plan
+
+    def _as_before(self, kept: Kept[_Own] | None) -> _AsBefore | None:
+        """Return the numbers of the plans for just such a state, None if there are none."""
+        if kept is None or self._fingerprint is None:
+            return None
+        settings = self._settings()
+        numbers: list[int] = []
+        for number, own in kept.items():
+            if own.fingerprint == self._fingerprint and own.settings == settings:
+                self._told = own.told
+                numbers.append(number)
+        return _AsBefore(tuple(numbers)) if numbers else None
+
+    def _settings(self) -> Any:
+        """Return what decides the plan besides the tensors."""
+        nested = dict(self.mappings) if self.flatten_state_dict else None
+        return nested, self.dedup_save_to_lowest_rank, type(self)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return what each rank writes. On the coordinator.
+
+        Raises:
+            ValueError: the ranks' parts of a tensor do not make up the tensor.
+        """
+        kept = kept_with(_OfAll, of_all=True)
+        messages = [plan.planner_data for plan in all_plans]
+        number = _number_of_all(messages)
+        found = kept.get(number) if kept is not None and number is not None else None
+        if found is not None and number is not None and len(found.told) == len(all_plans):
+            self.metadata = replace(found.metadata)
+            answer = _AsBefore((number,))
+            return [replace(plan, planner_data=answer) for plan in all_plans], self.metadata
+        told = [self._told_by(rank, message, kept) for rank, message in enumerate(messages)]
+        parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank)
+        number = secrets.randbits(62)
+        if kept is not None:
+            kept.put(number, _OfAll(told, replace(metadata)))
+        self.metadata = metadata
+        plans = [
+            replace(plan, planner_data=_Orders(number, part))
+            for plan, part in zip(all_plans, parts, strict=True)
+        ]
+        return plans, metadata
+
+    def _told_by(self, rank: int, message: Any, kept: Kept[_OfAll] | None) -> Told:
+        if isinstance(message, Told):
+            return message
+        found = kept.get(message.numbers[-1]) if kept is not None else None
+        if found is None or rank >= len(found.told):
+            raise ValueError(f"the plan that rank {rank} goes by is not known here; save again")
+        return found.told[rank]
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return what this rank writes."""
+        message, told, kept = new_plan.planner_data, self._told, self._kept
+        self._kept = None
+        if kept is not None:
+            kept.asked = False
+        if isinstance(message, _AsBefore):
+            own = kept.get(message.numbers[0]) if kept is not None else None
+            if own is None:
+                raise ValueError("this rank does not know the plan that it asked for")
+            items = own.items
+        elif isinstance(message, _Orders) and told is not None:
+            items = _items(told.local, message.parts)
+            if kept is not None and self._fingerprint is not None:
+                own = _Own(self._fingerprint, self._settings(), told, items)
+                kept.put(message.number, own)
+        else:
+            return super().finish_plan(new_plan)
+        self.plan = replace(new_plan, items=items, planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return the tensor, or the part of one, or the bytes that an item is."""
+        data = write_item.tensor_data
+        value = self.state_dict.get(write_item.index.fqn)
+        kind = kind_of(value)
+        if data is None or kind not in (REPLICA, SHARD) or not isinstance(value, torch.Tensor):
+            found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+            return found
+        part = self._part(write_item.index.fqn, kind, value, data.chunk)
+        return self.transform_object(write_item, part)  # type: ignore[no-any-return]
+
+    def _part(self, key: str, kind: int, value: Any, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        """Return the part of a tensor that a chunk is."""
+        with torch.no_grad():
+            local: torch.Tensor = value if kind == REPLICA else value.to_local()
+        if local.shape == chunk.sizes:  # all of it: parts of a shard are smaller
+            return local
+        wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if kind == REPLICA:
+            parts = [(Box((0,) * local.dim(), tuple(local.shape)), local)]
+        else:
+            parts = parts_of(value, key, self._meshes)
+        for box, view in parts:
+            if _contains(box, wanted):
+                return view[wanted.slices(box)]
+        raise ValueError(f"{key}: this rank has not the part {wanted}")
+
+
+def _number_of_all(messages: list[Any]) -> int | None:
+    """Return the latest plan that is right for all ranks, None if there is none."""
+    if not all(isinstance(message, _AsBefore) for message in messages):
+        return None
+    common = set(messages[0].numbers).intersection(*(message.numbers for message in messages))
+    return next((number for number in reversed(messages[0].numbers) if number in common), None)
+
+
+def _items(local: LocalRows, parts: list[Part]) -> list[WriteItem]:
+    found: list[WriteItem] = []
+    for number, box, hint in parts:
+        row = local.rows[number]
+        found.append(local.item(row, box if box is not None else Box(row.offsets, row.sizes), hint))
+    return found
+
+
+def _contains(box: Box, part: Box) -> bool:
+    ends = zip(*box, *part, strict=True)
+    return all(low <= first and first + count <= low + size for low, size, first, count in ends)

@@ -1,0 +1,229 @@
+"""`FastStorageWriter`: what `torch.distributed.checkpoint.save` writes to, at disk speed.
+
+Each rank's items go into one new file, in batched direct I/O. The checkpoint that was in the folder
+stays whole until the new one is: `.metadata` is replaced at the end, by one rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from fastserial.config import current
+from fastserial.config.performance import SCATTERED_CHUNK
+from fastserial.distributed.dcp.folder import Folder, metadata_name
+from fastserial.distributed.dcp.metadata_file import encoded
+from fastserial.distributed.dcp.save_planner import FastSavePlanner
+from fastserial.distributed.dcp.shard_layout import ShardLayout
+from fastserial.distributed.dcp.staging import snapshot
+from fastserial.errors import write_error
+from fastserial.files.durable import replace_bytes
+from fastserial.memory.storages import synchronize
+from fastserial.saving.writer import FastFileWriter
+
+__all__ = ["FastStorageWriter"]
+
+_VERSION = "1.0.0"  # of the layout of `.metadata`, as stock counts it
+
+
+class FastStorageWriter(StorageWriter, AsyncStager):
+    """The `storage_writer` of `dcp.save` and `dcp.async_save`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: Literal["dcp", "packed"] = "dcp",
+        overwrite: bool = True,
+    ) -> None:
+        """Prepare to save to a folder; it is made if it is not there.
+
+        Args:
+            path: of the folder.
+            format: `"dcp"`: stock's, which its `FileSystemReader` reads. `"packed"`: takes far
+                less space for small tensors; `FastStorageReader` reads it.
+            overwrite: replace a checkpoint that is in the folder; otherwise it is an error.
+
+        Raises:
+            ValueError: there is no such format.
+        """
+        super().__init__()
+        if format not in ("dcp", "packed"):
+            raise ValueError(f'format must be "dcp" or "packed", not {format!r}')
+        self.path = os.fspath(path)
+        self.overwrite = overwrite
+        self.save_id = str(uuid.uuid4())
+        self._packed = format == "packed"
+        self._alone: int | None = None  # the rank, if each one completes its own checkpoint
+        self._is_coordinator = True
+        self._durable = True
+
+    # -- what torch.distributed.checkpoint asks of a StorageWriter -----------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, in another folder if one is given."""
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn this rank's part in the save."""
+        self._is_coordinator = is_coordinator
+        rank = kwargs.get("rank")
+        self._alone = None if kwargs.get("use_collectives", True) else rank
+        self._durable = current().durable
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder, and remove what a save left there that failed.
+
+        Raises:
+            WriteError: the folder cannot be made, or there is a checkpoint that must stay.
+        """
+        folder = Folder(self.path)
+        folder.make(self._durable)
+        if not self.overwrite and folder.has(metadata_name(0 if self._alone is not None else None)):
+            text = "there is a checkpoint already, and overwrite=False"
+            raise write_error(errno.EEXIST, self.path, text)
+        if self._alone is not None:
+            folder.sweep(self._alone)
+            return replace(plan, storage_data=_prefix(self._alone))
+        if self._is_coordinator:
+            folder.sweep(None)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank the beginning of its files' names."""
+        return [
+            plan if plan.storage_data is not None else replace(plan, storage_data=_prefix(rank))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items.
+
+        Raises:
+            WriteError: the disk is full or failed; nothing of the new file is left.
+        """
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan, planner))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint: from here on it is the one in the folder.
+
+        Raises:
+            WriteError: `.metadata` cannot be written; the previous checkpoint is intact.
+        """
+        metadata.version = _VERSION
+        metadata.storage_data = {
+            result.index: result.storage_data for found in results for result in found
+        }
+        metadata.storage_meta = self.storage_meta()
+        name = metadata_name(self._alone)
+        data = encoded(metadata, self._packed)
+        replace_bytes(os.path.join(self.path, name), data, self._durable)
+        Folder(self.path).sweep(self._alone)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what identifies this save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a checkpoint can be saved there."""
+        return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
+
+    # -- what `async_save` asks of an AsyncStager ----------------------------------------------
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: `stage` returns when all is copied."""
+        return False
+
+    def stage(self, state_dict: Any) -> Any:
+        """Return a copy of a state on the host, which later steps do not change."""
+        return snapshot(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is kept between saves."""
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        if not plan.items:
+            return []
+        name = Folder(self.path).new_shard(plan.storage_data.prefix)
+        layout = ShardLayout(name, self._packed)
+        container = "dcp packed" if self._packed else "dcp"
+        with FastFileWriter(os.path.join(self.path, name), container=container) as out:
+            for items in _groups(plan.items, planner):
+                for item in items:
+                    layout.add(item, planner.resolve_data(item))
+                batch = layout.take()
+                synchronize(batch.storages)
+                out.write_layout(batch.extents, batch.nbytes, batch.ledger)
+                out.release_sources()
+        return layout.results()
+
+
+def _prefix(rank: int) -> _StoragePrefix:
+    return _StoragePrefix(f"__{rank}_")
+
+
+def _groups(items: list[WriteItem], planner: SavePlanner) -> Iterator[list[WriteItem]]:
+    """Yield the items in stock's order: all at once, or as many as a planner may make copies of."""
+    ordered = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    ordered += [item for item in items if item.type != WriteItemType.BYTE_IO]
+    if _gives_views(planner):
+        yield ordered
+        return
+    group: list[WriteItem] = []
+    nbytes = 0
+    for item in ordered:
+        group.append(item)
+        planned = item.tensor_data
+        if planned is not None:
+            nbytes += torch.Size(planned.chunk.sizes).numel() * planned.properties.dtype.itemsize
+        if nbytes >= SCATTERED_CHUNK:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _gives_views(planner: SavePlanner) -> bool:
+    """Return whether a planner returns tensors that are there, and makes none."""
+    kind = type(planner)
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
+    resolves = (DefaultSavePlanner.resolve_data, FastSavePlanner.resolve_data)
+    return kind.resolve_data in resolves and all(
+        getattr(kind, name) is getattr(DefaultSavePlanner, name)
+        for name in ("lookup_object", "transform_object")
+    )

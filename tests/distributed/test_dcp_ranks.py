@@ -1,0 +1,115 @@
+"""torch.distributed.checkpoint on several ranks, with our storage and planners."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support import ranks
+
+from fastserial.distributed import FastStorageReader
+
+FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
+
+
+@pytest.mark.parametrize(
+    ("count", "cases"),
+    [(1, 15), (2, 25), (4, 25)] if not FULL else [(1, 60), (2, 150), (3, 100), (4, 150), (6, 60)],
+)
+def test_round_trips_with_stock(count: int, cases: int, tmp_path: Path) -> None:
+    ranks.run("dcp_cases", count, tmp_path, 300 + count, cases, timeout=280)
+
+
+def test_sharded_tensors(tmp_path: Path) -> None:
+    assert ranks.run("dcp_sharded_tensors", 2, tmp_path) == ["25\n"] * 2
+
+
+def test_what_several_ranks_want_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    out = [text.split() for text in ranks.run("dcp_broadcast", 4, path)]
+    assert [told for _, told in out] == ["damaged"] * 4
+    read = [int(nbytes) for nbytes, _ in out]
+    whole = (3 * 8 + 4 + 4 * 16) << 20
+    assert sum(read) <= 1.6 * whole, "parts of one item are read by each rank that wants one"
+    assert max(read) <= 0.5 * whole
+
+
+def test_a_plan_is_kept_until_something_changes_on_some_rank(tmp_path: Path) -> None:
+    planned = ranks.run("dcp_plans", 4, tmp_path)[0].split()
+    assert planned == ["1", "1"], "the plans of two groups were mixed up"
+
+
+def test_async_save_takes_a_snapshot(tmp_path: Path) -> None:
+    ranks.run("dcp_async", 2, tmp_path)
+
+
+def test_a_rank_that_fails_leaves_the_old_checkpoint_whole(tmp_path: Path) -> None:
+    assert ranks.run("dcp_fails", 2, tmp_path / "ours", "ours") == ["1\n", "1\n"]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="seen with torch 2.13: earlier ones not")
+def test_what_stock_leaves_then_is_a_mix(tmp_path: Path) -> None:
+    """So the test before this one can fail."""
+    out = ranks.run("dcp_fails", 2, tmp_path / "stock", "stock")
+    assert "1\n" not in out or out[0] != out[1]
+
+
+@pytest.mark.parametrize("who", ["ours", "packed"])
+def test_killed_ranks_leave_the_old_checkpoint_or_the_new_one(who: str, tmp_path: Path) -> None:
+    chance = random.Random(who)
+    trials = 50 if FULL else 3
+    found = [killed(chance, tmp_path / str(trial), who) for trial in range(trials)]
+    assert all(whole for _, whole in found)
+    assert sum(hit for hit, _ in found) >= trials // 2, "the kills missed the saves"
+
+
+@pytest.mark.skipif(not FULL, reason="not FASTSERIAL_DISTRIBUTED=full: takes many kills")
+def test_kills_that_break_the_checkpoints_of_stock(tmp_path: Path) -> None:
+    """So the test before this one can fail."""
+    chance = random.Random("stock")
+    assert not all(killed(chance, tmp_path / str(trial), "stock")[1] for trial in range(40))
+
+
+def killed(chance: random.Random, folder: Path, who: str) -> tuple[bool, bool]:
+    """Kill a rank of a job that saves all the time.
+
+    Returns:
+        Whether it was in a save; whether the checkpoint that is left is whole.
+    """
+    out = folder / "out"
+    out.mkdir(parents=True)
+    (folder / "flags").write_bytes(bytes(4))
+    count = chance.choice([2, 4])
+    job = ranks.Job("dcp_die", count, folder, who)
+    try:
+        until = time.monotonic() + 60
+        while not (out / ".metadata").exists():
+            assert time.monotonic() < until, "no save comes to its end"
+            time.sleep(0.01)
+        time.sleep(chance.random())
+        victim = chance.randrange(count)
+        job.kill(victim)
+    finally:
+        ended = job.wait(100)
+    assert ended[victim].code == -9, ended
+    hit = (folder / "flags").read_bytes()[victim] == 1
+    state: dict[str, Any] = {
+        "rows": torch.zeros(count << 18, 4),
+        "all": torch.zeros(1 << 20),
+        "step": 0,
+    }
+    reader = FastStorageReader(out) if who != "stock" else dcp.FileSystemReader(out)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, storage_reader=reader, no_dist=True)
+    except Exception:
+        return hit, False
+    return hit, all(bool(torch.all(state[key] == state["step"])) for key in ("rows", "all"))
