@@ -124,7 +124,8 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["within_an_object", "default_device", "stages_change", "negative", "turned_mesh"]
+    "case",
+    ["within_an_object", "default_device", "stages_change", "negative", "turned_mesh", "modes"],
 )
 def test_unusual_states(case: str, tmp_path: Path) -> None:
     ranks.run("ranks_odd", 3, tmp_path, case, timeout=100)
