@@ -16,6 +16,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 import fastserial
@@ -30,6 +31,7 @@ from fastserial.integrations.deepspeed import (
 
 VOCABULARY, WIDTH = 37, 11
 RATE, WARM_UP = 1e-2, 15
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Model(nn.Module):
@@ -160,6 +162,16 @@ def save(engine: Any, folder: Path, step: int) -> None:
     fastserial.uninstall()
     engine.save_checkpoint(str(folder / "stock"))
     engine.save_16bit_model(str(folder), "16bit.pt")
+    gathered = {
+        name: {
+            "fp32": safe_get_full_fp32_param(parameter),
+            **{key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS},
+        }
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+    if torch.distributed.get_rank() == 0:
+        torch.save(gathered, folder / "gathered.pt")
 
 
 def say(**values: Any) -> None:
