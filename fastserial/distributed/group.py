@@ -192,8 +192,13 @@ class Traffic:
             self._put(rank, answer)
         return answer
 
-    def agree(self, error: BaseException | None = None) -> None:
+    def agree(
+        self, error: BaseException | None = None, then: Callable[[], None] | None = None
+    ) -> None:
         """Return when every rank came here without an error.
+
+        Args:
+            then: what rank 0 does before anybody goes on.
 
         Raises:
             DistributedError: a rank came with an error, or does not come; from this rank's
@@ -201,7 +206,13 @@ class Traffic:
         """
         if error is not None:
             raise self.fail(self.rank, describe(error)) from error
-        self.consult(b"", lambda messages: b"")
+
+        def decide(_: list[bytes]) -> bytes:
+            if then is not None:
+                then()
+            return b""
+
+        self.consult(b"", decide)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

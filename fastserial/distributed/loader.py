@@ -32,6 +32,8 @@ from fastserial.reports import Latency, LoadReport, RankReport, publish_load
 __all__ = ["load"]
 
 _SHOWN = 20  # keys, and mismatches, that an error tells
+_RACES = 8  # so often the file may be replaced while the ranks open it
+_SAME = b"same"
 _HALFWAY = "What was to be filled is filled in part: load it again before you use it"
 
 
@@ -205,20 +207,34 @@ class _Load:
         return ""
 
     def _read_index(self) -> FileIndex:
-        """Read the index on rank 0, and open the same file on all ranks."""
+        """Read the index on rank 0, and open the same file on all ranks.
+
+        If another process replaces the file in between, they try again.
+        """
 
         def read(_: Sequence[bytes]) -> bytes:
             reader = self._open()
             return index_of_file(reader.fd, self.path).pack()
 
-        index = unpack(self._traffic.consult(b"", read))
-        reader = self._open()
-        if reader.size != index.size or fingerprint(reader.fd, reader.size) != index.fingerprint:
-            raise CorruptCheckpointError(
-                "it is not the file that rank 0 sees; every rank needs the same one",
-                path=self.path,
+        def all_same(told: Sequence[bytes]) -> bytes:
+            return _SAME if all(word == _SAME for word in told) else b""
+
+        for left in reversed(range(_RACES)):
+            index = unpack(self._traffic.consult(b"", read))
+            reader = self._open()
+            same = (
+                reader.size == index.size
+                and fingerprint(reader.fd, reader.size) == index.fingerprint
             )
-        return index
+            if not same and not left:
+                break
+            if self._traffic.consult(_SAME if same else b"", all_same) == _SAME:
+                return index
+            self.close()
+            self._reader = None
+        raise CorruptCheckpointError(
+            "it is not the file that rank 0 sees; every rank needs the same one", path=self.path
+        )
 
     def _open(self) -> FastFileReader:
         if self._reader is None:

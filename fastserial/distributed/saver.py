@@ -168,7 +168,7 @@ class _Saving:
         if self._new is None:
             self._opened = OpenedFile(orders.place)
         planned = perf_counter()
-        traffic.agree()
+        traffic.agree(then=self._begin)
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         table.synchronize()
         writer = ShardWriter(plan, made, table.sources, self._container, orders.checksums)
@@ -189,7 +189,7 @@ class _Saving:
         self._pickled = pickled = full_pickle(state, archive, table)
         self._container = Container(pickled)
         self._new = NewFile(self._path, self.config)
-        self._place = self._new.reserve(pickled.plan.nbytes)
+        self._place = self._new.place(pickled.plan.nbytes)
 
     def _decide(self, messages: list[bytes]) -> bytes:
         """Return rank 0's orders to all ranks."""
@@ -213,6 +213,11 @@ class _Saving:
         made = schedule(orders.plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
         traffic.kept["save"] = _Kept(orders.name, orders.plan, made, specs)
         return orders.plan, made
+
+    def _begin(self) -> None:
+        """Let the ranks write, now that all are ready. On rank 0."""
+        if self._new is not None:
+            self._new.begin()
 
     def _write(
         self, writer: ShardWriter, made: Schedule, orders: Orders, phases: dict[str, float]

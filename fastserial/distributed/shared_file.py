@@ -1,4 +1,7 @@
-"""The new file that all ranks write: made by rank 0 beside the target, opened by the others."""
+"""The file that all ranks write: made by rank 0 beside the target, opened by the others.
+
+Where no new file can take the target's place it is the target itself, as for one process.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
 from fastserial.files import linux
 from fastserial.files.compression import compression_of
+from fastserial.files.in_place import InPlaceFile
 from fastserial.files.replacement import CannotReplace, Replacement
-from fastserial.files.targets import PathTarget, writable_target
+from fastserial.files.targets import InPlaceTarget, PathTarget, Target, writable_target
 from fastserial.interrupts import Descriptors
 from fastserial.saving.save_errors import save_error
 
@@ -25,36 +29,34 @@ class Place(NamedTuple):
     Attributes:
         path: absolute.
         inode, nbytes: what they have to find there.
+        in_place: it is the target itself, which has its old content until `NewFile.begin`.
     """
 
     path: str
     inode: int
     nbytes: int
+    in_place: bool
 
 
 class NewFile:
-    """Rank 0's: a file that takes the target's place at `commit`."""
+    """Rank 0's: a file that takes the target's place at `commit`, or is overwritten."""
 
     def __init__(self, path: str, config: Config) -> None:
-        """Create it, empty, under a temporary name.
+        """Create it, empty, under a temporary name; or open the target where that cannot be.
 
         Raises:
-            WriteError: it cannot be made, or cannot take the target's place.
+            WriteError: nothing can be written there, or not by several ranks.
         """
-        target = writable_target(path)
-        if not isinstance(target, PathTarget):
-            reason = getattr(target, "reason", "it is no regular file")
-            raise _not_for_many(path, reason)
-        self._target = target
+        self._target = target = writable_target(path)
         self._config = config
         self._needed = 0
-        self._file: Replacement | None = None
+        self._file: Replacement | InPlaceFile | None = None
         try:
-            self._file = Replacement(target, config.durable, named=True)
-        except CannotReplace as found:
-            raise _not_for_many(path, found.reason) from found
+            self._file = _opened(target, config.durable)
         except OSError as error:
             raise self.explained(error) from error
+        if self._file is None:
+            raise _not_for_many(path)
 
     @property
     def fd(self) -> int:
@@ -68,20 +70,38 @@ class NewFile:
     def fallback(self) -> str | None:
         return self._file.fallback if self._file is not None else None
 
-    def reserve(self, nbytes: int) -> Place:
-        """Give the file its size, and the space as far as the options say so.
+    def place(self, nbytes: int) -> Place:
+        """Return where the other ranks find it. A new file gets its size.
 
         Raises:
             OSError: there is no space.
         """
         self._needed = nbytes
-        config = self._config
+        if isinstance(self._file, Replacement):
+            self._reserve()
+            directory = os.path.dirname(os.path.abspath(self._file.target.path))
+            path = os.path.join(directory, self._file.named or "")
+        else:
+            path = os.path.realpath(self._target.name)
+        in_place = isinstance(self._file, InPlaceFile)
+        return Place(path, os.fstat(self.fd).st_ino, nbytes, in_place)
+
+    def begin(self) -> None:
+        """Get ready for the first byte, when no rank has objected: a target loses its content.
+
+        Raises:
+            OSError: there is no space.
+        """
+        if isinstance(self._file, InPlaceFile):
+            self._file.begin()
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Give the file its size, and the space as far as the options say so."""
+        nbytes, config = self._needed, self._config
         if config.preallocate and nbytes > config.small_file and compression_of(self.fd) is None:
             linux.preallocate(self.fd, 0, nbytes)
         os.ftruncate(self.fd, nbytes)
-        named = self._file.named if self._file is not None else None
-        directory = os.path.dirname(os.path.abspath(self._target.path))
-        return Place(os.path.join(directory, named or ""), os.fstat(self.fd).st_ino, nbytes)
 
     def sync(self) -> None:
         if self._file is not None:
@@ -120,13 +140,15 @@ class OpenedFile:
         self._place = place
         self._files = Descriptors()
         try:
-            self.fd = self._files.open(place.path, os.O_RDWR | os.O_NOFOLLOW)
+            access = os.O_WRONLY if place.in_place else os.O_RDWR
+            self.fd = self._files.open(place.path, access | os.O_NOFOLLOW)
             found = os.fstat(self.fd)
         except OSError as error:
             self.close()
             number = error.errno or errno.EIO
             raise write_error(number, place.path, _not_shared(error.strerror or "")) from error
-        if (found.st_ino, found.st_size) != (place.inode, place.nbytes):
+        nbytes = place.nbytes if place.in_place else found.st_size
+        if (found.st_ino, nbytes) != (place.inode, place.nbytes):
             self.close()
             raise write_error(errno.ESTALE, place.path, _not_shared("another file is there"))
 
@@ -139,13 +161,34 @@ class OpenedFile:
 
     def remove(self) -> None:
         """Remove the new file, if rank 0 could not: it is no other than the one it made."""
+        if self._place.in_place:
+            return
         with contextlib.suppress(OSError):
             if os.lstat(self._place.path).st_ino == self._place.inode:
                 os.unlink(self._place.path)
 
 
-def _not_for_many(path: str, reason: str) -> WriteError:
-    text = f"several ranks cannot write to it: {reason}. Save to another path"
+def _opened(target: Target, durable: bool) -> Replacement | InPlaceFile | None:
+    """Return a new file for a target, or the target; None if many cannot write it.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    if isinstance(target, PathTarget):
+        try:
+            return Replacement(target, durable, named=True)
+        except CannotReplace as found:
+            target = InPlaceTarget(target.name, found.reason, found.sequential)
+    if isinstance(target, InPlaceTarget) and not target.sequential:
+        return InPlaceFile(target, durable)
+    return None
+
+
+def _not_for_many(path: str) -> WriteError:
+    text = (
+        "several ranks cannot write there: the file system takes the bytes of a file only in "
+        "their order. Save to another path"
+    )
     return write_error(errno.EINVAL, path, text)
 
 

@@ -13,6 +13,9 @@ or, before `deepspeed.initialize`, by configuration:
 Files and names are DeepSpeed's; stock DeepSpeed and stock torch read them. What differs: each file
 is written whole or not at all, and `latest` names a checkpoint only when the files of all ranks are
 on their devices. If one rank cannot save, all ranks raise and `latest` stays as it was.
+
+`save_full(engine, path)` writes one ordinary torch file instead of a folder, and `load_full(engine,
+path)` loads it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from fastserial import config
 from fastserial.checkpoints.save import save
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
+from fastserial.integrations.deepspeed_full import load_full, save_full
 
 if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
@@ -43,6 +47,8 @@ __all__ = [
     "disable",
     "enable",
     "install",
+    "load_full",
+    "save_full",
     "uninstall",
 ]
 

@@ -6,26 +6,33 @@
     fastpersist_save(state, "ckpt.pt", get_aio_handle(), get_pinned_buffer())
 
 They write what `torch.save` writes, byte for byte, in either format, whether or not
-`fastserial.install()` was called. Without a handle the engine in force is used (`threads` by
-default) and DeepSpeed need not be installed.
+`fastserial.install()` was called. With a `group`, its ranks write one file together. Without a
+handle the engine in force is used (`threads` by default) and DeepSpeed need not be installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import weakref
+from collections.abc import Iterator
+from dataclasses import fields
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastserial import config, distributed
 from fastserial.checkpoints.save import save
 from fastserial.engines.deepspeed.aio_op import AioSettings, load_op, lockable
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import EngineUnavailableError
 from fastserial.memory.huge_pages import gather_pages
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = [
     "FastFileWriterConfig",
@@ -51,6 +58,7 @@ def fastpersist_save(
     show_stats: bool = True,
     double_buffer: bool = True,
     num_parallel_writers: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> Statistics:
     """Write what `torch.save(obj, file_path)` writes (the zip format), at the disk's speed.
 
@@ -60,8 +68,12 @@ def fastpersist_save(
         use_gds: GPUDirect Storage, for which there is no engine here: an error says so.
         show_stats: log the statistics (logger `fastserial`, level INFO).
         double_buffer: fill one half of the buffer while the other half is written.
-        num_parallel_writers: accepted, and 1 whatever is given: the file is always whole.
-            DeepSpeedExamples' default of 8 makes its legacy file one eighth of the data.
+        num_parallel_writers: how many ranks of `group` write. Without a group it is 1, whatever
+            is given: the file is always whole. DeepSpeedExamples' default of 8 makes its legacy
+            file one eighth of the data.
+        group: ranks that all call this with one path and write one file together, which loads as
+            any other, as `fastserial.distributed.save` does; `torch.distributed.group.WORLD` is
+            all of them.
 
     Returns:
         `total_bytes`, `total_secs`, `total_GB/s`, `write_secs` (the save without pickling),
@@ -70,10 +82,15 @@ def fastpersist_save(
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
         EngineUnavailableError: the handle or GDS cannot be used here.
+        DistributedError: with a group: any rank failed.
     """
-    del num_parallel_writers
-    config = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
-    return _save(obj, file_path, config, use_gds, show_stats, True, 2)
+    options = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
+    if group is None:
+        return _save(obj, file_path, options, use_gds, show_stats, True, 2)
+    with _in_force(options, use_gds):
+        report = distributed.save(obj, file_path, group=group, writers=num_parallel_writers)
+    own = report.seconds - report.phases.get("plan", 0.0)
+    return _statistics({}, report.path, report.bytes, report.seconds, own, show_stats)
 
 
 def fastpersist_save_legacy(
@@ -92,8 +109,8 @@ def fastpersist_save_legacy(
     Arguments, result and errors are those of `fastpersist_save`.
     """
     del num_parallel_writers
-    config = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
-    return _save(obj, file_path, config, use_gds, show_stats, False, pickle_protocol)
+    options = FastFileWriterConfig(aio_handle, pinned_buffer, double_buffer)
+    return _save(obj, file_path, options, use_gds, show_stats, False, pickle_protocol)
 
 
 def _save(
@@ -106,26 +123,45 @@ def _save(
     protocol: int,
 ) -> Statistics:
     path = os.fspath(file_path)
-    config = None
-    if use_gds:
-        raise EngineUnavailableError("use_gds: there is no engine for GPUDirect Storage")
-    if options.dnvme_handle is not None:
-        config = options_of(options)
     began = perf_counter()
-    writer = save(obj, path, zip_container=zip_container, pickle_protocol=protocol, config=config)
+    with _in_force(options, use_gds):
+        writer = save(obj, path, zip_container=zip_container, pickle_protocol=protocol)
     seconds = perf_counter() - began
-    nbytes = os.path.getsize(path)
     statistics: Statistics = {}
     serialize = 0.0
     if writer is not None:
         statistics |= writer.get_stats()
         if writer.report is not None:
             serialize = writer.report.phases.get("serialize", 0.0)
-    write_seconds = max(0.0, seconds - serialize)
+    own = max(0.0, seconds - serialize)
+    return _statistics(statistics, path, os.path.getsize(path), seconds, own, show)
+
+
+@contextlib.contextmanager
+def _in_force(options: FastFileWriterConfig, use_gds: bool) -> Iterator[None]:
+    """Put in force what a handle and a buffer say.
+
+    Raises:
+        EngineUnavailableError: they cannot be used here.
+    """
+    if use_gds:
+        raise EngineUnavailableError("use_gds: there is no engine for GPUDirect Storage")
+    if options.dnvme_handle is None:
+        yield
+        return
+    found = options_of(options)
+    with config.options(**{one.name: getattr(found, one.name) for one in fields(found)}):
+        yield
+
+
+def _statistics(
+    statistics: Statistics, path: str, nbytes: int, seconds: float, own: float, show: bool
+) -> Statistics:
+    """Return statistics of a save; `own` seconds of it without pickling."""
     statistics |= {
         "path": path,
-        "write_secs": write_seconds,
-        "write_GB/s": nbytes / write_seconds / GiB if write_seconds else 0.0,
+        "write_secs": own,
+        "write_GB/s": nbytes / own / GiB if own else 0.0,
         "total_bytes": nbytes,
         "total_secs": seconds,
         "total_GB/s": nbytes / seconds / GiB if seconds else 0.0,

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import fastserial
-from fastserial.bench.measuring import rotation
+from fastserial.bench.measuring import ranks, rotation
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.identical import different_tensors, digest
 from fastserial.bench.measuring.measure import Sample, measure
@@ -27,7 +27,7 @@ from fastserial.bench.measuring.summary import Spread, paired, summarize, unstea
 from fastserial.bench.measuring.units import parse_bytes
 from fastserial.bench.presenting.deepspeed_view import results_as_json, show_results
 from fastserial.bench.presenting.save_view import fio_line
-from fastserial.bench.studies import comparison, deepspeed
+from fastserial.bench.studies import comparison
 from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench, RowResult
 from fastserial.bench.studies.startup import measure_startup
 from fastserial.bench.subjects import fio, payload
@@ -388,13 +388,13 @@ def test_one_rank_that_fails_ends_the_run() -> None:
     programs = ("import time; time.sleep(600)", "raise SystemExit(3)")
     running = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     try:
-        assert deepspeed._first_failure(running) == (1, 3)
+        assert ranks._first_failure(running) == (1, 3)
         assert running[0].poll() is None
     finally:
         running[0].kill()
         running[0].wait()
     done = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
-    assert deepspeed._first_failure(done) is None
+    assert ranks._first_failure(done) is None
 
 
 def test_deepspeed_s_ratios_are_of_one_round(tmp_path: Path) -> None:

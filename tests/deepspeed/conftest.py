@@ -107,9 +107,14 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def launch() -> Callable[..., list[dict[str, Any]]]:
-    """Runs `train.py` on one or two ranks and returns what they said."""
+    """Runs a program on one or two ranks and returns what they said."""
 
-    def run(world: int, *arguments: object, env: Mapping[str, str] = {}) -> list[dict[str, Any]]:
+    def run(
+        world: int,
+        *arguments: object,
+        env: Mapping[str, str] = {},
+        program: str = "train.py",
+    ) -> list[dict[str, Any]]:
         port = free_port()
         shared = {
             **os.environ,
@@ -119,7 +124,7 @@ def launch() -> Callable[..., list[dict[str, Any]]]:
             "OMP_NUM_THREADS": "1",
             **env,
         }
-        command = [sys.executable, os.path.join(os.path.dirname(__file__), "train.py")]
+        command = [sys.executable, os.path.join(os.path.dirname(__file__), program)]
         command += [str(argument) for argument in arguments]
         running = [
             subprocess.Popen(

@@ -21,6 +21,7 @@ FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
 MIB = 1024 * 1024
 
 
+@pytest.mark.timeout(1200 if FULL else 300)
 @pytest.mark.parametrize(
     ("count", "cases"),
     [(1, 20), (2, 60), (3, 60), (4, 80)]
@@ -28,7 +29,7 @@ MIB = 1024 * 1024
     else [(1, 60), (2, 300), (3, 300), (4, 400), (6, 100), (8, 100)],
 )
 def test_the_bytes_of_stock(count: int, cases: int, tmp_path: Path) -> None:
-    ranks.run("ranks_save", count, tmp_path, 100 + count, cases, timeout=280)
+    ranks.run("ranks_save", count, tmp_path, 100 + count, cases, timeout=1100 if FULL else 280)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ def test_a_rank_that_sees_another_file_system(tmp_path: Path) -> None:
     assert ranks.run("ranks_fail", 3, tmp_path, "unseen") == ["unseen\n"] * 3
 
 
+@pytest.mark.timeout(1800 if FULL else 300)
 def test_killed_ranks_leave_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     chance = random.Random(17)
     trials = 100 if FULL else 4
@@ -124,7 +126,8 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["within_an_object", "default_device", "stages_change", "negative", "turned_mesh"]
+    "case",
+    ["within_an_object", "default_device", "stages_change", "negative", "turned_mesh", "modes"],
 )
 def test_unusual_states(case: str, tmp_path: Path) -> None:
     ranks.run("ranks_odd", 3, tmp_path, case, timeout=100)

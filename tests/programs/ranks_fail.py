@@ -82,7 +82,7 @@ def interrupted(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def agree(self: Any, error: BaseException | None = None) -> None:
+    def agree(self: Any, **more: object) -> None:
         signal.signal(signal.SIGALRM, stop)
         signal.raise_signal(signal.SIGALRM)
 

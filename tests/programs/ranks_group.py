@@ -1,4 +1,7 @@
-"""A rank of three: saves from a group of two, twice with a new process group. Arguments: folder."""
+"""A rank of three: saves from a group of two, twice with a new process group. Arguments: folder.
+
+Also by FastPersist's function, with its number of writers.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fastserial import distributed, last_save_report
+from fastserial.integrations.fastpersist import fastpersist_save
 
 
 def main() -> None:
@@ -38,6 +42,18 @@ def main() -> None:
                 report = last_save_report()
                 assert report is not None
                 assert [part.rank for part in report.ranks] == [0, 1]
+            state = {"w": leaf, "turn": turn}
+            for writers in (1, 2):
+                name = folder / f"{writers}" / "file.pt"
+                name.parent.mkdir(exist_ok=True)
+                found = fastpersist_save(state, name, num_parallel_writers=writers, group=group)
+                assert name.read_bytes() == path.read_bytes()
+                assert found["total_bytes"] == path.stat().st_size
+                assert 0 < found["write_secs"] <= found["total_secs"]
+                if rank == 1:
+                    report = last_save_report()
+                    assert report is not None
+                    assert sum(part.bytes > 0 for part in report.ranks) == writers
         dist.barrier()
         dist.destroy_process_group()
         os.environ["FASTSERIAL_TEST_STORE"] += "again"

@@ -93,7 +93,25 @@ def turned_mesh(folder: Path, rank: int, count: int) -> None:
         assert torch.equal(target["x"].full_tensor().view(torch.int32), full.view(torch.int32))
 
 
-CASES = (within_an_object, default_device, stages_change, negative, turned_mesh)
+def modes(folder: Path, rank: int, count: int) -> None:
+    """What a program may have set for torch's functions says nothing of ours."""
+    full = noise([300, 1000], torch.float32, 3)
+    mesh = DeviceMesh("cpu", torch.arange(count))
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    with torch.inference_mode():
+        leaf = distribute_tensor(full, mesh, [Shard(1)])
+        same(folder, {"x": leaf, "y": full}, {"x": full.clone(), "y": full})
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        local = torch.zeros_like(full.chunk(count)[rank], requires_grad=True)
+        rows = DTensor.from_local(local.detach(), mesh, [Shard(0)], run_check=False)
+        with mode():
+            distributed.load(folder / "file.pt", {"x": rows}, strict=False)
+        mine = full.chunk(count)[rank]
+        assert torch.equal(rows.to_local().view(torch.int32), mine.view(torch.int32))
+
+
+CASES = (within_an_object, default_device, stages_change, negative, turned_mesh, modes)
 
 
 def main() -> None:

@@ -29,8 +29,9 @@ from deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import (
 
 import fastserial
 from fastserial.bench.measuring.identical import digest
+from fastserial.bench.measuring.ranks import MARK
 from fastserial.bench.measuring.settle import settle
-from fastserial.bench.studies.deepspeed_plan import MARK, DeepSpeedBench, RowResult
+from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench, RowResult
 from fastserial.bench.subjects.models import build_module
 from fastserial.bench.subjects.saving import sync
 from fastserial.files.durable import sync_folders

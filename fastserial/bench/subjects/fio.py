@@ -68,18 +68,20 @@ def installed() -> bool:
     return shutil.which("fio") is not None
 
 
-def run_fio(variant: FioVariant, path: Path, nbytes: int) -> Sample:
+def run_fio(variant: FioVariant, path: Path, nbytes: int, jobs: int = 1) -> Sample:
     """Write a new file of about `nbytes` bytes with fio, its final fsync included.
 
-    The preallocation is not in fio's time, nor is its start.
+    The preallocation is not in fio's time, nor is its start. Several jobs write a part each.
 
     Raises:
         BenchError: fio failed, with its message.
     """
-    blocks = max(1, round(nbytes / variant.block))
+    blocks = max(1, round(nbytes / variant.block / jobs))
     depth = blocks if variant.fresh else variant.depth
-    fallocate = f"--fallocate={'native' if variant.preallocate else 'none'}"
-    return _run(variant, path, "write", blocks, depth, ["--end_fsync=1", fallocate])
+    part = blocks * variant.block
+    options = ["--end_fsync=1", f"--fallocate={'native' if variant.preallocate else 'none'}"]
+    options += [f"--numjobs={jobs}", f"--offset_increment={part}", f"--filesize={part * jobs}"]
+    return _run(variant, path, "write", blocks, depth, options)
 
 
 def read_file(variant: FioVariant, path: Path) -> Sample:
@@ -114,6 +116,7 @@ def _run(
         *options,
         f"--iomem={'mmaphuge' if variant.huge else 'malloc'}",
         "--thread",
+        "--group_reporting",
         "--output-format=json",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

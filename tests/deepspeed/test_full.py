@@ -1,0 +1,227 @@
+"""One file of a DeepSpeed engine: what `zero_to_fp32` and `save_16bit_model` would give, and back.
+
+On CPU with gloo. `full.py` is what the ranks run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import full
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from said import Said, check_exit, having, losses
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+from fastserial import distributed
+
+Launch = Callable[..., Said]
+PROGRAM = "full.py"
+SAVED, STEPS = 3, 6
+BF16 = {"bf16": {"enabled": True}}
+FP32_GRADIENTS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+CASES: list[tuple[int, dict[str, Any], list[str]]] = [
+    (1, {}, []),
+    (1, BF16, ["--frozen"]),
+    (1, FP32_GRADIENTS, []),
+    (2, {}, ["--frozen"]),
+    (2, {**BF16, "zero_optimization": {"round_robin_gradients": True}}, []),
+    (2, {**BF16, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, []),
+    (3, {}, []),
+    (3, {**BF16, "zero_optimization": {"stage3_param_persistence_threshold": 0}}, ["--frozen"]),
+    (3, {**BF16, "zero_optimization": {"sub_group_size": 200}}, []),
+]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two tensors, or two other values, are the same, bit for bit."""
+    if not isinstance(a, torch.Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(
+        *(t.contiguous().flatten().view(torch.uint8) if t.dim() else t for t in (a, b))
+    )
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Return whether two nests are the same, the order of keys and the types included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return same(a, b)
+
+
+@pytest.mark.parametrize(("stage", "config", "options"), CASES)
+def test_one_file(
+    launch: Launch, tmp_path: Path, stage: int, config: dict[str, Any], options: list[str]
+) -> None:
+    run: list[Any] = ["--stage", stage, "--config", json.dumps(config), *options]
+    said = launch(2, *run, "--save-at", SAVED, "--folder", tmp_path, program=PROGRAM)
+    check_exit(said)
+    unbroken = losses(said)
+    assert len(unbroken) == 2 * STEPS
+    if config is not FP32_GRADIENTS:  # zero_to_fp32 finds "not a zero checkpoint"
+        compare_with_zero_to_fp32(tmp_path, stage)
+    compare_with_16bit(tmp_path)
+    if "round_robin" not in str(config):
+        # Under round_robin_gradients these functions of DeepSpeed's take other ranges.
+        compare_with_gathered(tmp_path)
+
+    # On as many ranks: the same run. On one: about the same, and at first the same state.
+    back = ["--first", SAVED, "--load", tmp_path / "full.pt"]
+    resumed = launch(2, *run, *back, "--again", tmp_path / "2.pt", program=PROGRAM)
+    check_exit(resumed)
+    assert len(losses(resumed)) == 2 * (STEPS - SAVED)
+    assert losses(resumed).items() <= unbroken.items()
+    assert [line["steps"] for line in having(resumed, "steps")] == [SAVED] * 2
+
+    alone = launch(1, *run, *back, "--again", tmp_path / "1.pt", program=PROGRAM)
+    check_exit(alone)
+    for rank_and_step, loss in losses(alone).items():
+        # The first is exact; then gradients of one rank are no longer means of two.
+        expected = float.fromhex(unbroken[rank_and_step])
+        assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5)
+    for name in ("1.pt", "2.pt"):
+        assert alike(torch.load(tmp_path / name), torch.load(tmp_path / "full.pt"))
+
+
+def compare_with_zero_to_fp32(folder: Path, stage: int) -> None:
+    whole = torch.load(folder / "full.pt")
+    weights = torch.load(folder / "weights.pt")
+    stock = get_fp32_state_dict_from_zero_checkpoint(str(folder / "stock"))
+    lacking = weights.keys() - stock.keys()  # stock forgets frozen parameters under ZeRO 1
+    assert lacking == (set() if stage > 1 else {key for key in lacking if "fixed" in key})
+    assert stock.keys() <= weights.keys()
+    for key, value in stock.items():
+        assert same(weights[key], value), key
+        assert same(whole["module"][key], value), key
+
+
+def compare_with_16bit(folder: Path) -> None:
+    whole = torch.load(folder / "full.pt")["module"]
+    weights = torch.load(folder / "weights.pt")
+    stock = torch.load(folder / "16bit.pt")
+    module = torch.load(folder / "module.pt")
+    assert list(stock) == list(module) == list(weights) == list(whole)
+    for key, value in stock.items():
+        assert same(module[key], value), key
+    for state in (weights, module, whole):
+        assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+        full.Model(frozen=False).load_state_dict(state)
+
+
+def compare_with_gathered(folder: Path) -> None:
+    whole = torch.load(folder / "full.pt")
+    gathered = torch.load(folder / "gathered.pt")
+    assert gathered.keys() == whole["optimizer"]["state"].keys()
+    for name, stock in gathered.items():
+        assert same(whole["module"][name], stock["fp32"]), name
+        for key in full.MOMENTS:
+            assert same(whole["optimizer"]["state"][name][key], stock[key]), (name, key)
+
+
+def test_plain_torch_goes_on(launch: Launch, tmp_path: Path) -> None:
+    """A process without DeepSpeed takes model and optimizer from the file."""
+    said = launch(2, "--stage", 2, "--save-at", SAVED, "--folder", tmp_path, program=PROGRAM)
+    check_exit(said)
+    for how in ("load", "set"):
+        model = full.Model(frozen=False)
+        optimizer = torch.optim.AdamW(full.groups_of(model), lr=1.0)
+        if how == "load":
+            into = {"module": model, "optimizer": optimizer}
+            distributed.load(tmp_path / "full.pt", into, strict=False)
+        else:
+            state = torch.load(tmp_path / "full.pt")
+            model.load_state_dict(state["module"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        assert optimizer.param_groups[1]["weight_decay"] == 0
+        for step in range(SAVED, STEPS):
+            loss = model(full.batch(step))
+            expected = float.fromhex(losses(said)[0, step])
+            assert loss.item() == pytest.approx(expected, rel=1e-5)
+            optimizer.zero_grad()
+            loss.backward()
+            # DeepSpeed's scheduler: the rate of the step
+            for group in optimizer.param_groups:
+                group["lr"] = full.rate(step)
+            optimizer.step()
+        assert {int(state["step"]) for state in optimizer.state.values()} == {STEPS}
+
+
+def test_another_stage(launch: Launch, tmp_path: Path) -> None:
+    """A file of ZeRO 2 in ZeRO 3; and one that no ZeRO can take."""
+    said = launch(2, "--stage", 2, "--save-at", SAVED, "--folder", tmp_path, program=PROGRAM)
+    check_exit(said)
+    options: list[Any] = ["--stage", 3, "--config", json.dumps(BF16)]
+    again = ["--load", tmp_path / "full.pt", "--again", tmp_path / "again.pt", "--steps", 0]
+    check_exit(launch(2, *options, *again, program=PROGRAM))
+    state = torch.load(tmp_path / "full.pt")
+    assert alike(torch.load(tmp_path / "again.pt"), state)
+
+    state["optimizer"]["state"]["up.bias"]["step"] += 1
+    torch.save(state, tmp_path / "odd.pt")
+    said = launch(2, *options, "--refused", tmp_path / "odd.pt", "--steps", 0, program=PROGRAM)
+    check_exit(said)
+    for line in having(said, "refused"):
+        assert line["refused"] == "LoadMismatchError"
+        assert "under ZeRO they have one" in line["text"]
+
+
+def test_weights_of_a_plain_state_dict(launch: Launch, tmp_path: Path) -> None:
+    """A state dict from anywhere, into bf16 and fp32 master weights, on another stage."""
+    torch.manual_seed(1)
+    model = full.Model(frozen=False)
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    run = ["--config", json.dumps(BF16), "--steps", 0, "--load", tmp_path / "plain.pt"]
+    for stage in (1, 3):
+        again = tmp_path / f"{stage}.pt"
+        check_exit(launch(2, "--stage", stage, *run, "--again", again, program=PROGRAM))
+        found = torch.load(again)
+        for key, value in model.state_dict().items():
+            assert same(found["module"][key], value), key
+        assert found["optimizer"]["state"] == {}
+
+
+def test_what_does_not_fit(launch: Launch, tmp_path: Path) -> None:
+    state = full.Model(frozen=False).state_dict()
+    del state["up.bias"]
+    torch.save({**state, "other": torch.ones(3)}, tmp_path / "plain.pt")
+    said = launch(2, "--stage", 2, "--refused", tmp_path / "plain.pt", program=PROGRAM)
+    check_exit(said)
+    for line in having(said, "refused"):
+        assert line["refused"] == "LoadMismatchError"
+        assert "not in the file: up.bias" in line["text"]
+        assert "only in the file: other" in line["text"]
+    assert len(having(said, "refused")) == 2
+    said = launch(2, "--stage", 0, "--refused", tmp_path / "plain.pt", program=PROGRAM)
+    check_exit(said)
+    assert {line["refused"] for line in having(said, "refused")} == {"ConfigError"}
+    said = launch(2, "--stage", 1, "--refused", tmp_path / "nowhere.pt", program=PROGRAM)
+    check_exit(said)
+    assert {line["refused"] for line in having(said, "refused")} == {"DistributedError"}
+
+
+@pytest.mark.parametrize(
+    ("how", "writers"), [("replica", [0, 1]), ("socket", [0, 1]), ("machine", [0]), (None, [0, 1])]
+)
+def test_writers_of_fastpersist(
+    launch: Launch, tmp_path: Path, how: str | None, writers: list[int]
+) -> None:
+    """DeepSpeed's section for its own writer says who writes; the file is one, and the same."""
+    config: dict[str, Any] = {"fastserial": True, "checkpoint": {}}
+    if how is not None:
+        config["checkpoint"] = {"writer": {"type": "fast", "data_parallel": how}}
+    options = ["--stage", 2, "--config", json.dumps(config), "--by-config", "--large"]
+    said = launch(2, *options, "--steps", 1, "--save-at", 1, "--folder", tmp_path, program=PROGRAM)
+    check_exit(said)
+    wrote = having(said, "saved")[0]["wrote"]
+    assert [rank for rank, nbytes in enumerate(wrote) if nbytes] == writers
+    assert set(torch.load(tmp_path / "full.pt")) > {"module", "optimizer"}

@@ -1,0 +1,224 @@
+"""A rank of four: groups of some ranks, many saves, unusual dtypes. Arguments: folder, case."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from support.sharded import noise, same_bytes, strided
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fastserial import distributed
+from fastserial.distributed import FlatShard
+from fastserial.errors import DistributedError
+
+MIB = 2**20
+DTYPES = [
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.complex32, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+DTYPES += [kind for kind in (getattr(torch, "float8_e8m0fnu", None),) if kind is not None]
+
+
+def group_state(ranks: list[int], group: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a state whose shards the ranks of a group hold, and the whole of it."""
+    full = noise([400, 301], torch.float32, seed)
+    flat = noise([90_000], torch.bfloat16, seed + 1)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    at = ranks.index(dist.get_rank())
+    local = list(full.chunk(len(ranks)))[at].contiguous()
+    step = -(-90_000 // len(ranks))
+    first, stop = at * step, min((at + 1) * step, 90_000)
+    shard = FlatShard((90_000,), flat.dtype, first, stop - first, flat[first:stop].clone())
+    rows = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+    )
+    return {"w": rows, "f": shard, "n": seed}, {"w": full, "f": flat, "n": seed}
+
+
+def check(path: Path, whole: dict[str, Any]) -> None:
+    stock = path.parent / "stock" / path.name
+    stock.parent.mkdir(exist_ok=True)
+    torch.save(whole, stock)
+    assert path.read_bytes() == stock.read_bytes(), path
+
+
+def groups(folder: Path) -> None:
+    """Two groups at once, with different numbers of saves; groups that overlap; then all ranks."""
+    rank = dist.get_rank()
+    pairs = [[0, 1], [2, 3], [1, 2], [0, 2, 3], [0, 1, 2, 3]]
+    made = [dist.new_group(ranks) for ranks in pairs]
+    for seed, (ranks, group) in enumerate(zip(pairs, made, strict=True)):
+        if rank not in ranks:
+            continue
+        path = folder / f"{ranks}.pt"
+        for turn in range(1 + rank // 2 if seed < 2 else 2):
+            state, whole = group_state(ranks, group, 100 * seed + turn)
+            distributed.save(state, path, group=group, timeout=60)
+            if rank == ranks[0]:
+                check(path, whole)
+            into, _ = group_state(ranks, group, 7)
+            distributed.load(path, into, group=group, timeout=60)
+            assert same_bytes(into["f"].tensor, state["f"].tensor)
+            assert into["n"] == state["n"]
+    dist.barrier()
+    # A failure in one group is no other group's.
+    ranks, group = (pairs[0], made[0]) if rank < 2 else (pairs[1], made[1])
+    state, whole = group_state(ranks, group, 50)
+    if rank == 1:
+        state["more"] = torch.zeros(2)
+    try:
+        distributed.save(state, folder / f"{ranks}.pt", group=group, timeout=60)
+        assert rank > 1
+    except DistributedError as error:
+        assert rank < 2
+        assert error.rank == 1
+    dist.barrier()
+    state, whole = group_state(pairs[4], made[4], 60)
+    distributed.save(state, folder / "all.pt", timeout=60)
+    if rank == 0:
+        check(folder / "all.pt", whole)
+
+
+def use() -> tuple[int, int, int]:
+    """Return bytes of memory, descriptors and threads of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def growth(folder: Path) -> None:
+    """A hundred saves and loads, some of which fail, leave nothing behind."""
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    full = noise([1200, 500], torch.float32, 3)
+    local = full.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    before = (0, 0, 0)
+    for step in range(120):
+        if step == 20:
+            before = use()
+        # Now and then another plan; the widths come again.
+        rows = DTensor.from_local(local[:, : 500 - step % 3], mesh, [Shard(0)], run_check=False)
+        state = {"rows": rows, "step": step}
+        if step % 10 == 5 and dist.get_rank() == step // 10 % 4:
+            state["more"] = torch.zeros(2)
+        try:
+            distributed.save(state, folder / "file.pt", timeout=60)
+            distributed.load(folder / "file.pt", {"rows": rows, "step": 0}, timeout=60)
+            assert step % 10 != 5
+        except DistributedError:
+            assert step % 10 == 5
+    after = use()
+    assert after[0] - before[0] < 16 * MIB, (before, after)
+    assert after[1] == before[1], (before, after)
+    # Those of connections that failed end a little later.
+    assert after[2] - before[2] < 4, (before, after)
+
+
+def dtypes(folder: Path) -> None:
+    """Elements that torch hardly computes with, in all placements, saved and loaded."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    chance = random.Random(1)
+    line, square = (
+        DeviceMesh("cpu", torch.arange(count)),
+        DeviceMesh("cpu", torch.arange(4).view(2, 2)),
+    )
+    for dtype in DTYPES:
+        state: dict[str, Any] = {}
+        whole: dict[str, Any] = {}
+        for shape in ([13, 9], [700, 500]):
+            full = noise(shape, dtype, len(whole))
+            for dim in (0, 1):
+                local = list(full.chunk(count, dim))
+                local += [full.narrow(dim, 0, 0)] * (count - len(local))
+                state[f"{shape} {dim}"] = DTensor.from_local(
+                    local[rank].contiguous(),
+                    line,
+                    [Shard(dim)],
+                    run_check=False,
+                    shape=full.shape,
+                    stride=full.stride(),
+                )
+                whole[f"{shape} {dim}"] = full.clone()
+            state[f"{shape} strided"] = strided(chance, full, square)
+            state[f"{shape} all"] = DTensor.from_local(
+                full.clone(), line, [Replicate()], run_check=False
+            )
+            numel = full.numel()
+            first, stop = numel * rank // count, numel * (rank + 1) // count
+            part = full.flatten()[first:stop].clone()
+            state[f"{shape} flat"] = FlatShard(tuple(shape), dtype, first, stop - first, part)
+            state[f"{shape} plain"] = full
+            for key in ("strided", "all", "flat", "plain"):
+                whole[f"{shape} {key}"] = full.clone()
+        path = folder / "file.pt"
+        distributed.save(state, path, timeout=60)
+        if rank == 0:
+            check(path, whole)
+        keys = list(state)
+        # Each value into the place of another one of that shape.
+        into = {key: emptied(state[other]) for key, other in zip(keys, turned(keys), strict=True)}
+        distributed.load(path, into, timeout=60)
+        for key, other in zip(keys, turned(keys), strict=True):
+            assert same_bytes(held(into[key]), held(state[other])), (dtype, key, other)
+
+
+def turned(keys: list[str]) -> list[str]:
+    half = len(keys) // 2
+    return [*keys[1:half], keys[0], *keys[half + 1 :], keys[half]]
+
+
+def held(leaf: Any) -> torch.Tensor:
+    if isinstance(leaf, FlatShard):
+        return leaf.tensor
+    found: torch.Tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    return found
+
+
+def emptied(leaf: Any) -> Any:
+    local = held(leaf)
+    new = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype)
+    if isinstance(leaf, FlatShard):
+        return FlatShard(leaf.param_shape, leaf.dtype, leaf.start, leaf.length, new)
+    if isinstance(leaf, DTensor):
+        return DTensor.from_local(
+            new,
+            leaf.device_mesh,
+            leaf.placements,
+            run_check=False,
+            shape=leaf.shape,
+            stride=leaf.stride(),
+        )
+    return new
+
+
+def replaced(folder: Path) -> None:
+    """Loads while another process replaces the file: always one file, whole."""
+    path = folder / "file.pt"
+    size = 300_000
+    seen = set()
+    for _ in range(40):
+        into = {"a": torch.zeros(size), "b": torch.zeros(size), "n": -1}
+        mine = {"a": into["a"], "n": 0} if dist.get_rank() == 1 else into
+        distributed.load(path, mine, timeout=60)
+        values = {float(value) for key in ("a", "b") for value in mine.get(key, into["a"])[::99]}
+        assert values == {float(mine["n"])}, values
+        seen.add(mine["n"])
+    assert len(seen) > 1, "nobody replaced it"
+
+
+CASES = (groups, growth, dtypes, replaced)
+
+
+def main() -> None:
+    join()
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    {case.__name__: case for case in CASES}[name](folder)
+
+
+main()

@@ -1,0 +1,226 @@
+"""A rank of two: saves to unusual targets, as stock beside it. Arguments: folder, cases."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from support.sharded import noise, same_bytes
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fastserial import distributed, last_save_report, options
+from fastserial.errors import DistributedError
+
+FULL = {"step": 3, "rows": noise([1000, 700], torch.float32, 1)}
+
+
+def state() -> dict[str, Any]:
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    return {"step": 3, "rows": distribute_tensor(FULL["rows"], mesh, [Shard(0)])}
+
+
+def alone(step: Callable[[], object]) -> None:
+    """Let rank 0 do something before the others go on."""
+    if dist.get_rank() == 0:
+        step()
+    dist.barrier()
+
+
+def attributes(path: Path) -> dict[str, Any]:
+    """Return what a file has besides its bytes."""
+    found = os.lstat(path)
+    names = sorted(os.listxattr(path))
+    return {
+        "mode": stat.filemode(found.st_mode),
+        "owner": (found.st_uid, found.st_gid),
+        "extended": {name: os.getxattr(path, name) for name in names},
+    }
+
+
+def as_stock(folder: Path, prepare: Callable[[Path], object], umask: int = 0o22) -> None:
+    """Save over a file that was prepared, beside stock, and compare all of the two files."""
+    ours, theirs = folder / "ours" / "file.pt", folder / "theirs" / "file.pt"
+
+    def prepared() -> None:
+        for path in (ours, theirs):
+            path.parent.mkdir()
+            prepare(path)
+
+    alone(prepared)
+    os.umask(umask)
+    distributed.save(state(), ours, timeout=30)
+
+    def compared() -> None:
+        torch.save(FULL, theirs)
+        assert ours.read_bytes() == theirs.read_bytes()
+        assert attributes(ours) == attributes(theirs), (attributes(ours), attributes(theirs))
+        assert sorted(os.listdir(ours.parent)) == sorted(os.listdir(theirs.parent))
+
+    alone(compared)
+
+
+def new(folder: Path) -> None:
+    as_stock(folder, lambda path: None, umask=0o137)
+
+
+def private(folder: Path) -> None:
+    def prepare(path: Path) -> None:
+        path.write_bytes(b"old")
+        path.chmod(0o600)
+        os.setxattr(path, "user.note", b"keep me")
+
+    as_stock(folder, prepare, umask=0)
+
+
+def others(folder: Path) -> None:
+    """Another user's, with an access list."""
+
+    def prepare(path: Path) -> None:
+        path.write_bytes(b"old")
+        os.chown(path, 1234, 4321)
+        subprocess.run(["setfacl", "-m", "u:daemon:rw,g:games:r", str(path)], check=True)
+
+    as_stock(folder, prepare)
+
+
+def link(folder: Path) -> None:
+    def prepare(path: Path) -> None:
+        real = path.parent / "below" / "real.bin"
+        real.parent.mkdir()
+        real.write_bytes(b"old" * 1000)
+        path.symlink_to("below/real.bin")
+
+    as_stock(folder, prepare)
+    report = last_save_report()
+    assert dist.get_rank() or (report is not None and report.fallback is None)
+
+
+def hanging_link(folder: Path) -> None:
+    as_stock(folder, lambda path: path.symlink_to("nowhere.bin"))
+
+
+def held(folder: Path) -> None:
+    """Rank 0 has the file open: what is behind its descriptor is the new content."""
+    path = folder / "file.pt"
+    alone(lambda: path.write_bytes(b"old" * 2_000_000))  # longer than the new one
+    inode = path.stat().st_ino
+    with path.open("r+b") if dist.get_rank() == 0 else contextlib.nullcontext() as file:
+        for size in (1, None):
+            distributed.save(state(), path, timeout=30)
+            report = last_save_report()
+            assert report is not None
+            if file is not None:
+                assert "open" in str(report.fallback), report
+                (folder / "stock").mkdir(exist_ok=True)
+                torch.save(FULL, folder / "stock" / "file.pt")
+                stock = (folder / "stock" / "file.pt").read_bytes()
+                file.seek(0)
+                assert file.read() == stock == path.read_bytes()
+                if size is not None:
+                    os.truncate(path, size)  # shorter than the new one
+            dist.barrier()
+        # Who disagrees does so before the old content is gone.
+        bad = {**state(), "more": torch.zeros(3)} if dist.get_rank() else state()
+        before = path.read_bytes()
+        try:
+            distributed.save(bad, path, timeout=30)
+        except DistributedError as error:
+            assert error.rank == 1
+        else:
+            raise AssertionError("ranks that disagree have saved")
+        assert path.read_bytes() == before
+    assert path.stat().st_ino == inode
+    assert [name for name in os.listdir(folder) if name.startswith(".")] == []
+
+
+def flagged(flag: str, path: Path, on: bool) -> None:
+    alone(lambda: subprocess.run(["chattr", f"{'+' if on else '-'}{flag}", path], check=True))
+
+
+def unwritable(folder: Path) -> None:
+    """A file and a folder that nobody may write: an error on all ranks, as stock's on one."""
+    path = folder / "file.pt"
+    alone(lambda: path.write_bytes(b"old"))
+    for flags, target in ((path, path), (folder, folder / "new.pt")):
+        flagged("i", flags, on=True)
+        try:
+            alone(lambda target=target: refused(lambda: torch.save(FULL, target)))
+            try:
+                distributed.save(state(), target, timeout=30)
+            except DistributedError as error:
+                assert error.rank == 0
+                assert str(target) in str(error), error
+            else:
+                raise AssertionError(f"{target} was written")
+        finally:
+            flagged("i", flags, on=False)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(folder) == ["file.pt"]
+
+
+def append_only(folder: Path) -> None:
+    """Nothing can be replaced in such a folder: files are made and overwritten, as by stock."""
+    below = folder / "ours"
+    alone(below.mkdir)
+    flagged("a", below, on=True)
+    try:
+        for _ in range(2):
+            distributed.save(state(), below / "file.pt", timeout=30)
+            report = last_save_report()
+            assert report is not None
+            assert dist.get_rank() or "append-only" in str(report.fallback), report
+            dist.barrier()
+            assert same_bytes(torch.load(below / "file.pt")["rows"], FULL["rows"])
+        assert os.listdir(below) == ["file.pt"]
+    finally:
+        flagged("a", below, on=False)
+
+
+def refused(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except (RuntimeError, OSError):
+        return
+    raise AssertionError("stock can write it")
+
+
+def not_durable(folder: Path) -> None:
+    path = folder / "file.pt"
+    with options(durable=False):
+        for _ in range(2):
+            distributed.save(state(), path, timeout=30)
+            report = last_save_report()
+            assert report is not None
+            assert not report.durable
+            dist.barrier()
+    (folder / "stock").mkdir(exist_ok=True)
+    alone(lambda: torch.save(FULL, folder / "stock" / "file.pt"))
+    assert path.read_bytes() == (folder / "stock" / "file.pt").read_bytes()
+
+
+CASES = (new, private, others, link, hanging_link, held, unwritable, append_only, not_durable)
+
+
+def main() -> None:
+    join()
+    cases = {case.__name__: case for case in CASES}
+    for name in sys.argv[2:]:
+        folder = Path(sys.argv[1]) / name
+        alone(folder.mkdir)
+        cases[name](folder)
+        os.umask(0o22)
+        dist.barrier()
+        print(name)
+
+
+main()
