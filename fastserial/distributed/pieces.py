@@ -25,6 +25,7 @@ __all__ = [
     "Split",
     "TensorSpec",
     "as_dtensor",
+    "boxes_at",
     "boxes_on",
     "fits",
     "holding",
@@ -107,6 +108,12 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def is_held_by(self, rank: int) -> bool:
+        """Return whether a rank may hold some of it."""
+        if isinstance(self.held, Mesh):
+            return any(rank in grid for grid in self.held.grids)
+        return self.held is None or any(owner == rank for owner, _, _ in self.held.ranges)
 
 
 class Holding(NamedTuple):
@@ -208,7 +215,7 @@ def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:
         ]
     if isinstance(held, Mesh):
         place = held.place(rank)
-        return [] if place is None else _boxes_at(spec.shape, held._replace(grids=()), place)
+        return [] if place is None else boxes_at(spec.shape, held._replace(grids=()), place)
     return [Box((0,) * len(spec.shape), spec.shape)] if spec.numel else []
 
 
@@ -218,7 +225,7 @@ def local_bytes(spec: TensorSpec, rank: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _boxes_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[Box]:
+def boxes_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[Box]:
     """Return the boxes at a place of the mesh, given as its row-major index."""
     ranges = _ranges_at(shape, mesh, index)
     return [

@@ -70,7 +70,7 @@ class _Kept:
 
     name: bytes = b""
     plan: FilePlan | None = None
-    made: Schedule = field(default_factory=Schedule)
+    made: Schedule | None = None
     specs: list[TensorSpec] = field(default_factory=list)
 
 
@@ -202,7 +202,7 @@ class _Saving:
     def _plan(self, orders: Orders, table: Table) -> tuple[FilePlan, Schedule]:
         """Return the plan and what this rank does; those kept if nothing changed."""
         kept, traffic = self._kept, self._traffic
-        if orders.plan is None and kept.plan is not None:
+        if orders.plan is None and kept.plan is not None and kept.made is not None:
             for source, spec in zip(table.sources, kept.specs, strict=True):
                 source.spec = spec
             return kept.plan, kept.made
