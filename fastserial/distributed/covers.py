@@ -82,7 +82,9 @@ def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> 
             boxes[whole] = list(range(size))
         held = [_held(shape, box, tuple(sorted(ranks))) for box, ranks in boxes.items()]
         runs = sorted(
-            Run(one.first, one.stop, one.ranks) for one in held if run_of(shape, one.box) is not None
+            Run(one.first, one.stop, one.ranks)
+            for one in held
+            if run_of(shape, one.box) is not None
         )
     if sum(one.box.numel for one in held) != whole.numel:
         raise ValueError("the shards of all ranks do not make the whole tensor")

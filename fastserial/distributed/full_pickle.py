@@ -2,52 +2,187 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fastserial.checksums import crc32
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
+from fastserial.distributed.kept_pickle import KeptPickle, Outline, outline_of
 from fastserial.distributed.pieces import TensorSpec, as_dtensor
-from fastserial.distributed.tables import Source, Table
+from fastserial.distributed.tables import Source, Table, is_plain
 from fastserial.distributed.untouched import Untouched
-from fastserial.formats.extents import Data
+from fastserial.formats.extents import Data, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.memory.storages import HostMemory
 from fastserial.saving import torch_writer
 
-__all__ = ["FullPickle", "full_pickle"]
+__all__ = ["KeptFile", "LaidOut", "Places", "lay_out"]
 
 _PROTOCOL = 2  # torch.save's default
 
 
-@dataclass(slots=True)
-class FullPickle:
+class Entry(NamedTuple):
+    """A record of the file.
+
+    Attributes:
+        data: its bytes, None for a storage.
+        source: of a storage, see `LaidOut`; None if it is empty.
+    """
+
+    name: str
+    nbytes: int
+    data: bytes | None
+    source: int | None
+
+
+class _Nowhere:
+    """Memory of a storage of which only the size is known."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        raise ValueError("no rank holds this memory as a whole")
+
+
+class LaidOut:
     """The file as rank 0 lays it out.
 
     Attributes:
-        plan: the layout. The memory of its storages is nowhere; `records` says what they are.
-        records: those with data, in file order: number, source, place in the file, bytes.
-            A source of -1 or below is one that only rank 0 has, `rest[-1 - source]`.
-        rest: storages that are in no container the ranks look into.
+        entries: what is in the file, in its order; first the pickle.
+        rest: storages that are in no container the ranks look into. A source of -1 or below is
+            one of them, `rest[-1 - source]`.
     """
 
-    plan: ZipPlan
+    def __init__(self, archive: str, entries: list[Entry], last: KeptFile | None = None) -> None:
+        """Lay nothing out yet.
+
+        Args:
+            archive: the name that torch puts before the records' names.
+            last: a file of the same layout.
+        """
+        self.entries = entries
+        self.rest: list[torch.UntypedStorage] = []
+        self._archive = archive
+        self._last = last
+        self._places: Places | None = last.places if last is not None else None
+        self._pickled: tuple[Outline, dict[int, int]] | None = None
+
+    @functools.cached_property
+    def plan(self) -> ZipPlan:
+        """The layout. The memory of its storages is nowhere; `records` says what they are."""
+        layout = ZipLayout(self._archive, torch_writer.alignment(), torch_writer.checksums_wanted())
+        for entry in self.entries:
+            if entry.data is not None:
+                layout.add_bytes(entry.name, entry.data, crc32(entry.data))
+            else:
+                layout.add_memory(entry.name, _Nowhere(entry.nbytes), b"")
+        return torch_writer.finish(layout)
+
+    @property
+    def places(self) -> Places:
+        """Where the records are."""
+        if self._places is None:
+            extents = self.plan.extents
+            data = (extent for extent in extents if isinstance(extent.source, Data))
+            sources = (
+                (index, entry.source)
+                for index, entry in enumerate(self.entries)
+                if entry.source is not None
+            )
+            records = [
+                (*source, extent.offset, extent.length)
+                for source, extent in zip(sources, data, strict=True)
+            ]
+            late = isinstance(extents[-1].source, Trailer)
+            nbytes = self.plan.nbytes
+            self._places = Places(records, extents[-1].offset if late else nbytes, nbytes)
+        return self._places
+
+    def remember(self, outline: Outline | None, ends: dict[int, int]) -> None:
+        """Enter what the next save may make its pickle of; see `KeptPickle`."""
+        if outline is not None:
+            self._pickled = outline, ends
+
+    def kept(self) -> KeptFile | None:
+        """Return what the next save may use."""
+        if self._last is not None or self._pickled is None:
+            return self._last
+        try:
+            pickled = KeptPickle(self.entries[0].data or b"", *self._pickled)
+        except ValueError:
+            return None
+        return KeptFile(pickled, self.entries, self.places, _likeness(self._archive, self.entries))
+
+
+class Places(NamedTuple):
+    """Where everything is in the file.
+
+    Attributes:
+        records: those with data, in file order: number, source, place in the file, bytes.
+        end: where what needs the checksums of all ranks begins, or the file ends.
+        nbytes: size of the file.
+    """
+
     records: list[tuple[int, int, int, int]]
-    rest: list[torch.UntypedStorage]
+    end: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class KeptFile:
+    """The layout of the last file."""
+
+    pickled: KeptPickle
+    entries: list[Entry]
+    places: Places
+    likeness: tuple[int, ...]
+
+    def now(self, archive: str, state: object, tensors: Mapping[int, int]) -> LaidOut | None:
+        """Return the layout of a state that differs in numbers at most, None for any other.
+
+        Args:
+            archive: as in `lay_out`.
+            tensors: numbers of the tensors, by their `id`.
+        """
+        outline = outline_of(state, tensors)
+        text = self.pickled.now(outline) if outline is not None else None
+        if text is None:
+            return None
+        self.entries[0] = self.entries[0]._replace(nbytes=len(text), data=text)
+        if _likeness(archive, self.entries) == self.likeness:
+            return LaidOut(archive, self.entries, self)
+        moved = LaidOut(archive, self.entries)
+        return LaidOut(archive, self.entries, self) if moved.places == self.places else None
+
+
+def _likeness(archive: str, entries: Sequence[Entry]) -> tuple[int, ...]:
+    """Return what the places in a file depend on, but for the sizes of its storages."""
+    checksums = torch_writer.checksums_wanted()
+    return len(archive.encode()), entries[0].nbytes, torch_writer.alignment(), checksums
+
+
+class _Nowhere:
+    """Memory of a storage of which only the size is known."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        raise ValueError("no rank holds this memory as a whole")
 
 
 class _Archive:
     """Stands where torch's PyTorchFileWriter stands: takes the records, and writes nothing."""
 
     def __init__(self, archive: str, table: Table, made: dict[int, int]) -> None:
-        self.layout = ZipLayout(archive, torch_writer.alignment(), torch_writer.checksums_wanted())
-        self.sources: list[int | None] = []
+        self.entries: list[Entry] = []
         self.rest: list[torch.UntypedStorage] = []
         self._archive = archive
         self._table = table
@@ -60,13 +195,9 @@ class _Archive:
         if isinstance(data, str):
             data = data.encode()
         if isinstance(data, bytes | bytearray | memoryview):
-            text = bytes(data[:size])
-            self.layout.add_bytes(name, text, crc32(text))
-            self.sources.append(None)
-            return
-        memory = HostMemory(0, size, data)
-        self.layout.add_memory(name, memory, b"")
-        self.sources.append(self._source_of(data) if size else None)
+            self.entries.append(Entry(name, size, bytes(data[:size]), None))
+        else:
+            self.entries.append(Entry(name, size, None, self._source_of(data) if size else None))
 
     def _source_of(self, storage: torch.UntypedStorage) -> int:
         number = self._made.get(storage.data_ptr())
@@ -78,12 +209,13 @@ class _Archive:
         return number
 
 
-def full_pickle(obj: object, archive: str, table: Table) -> FullPickle:
+def lay_out(archive: str, state: object, table: Table, tensors: Mapping[int, int]) -> LaidOut:
     """Let torch pickle a state with its sharded tensors as whole ones.
 
     Args:
         archive: the name that torch puts before the records' names.
         table: of the state.
+        tensors: numbers of the tensors, by their `id`, if the layout may be kept.
 
     Raises:
         Exception: whatever pickling the object raises.
@@ -92,25 +224,19 @@ def full_pickle(obj: object, archive: str, table: Table) -> FullPickle:
     untouched = Untouched(nbytes, len(table.sources))
     try:
         made: dict[int, int] = {}
+        picklers: list[Any] = []
         stand_ins = _stand_ins(table, untouched, made)
         writer = _Archive(archive, table, made)
-        module: Any = SimpleNamespace(Pickler=_pickler(table, stand_ins))
+        module: Any = SimpleNamespace(Pickler=_pickler(table, stand_ins, picklers))
         save: Any = torch.serialization._save
-        save(obj, writer, module, _PROTOCOL, False)
-        plan = torch_writer.finish(writer.layout)
-        records = [
-            (extent.source.record, extent.offset, extent.length)
-            for extent in plan.extents
-            if isinstance(extent.source, Data)
-        ]
-        with_data = [
-            (index, source) for index, source in enumerate(writer.sources) if source is not None
-        ]
-        placed = [
-            (index, source, offset, length)
-            for (index, source), (_, offset, length) in zip(with_data, records, strict=True)
-        ]
-        return FullPickle(plan, placed, writer.rest)
+        save(state, writer, module, _PROTOCOL, False)
+        found = LaidOut(archive, writer.entries)
+        found.rest = writer.rest
+        outline = outline_of(state, tensors) if tensors and not writer.rest else None
+        if outline is not None:
+            memo = picklers[0].memo.copy()
+            found.remember(outline, {key: memo[key][0] for key in outline.before})
+        return found
     finally:
         untouched.close()
 
@@ -126,11 +252,9 @@ def _stand_ins(
     found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
     for number, source in enumerate(table.sources):
         leaf = source.leaf
-        plain = isinstance(leaf, torch.UntypedStorage) or (
-            isinstance(leaf, Joined) and leaf.told.storage is not None
-        )
-        if plain:
-            if isinstance(leaf, torch.UntypedStorage) and leaf.device.type == "cpu":
+        joined = isinstance(leaf, Joined)
+        if leaf.told.storage is not None if joined else is_plain(leaf):
+            if not joined and leaf.device.type == "cpu":
                 continue
             found[number] = stand_in = untouched.storage(source.spec.nbytes)
             address = stand_in.data_ptr()
@@ -151,8 +275,12 @@ def _whole(source: Source, untouched: Untouched) -> torch.Tensor:
     return whole
 
 
-def _pickler(table: Table, stand_ins: Mapping[int, Any]) -> type[pickle.Pickler]:
+def _pickler(table: Table, stand_ins: Mapping[int, Any], made: list[Any]) -> type[pickle.Pickler]:
     class Pickler(pickle.Pickler):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, torch.Tensor | FlatShard | Joined):
                 return NotImplemented

@@ -8,7 +8,7 @@ shards of its own unit only, whatever the number of others.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fastserial.distributed.covers import Cover, cover_of
 from fastserial.distributed.division import GRAIN, Blocks, Owned, Runs, blocks_in, divide
@@ -110,9 +110,7 @@ class Ownership:
         totals: dict[int, int] = {}
         for first, stop, unit, _ in abroad:
             totals[unit] = totals.get(unit, 0) + stop - first
-        takers = {
-            unit: _Takers(members[unit], total, self._left) for unit, total in totals.items()
-        }
+        takers = {unit: _Takers(members[unit], total, self._left) for unit, total in totals.items()}
         for first, stop, unit, direct in abroad:
             for begin, end, rank in takers[unit].take(first, stop):
                 yield Owned(begin, end, rank, direct)

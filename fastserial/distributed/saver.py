@@ -17,29 +17,45 @@ import marshal
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
 from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange
+from fastserial.distributed.facts import facts_of
 from fastserial.distributed.finishing import finish_file
-from fastserial.distributed.full_pickle import FullPickle, full_pickle
+from fastserial.distributed.full_pickle import KeptFile, LaidOut, lay_out
 from fastserial.distributed.group import Traffic, traffic_of
 from fastserial.distributed.merging import merged
 from fastserial.distributed.nodes import node_name
-from fastserial.distributed.orders import Hello, Orders, Writers, orders_of
+from fastserial.distributed.orders import (
+    Hello,
+    Orders,
+    Told,
+    Writers,
+    orders_of,
+    same_orders,
+    writing_ranks,
+)
 from fastserial.distributed.pieces import TensorSpec
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.shard_writer import Head, ShardWriter
 from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
-from fastserial.distributed.tables import Table, difference, table_of
-from fastserial.distributed.walk import states
+from fastserial.distributed.tables import (
+    Sources,
+    Table,
+    difference,
+    synchronize_devices,
+    table_of,
+)
+from fastserial.distributed.walk import leaves, states
 from fastserial.errors import WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
+from fastserial.memory.gc_pause import paused_collection
 from fastserial.reports import RankReport, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 
@@ -66,12 +82,22 @@ class _Done(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """The plan of the last save."""
+    """What is kept of the last save; nothing of the state itself.
 
-    name: bytes = b""
-    plan: FilePlan | None = None
-    made: Schedule | None = None
-    specs: list[TensorSpec] = field(default_factory=list)
+    Attributes:
+        name, plan, made: the plan and what this rank does in it.
+        specs, firsts: of the sources, see `Table`.
+        facts: what the plan depends on; None: that is not known.
+        file: on rank 0, the layout, if the next one may be made of it.
+    """
+
+    name: bytes
+    plan: FilePlan
+    made: Schedule
+    specs: list[TensorSpec]
+    firsts: list[int]
+    facts: list[Any] | None
+    file: KeptFile | None = None
 
 
 def save(
@@ -143,76 +169,118 @@ class _Saving:
         self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
-        self._pickled: FullPickle | None = None  # on rank 0, as the next two are
+        self._laid_out: LaidOut | None = None  # on rank 0, as the next two are
         self._container: Container | None = None
         self._place: Place | None = None
+        self._hellos: list[Hello] = []
         self._reports: tuple[RankReport, ...] = ()
         kept = traffic.kept.get("save")
-        self._kept = kept if isinstance(kept, _Kept) else _Kept()
+        self._kept = kept if isinstance(kept, _Kept) else None
 
     def run(self, obj: object) -> SaveReport:
         """Save; return what this rank knows of it."""
         traffic = self._traffic
-        state = states(obj)
-        if self._merge == "union":
-            state = merged(state, traffic)
-        table = table_of(state, traffic.rank, traffic.ranks)
-        if traffic.rank == 0:
-            self._lay_out(state, table)
-        hello = Hello.of(table, self._kept.name, node_name())
-        answer = traffic.consult(pickle.dumps(hello), self._decide)
-        orders: Orders = pickle.loads(answer)
-        if not orders.alike:
-            traffic.consult(marshal.dumps(table.rows, 2), self._blame)
-        plan, made = self._plan(orders, table)
+        with paused_collection():
+            state = states(obj)
+            if self._merge == "union":
+                state = merged(state, traffic)
+            found = leaves(state)
+            orders, kept = self._agreed(state, found)
+            if self._laid_out is not None:
+                self._container = Container(self._laid_out)
         if self._new is None:
             self._opened = OpenedFile(orders.place)
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
-        table.synchronize()
-        writer = ShardWriter(plan, made, table.sources, self._container, orders.checksums)
+        synchronize_devices(found)
+        sources = Sources(found, kept.specs, kept.firsts, traffic.rank)
+        writer = ShardWriter(kept.plan, kept.made, sources, self._container, orders.checksums)
         try:
-            done, out = self._write(writer, made, orders, phases)
+            done, out = self._write(writer, kept.made, orders, phases)
             traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
         except OSError as error:
             raise self._explained(error) from error
         if self._opened is not None:
             self._opened.close()
+        if self._laid_out is not None:
+            kept.file = self._laid_out.kept()
         return self._report(orders, done.report, out)
 
-    def _lay_out(self, state: object, table: Table) -> None:
-        """Lay out the file, and make it. On rank 0."""
+    def _agreed(self, state: object, found: list[tuple[str, Any]]) -> tuple[Orders, _Kept]:
+        """Agree with the other ranks on the plan: the one that all have, or a new one."""
+        traffic, kept = self._traffic, self._kept
+        facts = facts_of(found, traffic.rank == 0)
+        if kept is not None and (facts is None or facts != kept.facts):
+            kept = None
+        if kept is not None and traffic.rank == 0:
+            tensors = _numbers(found, facts)
+            self._laid_out = kept.file.now(self._archive(), state, tensors) if kept.file else None
+            if self._laid_out is None:
+                kept = None
+        hello = Hello(kept.name if kept is not None else b"", node_name())
+        answer = traffic.consult(pickle.dumps(hello), self._greet)
+        if answer and kept is not None:
+            orders: Orders = pickle.loads(answer)
+            return orders, kept
+        table = table_of(found, traffic.rank, traffic.ranks)
+        if traffic.rank == 0:
+            self._laid_out = lay_out(self._archive(), state, table, _numbers(found, facts))
+        answer = traffic.consult(pickle.dumps(Told.of(table)), self._decide)
+        orders = pickle.loads(answer)
+        if not orders.alike:
+            traffic.consult(marshal.dumps(table.rows, 2), self._blame)
+        return orders, self._planned(orders, table, facts)
+
+    def _archive(self) -> str:
+        """Return the name that torch puts before the names of the file's records."""
         archive = archive_name(self._path)
         if not archive:
             raise write_error(errno.EINVAL, self._path, "torch cannot save to such a name")
-        self._pickled = pickled = full_pickle(state, archive, table)
-        self._container = Container(pickled)
+        return archive
+
+    def _greet(self, messages: list[bytes]) -> bytes:
+        """Return rank 0's orders if all have its plan still, else nothing."""
+        self._hellos = [pickle.loads(text) for text in messages]
+        kept, laid_out = self._kept, self._laid_out
+        nodes = [hello.node for hello in self._hellos]
+        writers = writing_ranks(self._writers, nodes)
+        if kept is None or laid_out is None or writers != kept.plan.writers:
+            return b""
+        if any(hello.kept != kept.name for hello in self._hellos):
+            return b""
+        return pickle.dumps(same_orders(kept.name, nodes, self._make_file(laid_out)))
+
+    def _make_file(self, laid_out: LaidOut) -> Place:
         self._new = NewFile(self._path, self.config)
-        self._place = self._new.reserve(pickled.plan.nbytes)
+        return self._new.reserve(laid_out.places.nbytes)
 
     def _decide(self, messages: list[bytes]) -> bytes:
         """Return rank 0's orders to all ranks."""
-        hellos = [pickle.loads(text) for text in messages]
-        if self._pickled is None or self._container is None or self._place is None:
+        laid_out = self._laid_out
+        if laid_out is None:
             raise ValueError("only rank 0 decides")
-        end, records = self._container.end, self._pickled.records
-        return pickle.dumps(orders_of(hellos, end, records, self._writers, self._place))
+        nodes = [hello.node for hello in self._hellos]
+        records, end, _ = laid_out.places
+        plan = FilePlan(end, records, writing_ranks(self._writers, nodes))
+        told = [pickle.loads(text) for text in messages]
+        return pickle.dumps(orders_of(told, nodes, plan, self._make_file(laid_out)))
 
-    def _plan(self, orders: Orders, table: Table) -> tuple[FilePlan, Schedule]:
-        """Return the plan and what this rank does; those kept if nothing changed."""
-        kept, traffic = self._kept, self._traffic
-        if orders.plan is None and kept.plan is not None and kept.made is not None:
-            for source, spec in zip(table.sources, kept.specs, strict=True):
-                source.spec = spec
-            return kept.plan, kept.made
+    def _planned(self, orders: Orders, table: Table, facts: list[Any] | None) -> _Kept:
+        """Return the plan and what this rank does in it."""
+        traffic = self._traffic
         if orders.plan is None:
             raise ValueError("rank 0 sent no plan")
         table.complete(orders.ranges, set(orders.misfits), orders.grids)
+        last = self._kept
+        if last is not None and last.name == orders.name:
+            last.firsts, last.facts = table.firsts, facts
+            return last
         specs = [source.spec for source in table.sources]
         made = schedule(orders.plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
-        traffic.kept["save"] = _Kept(orders.name, orders.plan, made, specs)
-        return orders.plan, made
+        kept = _Kept(orders.name, orders.plan, made, specs, table.firsts, facts)
+        traffic.kept["save"] = kept
+        return kept
 
     def _write(
         self, writer: ShardWriter, made: Schedule, orders: Orders, phases: dict[str, float]
@@ -240,13 +308,13 @@ class _Saving:
         """Finish the file. On rank 0."""
         done: list[_Done] = [pickle.loads(text) for text in messages]
         self._reports = tuple(found.report for found in done)
-        if self._new is None or self._pickled is None or self._container is None:
+        if self._new is None or self._laid_out is None or self._container is None:
             raise ValueError("only rank 0 concludes")
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
         heads = [head for found in done for head in found.heads]
         began = perf_counter()
-        finish_file(self._new, self._pickled, self._container, writer, heads, orders.checksums)
+        finish_file(self._new, self._laid_out, self._container, writer, heads, orders.checksums)
         self._reports[0].phases["sync"] += perf_counter() - began
         return b""
 
@@ -295,6 +363,12 @@ class _Saving:
         if self._opened is not None:
             steps += [self._opened.remove, self._opened.close]
         finish(*steps)
+
+
+def _numbers(found: list[tuple[str, Any]], facts: list[Any] | None) -> dict[int, int]:
+    """Return the numbers of tensors by their `id`; none without facts."""
+    pairs = zip(found, facts or (), strict=False)
+    return {id(leaf): fact[1] for (_, leaf), fact in pairs}
 
 
 def _tile_bytes(size: int) -> int:

@@ -120,7 +120,9 @@ class Stream:
 
     def tiles(self, nbytes: int) -> range:
         """Return the numbers of the tiles from its first to its last."""
-        return range(self.places[0] // nbytes, -(-self._end() // nbytes)) if self.places else range(0)
+        return (
+            range(self.places[0] // nbytes, -(-self._end() // nbytes)) if self.places else range(0)
+        )
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Return which bytes of the file are in bytes [begin, end) of the stream."""

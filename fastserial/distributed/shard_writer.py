@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 import torch
@@ -14,7 +14,7 @@ from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange, view_in_box, view_in_range
 from fastserial.distributed.memories import Memories
 from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
-from fastserial.distributed.tables import Source
+from fastserial.distributed.tables import Sources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, Memory, host_bytes
@@ -40,7 +40,7 @@ class ShardWriter:
         self,
         plan: FilePlan,
         made: Schedule,
-        sources: Sequence[Source],
+        sources: Sources,
         container: Container | None,
         checksums: bool,
     ) -> None:

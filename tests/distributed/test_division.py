@@ -5,14 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-import pytest
-import torch
-from support.sharded import random_plan
-
-from fastserial.distributed.division import GRAIN, divide
-from fastserial.distributed.ownership import Ownership
-from fastserial.distributed.pieces import Mesh, Split, TensorSpec, boxes_on
-from fastserial.distributed.schedule import FilePlan, Schedule
+from fastserial.distributed.division import divide
 
 
 def random_runs(chance: random.Random, blocks: int, ranks: int) -> list[list[tuple[int, ...]]]:
