@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fastserial.distributed.full_pickle import LaidOut
+from fastserial.distributed.laid_out import LaidOut
 from fastserial.distributed.tables import bytes_of
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.memory.storages import Memory, storage_memory

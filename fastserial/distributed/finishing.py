@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 
 from fastserial.distributed.container import Container
-from fastserial.distributed.full_pickle import LaidOut
+from fastserial.distributed.laid_out import LaidOut
 from fastserial.distributed.shard_writer import Head, ShardWriter
 from fastserial.distributed.shared_file import NewFile
 from fastserial.formats.extents import Trailer
@@ -35,6 +35,7 @@ def finish_file(
         OSError: a write, the sync or the rename failed.
     """
     plan = laid_out.plan
+    plan.lookalikes.clear()  # those of the last save
     plan.lookalikes.update(_lookalikes(heads))
     ledger = writer.ledger
     if checksums:
@@ -48,7 +49,7 @@ def finish_file(
             ledger.wait(record) if record in sizes and crc is None else crc or 0
             for record, crc in enumerate(plan.crcs)
         ]
-        trailer = container.trailer.source.data(crcs)
+        trailer = container.trailer.source.make(crcs)
         write_all(new.fd, [memoryview(trailer)], container.trailer.offset)
     new.sync()
     new.commit()

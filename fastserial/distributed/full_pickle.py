@@ -2,180 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fastserial.checksums import crc32
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
-from fastserial.distributed.kept_pickle import KeptPickle, Outline, outline_of
+from fastserial.distributed.kept_pickle import outline_of
+from fastserial.distributed.laid_out import Entry, LaidOut
 from fastserial.distributed.pieces import TensorSpec, as_dtensor
 from fastserial.distributed.tables import Source, Table, is_plain
 from fastserial.distributed.untouched import Untouched
-from fastserial.formats.extents import Data, Trailer
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.saving import torch_writer
 
-__all__ = ["KeptFile", "LaidOut", "Places", "lay_out"]
+__all__ = ["lay_out"]
 
 _PROTOCOL = 2  # torch.save's default
-
-
-class Entry(NamedTuple):
-    """A record of the file.
-
-    Attributes:
-        data: its bytes, None for a storage.
-        source: of a storage, see `LaidOut`; None if it is empty.
-    """
-
-    name: str
-    nbytes: int
-    data: bytes | None
-    source: int | None
-
-
-class _Nowhere:
-    """Memory of a storage of which only the size is known."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        raise ValueError("no rank holds this memory as a whole")
-
-
-class LaidOut:
-    """The file as rank 0 lays it out.
-
-    Attributes:
-        entries: what is in the file, in its order; first the pickle.
-        rest: storages that are in no container the ranks look into. A source of -1 or below is
-            one of them, `rest[-1 - source]`.
-    """
-
-    def __init__(self, archive: str, entries: list[Entry], last: KeptFile | None = None) -> None:
-        """Lay nothing out yet.
-
-        Args:
-            archive: the name that torch puts before the records' names.
-            last: a file of the same layout.
-        """
-        self.entries = entries
-        self.rest: list[torch.UntypedStorage] = []
-        self._archive = archive
-        self._last = last
-        self._places: Places | None = last.places if last is not None else None
-        self._pickled: tuple[Outline, dict[int, int]] | None = None
-
-    @functools.cached_property
-    def plan(self) -> ZipPlan:
-        """The layout. The memory of its storages is nowhere; `records` says what they are."""
-        layout = ZipLayout(self._archive, torch_writer.alignment(), torch_writer.checksums_wanted())
-        for entry in self.entries:
-            if entry.data is not None:
-                layout.add_bytes(entry.name, entry.data, crc32(entry.data))
-            else:
-                layout.add_memory(entry.name, _Nowhere(entry.nbytes), b"")
-        return torch_writer.finish(layout)
-
-    @property
-    def places(self) -> Places:
-        """Where the records are."""
-        if self._places is None:
-            extents = self.plan.extents
-            data = (extent for extent in extents if isinstance(extent.source, Data))
-            sources = (
-                (index, entry.source)
-                for index, entry in enumerate(self.entries)
-                if entry.source is not None
-            )
-            records = [
-                (*source, extent.offset, extent.length)
-                for source, extent in zip(sources, data, strict=True)
-            ]
-            late = isinstance(extents[-1].source, Trailer)
-            nbytes = self.plan.nbytes
-            self._places = Places(records, extents[-1].offset if late else nbytes, nbytes)
-        return self._places
-
-    def remember(self, outline: Outline | None, ends: dict[int, int]) -> None:
-        """Enter what the next save may make its pickle of; see `KeptPickle`."""
-        if outline is not None:
-            self._pickled = outline, ends
-
-    def kept(self) -> KeptFile | None:
-        """Return what the next save may use."""
-        if self._last is not None or self._pickled is None:
-            return self._last
-        try:
-            pickled = KeptPickle(self.entries[0].data or b"", *self._pickled)
-        except ValueError:
-            return None
-        return KeptFile(pickled, self.entries, self.places, _likeness(self._archive, self.entries))
-
-
-class Places(NamedTuple):
-    """Where everything is in the file.
-
-    Attributes:
-        records: those with data, in file order: number, source, place in the file, bytes.
-        end: where what needs the checksums of all ranks begins, or the file ends.
-        nbytes: size of the file.
-    """
-
-    records: list[tuple[int, int, int, int]]
-    end: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class KeptFile:
-    """The layout of the last file."""
-
-    pickled: KeptPickle
-    entries: list[Entry]
-    places: Places
-    likeness: tuple[int, ...]
-
-    def now(self, archive: str, state: object, tensors: Mapping[int, int]) -> LaidOut | None:
-        """Return the layout of a state that differs in numbers at most, None for any other.
-
-        Args:
-            archive: as in `lay_out`.
-            tensors: numbers of the tensors, by their `id`.
-        """
-        outline = outline_of(state, tensors)
-        text = self.pickled.now(outline) if outline is not None else None
-        if text is None:
-            return None
-        self.entries[0] = self.entries[0]._replace(nbytes=len(text), data=text)
-        if _likeness(archive, self.entries) == self.likeness:
-            return LaidOut(archive, self.entries, self)
-        moved = LaidOut(archive, self.entries)
-        return LaidOut(archive, self.entries, self) if moved.places == self.places else None
-
-
-def _likeness(archive: str, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Return what the places in a file depend on, but for the sizes of its storages."""
-    checksums = torch_writer.checksums_wanted()
-    return len(archive.encode()), entries[0].nbytes, torch_writer.alignment(), checksums
-
-
-class _Nowhere:
-    """Memory of a storage of which only the size is known."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        raise ValueError("no rank holds this memory as a whole")
 
 
 class _Archive:

@@ -133,7 +133,7 @@ class KeptPickle:
         self._numbers = outline.numbers_text()
         self._firsts, self._stops = array("q"), array("q")
         found = sorted((ends[key], count) for key, count in outline.before.items())
-        marks = {end: count for end, count in found}
+        marks = dict(found)
         self._find(marks, len(outline.numbers))
         pieces = zip(outline.numbers, self._firsts, self._stops, strict=True)
         if any(text[first:stop] != _encoded(number) for number, first, stop in pieces):

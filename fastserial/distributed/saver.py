@@ -27,8 +27,9 @@ from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange
 from fastserial.distributed.facts import facts_of
 from fastserial.distributed.finishing import finish_file
-from fastserial.distributed.full_pickle import KeptFile, LaidOut, lay_out
+from fastserial.distributed.full_pickle import lay_out
 from fastserial.distributed.group import Traffic, traffic_of
+from fastserial.distributed.laid_out import KeptFile, LaidOut
 from fastserial.distributed.merging import merged
 from fastserial.distributed.nodes import node_name
 from fastserial.distributed.orders import (
