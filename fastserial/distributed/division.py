@@ -1,9 +1,9 @@
 """Who writes which blocks of the file: the same amount each, and of that, what it has.
 
 The file is cut at multiples of `GRAIN`, so that no page is written by two ranks. A writer gets the
-blocks that it alone holds, up to its share; then those that several hold are shared out among
-them; then those of which several hold parts. What is left goes to a neighbour that has not its
-share yet, else to whoever has not, in file order.
+blocks that it alone holds, up to its share; those that several hold are shared out among them; a
+block between two goes to one of its neighbours, what lies in strides to those that hold parts of
+it. What is left goes to whoever has not its share yet, in file order.
 """
 
 from __future__ import annotations
@@ -63,56 +63,64 @@ def divide(
                 stop = first + count
             left[rank] = count - stop + first
             found.append(Owned(first, stop, rank, True))
-    for runs, direct in ((several, True), (parts, False)):
-        for first, stop, ranks in runs:
-            for rank in ranks:
-                count = min(stop - first, left.get(rank, 0))
-                if count:
-                    left[rank] -= count
-                    found.append(Owned(first, first + count, rank, direct))
-                    first += count
-                    if first == stop:
-                        break
+    _share(found, several, left, True)
+    parts = list(parts)
+    taken = sorted([*found, *(Owned(first, stop, -1, False) for first, stop, _ in parts)])
+    for first, stop, before, behind in list(_gaps(ranges, taken)):
+        count = left.get(before, 0)
+        if stop - first <= count:  # most gaps are one block
+            left[before] = count - stop + first
+            found.append(Owned(first, stop, before, False))
+        else:
+            _share(found, [(first, stop, (before, behind))], left, False)
+    _share(found, parts, left, False)
     found.sort()
-    found += _rest(list(_gaps(ranges, found)), left)
+    found += _rest(_gaps(ranges, found), left)
     found.sort()
     return found
 
 
-def _gaps(ranges: Sequence[Blocks], found: Sequence[Owned]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the blocks of the ranges that nobody writes yet, with the owners on both sides."""
-    index, before = 0, -1
-    for begin, end in ranges:
-        at = begin
-        while index < len(found) and found[index].first < end:
-            first, stop, owner, _ = found[index]
-            if at < first:
-                yield at, first, before, owner
-            at, before = stop, owner
-            index += 1
-        if at < end:
-            yield at, end, before, found[index].owner if index < len(found) else -1
-
-
-def _rest(gaps: Sequence[tuple[int, int, int, int]], left: dict[int, int]) -> Iterator[Owned]:
-    """Give the gaps to their neighbours, then to anyone, as far as their shares go."""
-    more: list[Blocks] = []
-    for first, stop, *neighbours in gaps:
-        for rank in neighbours:
+def _share(found: list[Owned], runs: Runs, left: dict[int, int], direct: bool) -> None:
+    """Give blocks to their ranks, one after the other, as far as their shares go."""
+    for first, stop, ranks in runs:
+        for rank in ranks:
             count = min(stop - first, left.get(rank, 0))
             if count:
                 left[rank] -= count
-                yield Owned(first, first + count, rank, False)
+                found.append(Owned(first, first + count, rank, direct))
                 first += count
-        if first < stop:
-            more.append((first, stop))
+                if first == stop:
+                    break
+
+
+def _gaps(ranges: Sequence[Blocks], found: Sequence[Owned]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the blocks of the ranges that nobody writes yet, with the owners on both sides."""
+    rest = iter(found)
+    end = (1 << 62, 1 << 62, -1, False)
+    first, stop, owner, _ = next(rest, end)
+    before = -1
+    for begin, finish in ranges:
+        at = begin
+        while first < finish:
+            if at < first:
+                yield at, first, before, owner
+            at, before = stop, owner
+            first, stop, owner, _ = next(rest, end)
+        if at < finish:
+            yield at, finish, before, owner
+
+
+def _rest(gaps: Iterable[tuple[int, int, int, int]], left: dict[int, int]) -> list[Owned]:
+    """Give the gaps to whoever has not its share, in file order."""
+    found: list[Owned] = []
     writers = iter([rank for rank, count in left.items() if count])
     rank = -1
-    for first, stop in more:
+    for first, stop, *_ in gaps:
         while first < stop:
             if not left.get(rank, 0):
                 rank = next(writers)
             count = min(stop - first, left[rank])
             left[rank] -= count
-            yield Owned(first, first + count, rank, False)
+            found.append(Owned(first, first + count, rank, False))
             first += count
+    return found

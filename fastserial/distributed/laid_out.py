@@ -16,7 +16,7 @@ from fastserial.formats.extents import Data, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.saving import torch_writer
 
-__all__ = ["Entry", "KeptFile", "LaidOut", "Places"]
+__all__ = ["Entry", "KeptFile", "LaidOut", "Nowhere", "Places"]
 
 
 class Entry(NamedTuple):
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     source: int | None
 
 
-class _Nowhere:
+class Nowhere:
     """Memory of a storage of which only the size is known."""
 
     def __init__(self, nbytes: int) -> None:
@@ -69,7 +69,7 @@ class LaidOut:
         for stored, entries in groupby(self.entries, lambda entry: entry.data is None):
             if stored:
                 some = list(entries)
-                memories = [_Nowhere(entry.nbytes) for entry in some]
+                memories = [Nowhere(entry.nbytes) for entry in some]
                 layout.add_memories([entry.name for entry in some], memories)
                 continue
             for entry in entries:

@@ -49,6 +49,7 @@ class Ownership:
         share, more = divmod(self._blocks, len(writers))
         self._left = {rank: share + (index < more) for index, rank in enumerate(writers)}
         self._home: dict[int, list[Blocks]] = {}
+        self._cut: set[int] = set()  # units of which not all is written at home
         self._records: dict[int, list[tuple[int, TensorSpec]]] = {}
         self.elsewhere = list(self._divide(nbytes, records))
 
@@ -85,8 +86,9 @@ class Ownership:
                 begin, end = blocks_in(offset + first * item, offset + stop * item)
                 if begin < end:
                     parts.append((begin, end, ranks))
-        lists = (alone, several, parts)
-        return divide(home, *(_clipped(runs, home) for runs in lists), left)
+        if unit in self._cut:
+            alone, several, parts = (list(_clipped(runs, home)) for runs in (alone, several, parts))
+        return divide(home, alone, several, parts, left)
 
     def _divide(self, nbytes: int, records: Records) -> Iterator[Owned]:
         """Divide the file among the units, and among their ranks what is not the units' own."""
@@ -102,11 +104,17 @@ class Ownership:
         whole = [(0, self._blocks)] if self._blocks else []
         abroad: list[Owned] = []
         ours = {(first, unit) for first, _, (unit,) in alone}
+        away: dict[int, int] = {}
+        for first, stop, (unit,) in alone:
+            away[unit] = away.get(unit, 0) + stop - first
         for owned in divide(whole, alone, several, (), room):
-            if owned.direct and (owned.first, owned.owner) in ours:
-                self._home.setdefault(owned.owner, []).append((owned.first, owned.stop))
+            first, stop, unit, direct = owned
+            if direct and (first, unit) in ours:
+                self._home.setdefault(unit, []).append((first, stop))
+                away[unit] -= stop - first
             else:
                 abroad.append(owned)
+        self._cut = {unit for unit, count in away.items() if count}
         totals: dict[int, int] = {}
         for first, stop, unit, _ in abroad:
             totals[unit] = totals.get(unit, 0) + stop - first

@@ -278,7 +278,7 @@ class _Saving:
             last.firsts, last.facts = table.firsts, facts
             return last
         specs = [source.spec for source in table.sources]
-        made = schedule(orders.plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
+        made = schedule(orders.plan, specs, traffic.rank, traffic.size, tile_bytes(traffic.size))
         kept = _Kept(orders.name, orders.plan, made, specs, table.firsts, facts)
         traffic.kept["save"] = kept
         return kept
@@ -372,5 +372,6 @@ def _numbers(found: list[tuple[str, Any]], facts: list[Any] | None) -> dict[int,
     return {id(leaf): fact[1] for (_, leaf), fact in pairs}
 
 
-def _tile_bytes(size: int) -> int:
+def tile_bytes(size: int) -> int:
+    """Return the most bytes of a tile in a group of `size` ranks."""
     return max(_SMALLEST_TILE, min(_TILE, _TILES // size // _SMALLEST_TILE * _SMALLEST_TILE))

@@ -9,11 +9,13 @@ A schedule holds ranges of the file only. The moves of a round are made when its
 
 from __future__ import annotations
 
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from fastserial.distributed.boxes import Box, Overlap, overlaps
@@ -66,7 +68,7 @@ class Move(NamedTuple):
 
     Attributes:
         piece: of the file.
-        tile: where it begins in the tile (bytes).
+        tile: where it begins in the tile (bytes); the owner's own matter.
         box: what the sender holds, and the part of it that travels; None for the container.
         overlap: where it is in the piece.
     """
@@ -195,6 +197,20 @@ class Schedule:
                     self._note(found, piece, at, owner)
                     at += piece.length + -piece.length % _ALIGN
         return found
+
+    def sources(self) -> Iterator[int]:
+        """Yield the sources of which this rank writes or sends something, some more than once."""
+        ranges = [zip(self._firsts, self._stops, strict=True)]
+        ranges += [zip(one.firsts, one.stops, strict=True) for one in self.streams.values()]
+        for first, stop in chain(*ranges):
+            yield from (piece.source for piece in self._pieces(first, stop) if piece.source >= 0)
+
+    def footprint(self) -> int:
+        """Return how many bytes of memory this rank's part of the plan takes."""
+        columns = [self._firsts, self._stops]
+        for stream in self.streams.values():
+            columns += (stream.places, stream.firsts, stream.stops)
+        return sum(map(sys.getsizeof, (*columns, *self.streams.values(), self.streams)))
 
     def _fill(self) -> None:
         """Enter what this rank writes, and what it sends."""

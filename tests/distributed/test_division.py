@@ -49,7 +49,7 @@ def test_what_lies_outside_the_ranges_is_not_divided() -> None:
     left = {3: 2, 5: 3}
     owned = divide([(10, 12), (20, 23)], [(20, 21, (5,))], [], [], left)
     assert [tuple(one) for one in owned] == [
-        (10, 12, 3, False),
+        (10, 12, 5, False),
         (20, 21, 5, True),
-        (21, 23, 5, False),
+        (21, 23, 3, False),
     ]
