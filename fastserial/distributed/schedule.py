@@ -205,6 +205,19 @@ class Schedule:
         for first, stop in chain(*ranges):
             yield from (piece.source for piece in self._pieces(first, stop) if piece.source >= 0)
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return which bytes of the file this rank writes, what lies side by side as one."""
+        own = self.streams.get(self._rank, Stream())
+        found: list[tuple[int, int]] = []
+        for first, stop in sorted(
+            (*zip(self._firsts, self._stops, strict=True), *zip(own.firsts, own.stops, strict=True))
+        ):
+            if found and found[-1][1] == first:
+                found[-1] = found[-1][0], stop
+            else:
+                found.append((first, stop))
+        return found
+
     def footprint(self) -> int:
         """Return how many bytes of memory this rank's part of the plan takes."""
         columns = [self._firsts, self._stops]

@@ -14,7 +14,18 @@ from fastserial.reports import format_bytes
 
 __all__ = ["planning_as_json", "show_planning"]
 
-_COLUMNS = ("rank", "seconds", "tensors", "plan/tensor", "writes", "sends", "to", "receives", "of")
+_COLUMNS = (
+    "rank",
+    "seconds",
+    "tensors",
+    "plan/tensor",
+    "writes",
+    "ranges",
+    "sends",
+    "to",
+    "receives",
+    "of",
+)
 
 
 def show_planning(result: PlanResult, console: Console) -> None:
@@ -34,6 +45,7 @@ def show_planning(result: PlanResult, console: Console) -> None:
             str(plan.tensors),
             f"{plan.plan_bytes / max(1, plan.tensors):.0f} B",
             format_bytes(plan.written),
+            str(plan.ranges),
             format_bytes(plan.sent),
             f"{plan.to} ranks",
             format_bytes(plan.received),

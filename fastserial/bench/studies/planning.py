@@ -68,6 +68,7 @@ class RankPlan:
         tensors: that it has or writes a part of.
         plan_bytes: memory of what it keeps of the plan for itself.
         written: bytes of the file.
+        ranges: how many pieces of the file that is.
         sent, received: bytes, to and from other ranks.
         to, of: how many ranks these are.
         rounds: how often they meet.
@@ -78,6 +79,7 @@ class RankPlan:
     tensors: int
     plan_bytes: int
     written: int
+    ranges: int
     sent: int
     received: int
     to: int
@@ -203,6 +205,7 @@ def _planned(bench: PlanBench, plan: FilePlan, specs: Sequence[TensorSpec], rank
         tensors=len(held | set(made.sources())),
         plan_bytes=footprint,
         written=made.nbytes,
+        ranges=len(made.ranges()),
         sent=sum(sent.values()),
         received=sum(received.values()),
         to=len(sent),
