@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ __all__ = ["facts_of"]
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-def facts_of(leaves: Iterable[tuple[str, Any]], pickles: bool) -> list[Any] | None:
+def facts_of(leaves: Sequence[tuple[str, Any]], pickles: bool) -> list[Any] | None:
     """Return what decides the plan of a state, to be compared with `==`.
 
     Args:
@@ -29,14 +29,13 @@ def facts_of(leaves: Iterable[tuple[str, Any]], pickles: bool) -> list[Any] | No
     Returns:
         None: there is a tensor of an unusual type, of which it is not known.
     """
-    found: list[Any] = []
-    numbers: dict[int, int] = {}
     storages: dict[int, int] = {}
     meshes: dict[int, tuple[weakref.ref[Any], bool]] = {}
     sharded = _dtensor_type()
+    found: list[Any] = [_ties(leaves)]
+    add = found.append
     for name, leaf in leaves:
         kind = type(leaf)
-        number = numbers.setdefault(id(leaf), len(numbers))
         if kind is sharded:
             # The properties of a DTensor take these from there, many times slower.
             spec, local = leaf._spec, leaf._local_tensor
@@ -45,8 +44,8 @@ def facts_of(leaves: Iterable[tuple[str, Any]], pickles: bool) -> list[Any] | No
                 on_host = spec.mesh.device_type == "cpu"
                 mesh = meshes[id(spec.mesh)] = (weakref.ref(spec.mesh), on_host)
             device = None if mesh[1] else local.device
-            place = (mesh[0], spec.placements, spec.tensor_meta, local.shape, device)
-            found.append((name, number, place, pickles and leaf.requires_grad))
+            grad = pickles and leaf.requires_grad
+            add((name, mesh[0], spec.placements, spec.tensor_meta, local.shape, device, grad))
         elif kind in _PLAIN:
             if (not leaf.is_cpu and leaf.device.type == "meta") or leaf.__dict__:
                 return None
@@ -55,17 +54,28 @@ def facts_of(leaves: Iterable[tuple[str, Any]], pickles: bool) -> list[Any] | No
             storage = leaf.untyped_storage()
             memory = storages.setdefault(storage._cdata, len(storages))
             device = None if leaf.is_cpu else leaf.device
-            view = (memory, storage.nbytes(), device, leaf.dtype, leaf.shape)
-            more = (leaf.stride(), leaf.storage_offset())
-            if pickles:
-                more += (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
-            found.append((name, number, kind, view, more))
+            view = (leaf.shape, leaf.stride(), leaf.storage_offset())
+            bits = pickles and (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
+            add((name, kind, memory, storage.nbytes(), device, leaf.dtype, view, bits))
         elif kind is FlatShard:
-            place = (leaf.param_shape, leaf.start, leaf.length, leaf.dtype, leaf.tensor.device)
-            found.append((name, number, kind, place))
+            device = leaf.tensor.device
+            add((name, kind, leaf.param_shape, leaf.start, leaf.length, leaf.dtype, device))
         else:
             return None
     return found
+
+
+def numbers_of(leaves: Sequence[tuple[str, Any]]) -> dict[int, int]:
+    """Return the place of each leaf among the others, by its `id`."""
+    return {id(leaf): number for number, (_, leaf) in enumerate(leaves)}
+
+
+def _ties(leaves: Sequence[tuple[str, Any]]) -> list[int] | None:
+    """Return which leaves are the same object, None if none are."""
+    numbers = numbers_of(leaves)
+    if len(numbers) == len(leaves):
+        return None
+    return [numbers[id(leaf)] for _, leaf in leaves]
 
 
 def _dtensor_type() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastserial.distributed.facts import numbers_of
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.kept_pickle import outline_of
@@ -53,13 +54,13 @@ class _Archive:
         return number
 
 
-def lay_out(archive: str, state: object, table: Table, tensors: Mapping[int, int]) -> LaidOut:
+def lay_out(archive: str, state: object, table: Table, keep: bool) -> LaidOut:
     """Let torch pickle a state with its sharded tensors as whole ones.
 
     Args:
         archive: the name that torch puts before the records' names.
         table: of the state.
-        tensors: numbers of the tensors, by their `id`, if the layout may be kept.
+        keep: whether the next save may use the layout.
 
     Raises:
         Exception: whatever pickling the object raises.
@@ -76,7 +77,8 @@ def lay_out(archive: str, state: object, table: Table, tensors: Mapping[int, int
         save(state, writer, module, _PROTOCOL, False)
         found = LaidOut(archive, writer.entries)
         found.rest = writer.rest
-        outline = outline_of(state, tensors) if tensors and not writer.rest else None
+        keep = keep and not writer.rest
+        outline = outline_of(state, numbers_of(table.leaves)) if keep else None
         if outline is not None:
             memo = picklers[0].memo.copy()
             found.remember(outline, {key: memo[key][0] for key in outline.before})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -12,11 +12,13 @@ import torch
 
 from fastserial.checksums import crc32
 from fastserial.distributed.kept_pickle import KeptPickle, Outline, outline_of
-from fastserial.formats.extents import Data, Trailer
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.saving import torch_writer
 
 __all__ = ["Entry", "KeptFile", "LaidOut", "Nowhere", "Places"]
+
+_CRC_AT = 4  # in a data descriptor
 
 
 class Entry(NamedTuple):
@@ -97,6 +99,27 @@ class LaidOut:
             self._places = Places(records, extents[-1].offset if late else nbytes, nbytes)
         return self._places
 
+    def take_pickle(self, text: bytes) -> bool:
+        """Put another pickle in, if that moves nothing; return whether it is in."""
+        first, extents, crcs = self.entries[0], self.plan.extents, self.plan.crcs
+        if first.data is None or text == first.data:
+            return text == first.data
+        if len(text) != first.nbytes or not isinstance(extents[-1].source, Trailer):
+            return False
+        self.entries[0] = first._replace(data=text)
+        begin = next(  # the pickle is the first record, behind its header
+            extent.offset + bytes(extent.source.data).index(first.data)
+            for extent in extents
+            if isinstance(extent.source, Literal) and first.data in bytes(extent.source.data)
+        )
+        patches = [(begin, text)]
+        if crcs[0]:
+            crcs[0] = crc32(text)
+            patches.append((begin + len(text) + _CRC_AT, crcs[0].to_bytes(4, "little")))
+        for place, patch in patches:
+            _patch(extents, place, patch)
+        return True
+
     def is_like(self, last: KeptFile) -> None:
         """Say that everything is in the places of a kept file."""
         self._last, self._places = last, last.places
@@ -167,15 +190,30 @@ class KeptFile:
         if text is None:
             return None
         last = self.last
-        if archive != last.archive or text != last.entries[0].data:
-            first = last.entries[0]._replace(nbytes=len(text), data=text)
-            last = LaidOut(archive, [first, *last.entries[1:]])
-            sizes = len(archive.encode()), len(text)
-            if sizes != self.sizes and last.places != self.places:
-                return None
-            last.is_like(self)
-            self.last = last
+        if archive == last.archive and last.take_pickle(text):
+            return last
+        first = last.entries[0]._replace(nbytes=len(text), data=text)
+        last = LaidOut(archive, [first, *last.entries[1:]])
+        sizes = len(archive.encode()), len(text)
+        if sizes != self.sizes and last.places != self.places:
+            return None
+        last.is_like(self)
+        self.last = last
         return last
+
+
+def _patch(extents: list[Extent], place: int, patch: bytes) -> None:
+    """Put known bytes at a place of the file."""
+    for index, extent in enumerate(extents):
+        if extent.offset >= place + len(patch):
+            return
+        source = extent.source
+        first = max(place, extent.offset)
+        stop = min(place + len(patch), extent.offset + extent.length)
+        if first < stop and isinstance(source, Literal | DescriptorPatch):
+            data = bytearray(source.data)
+            data[first - extent.offset : stop - extent.offset] = patch[first - place : stop - place]
+            extents[index] = replace(extent, source=replace(source, data=bytes(data)))
 
 
 def _options() -> tuple[int, bool]:

@@ -25,7 +25,7 @@ from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
 from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange
-from fastserial.distributed.facts import facts_of
+from fastserial.distributed.facts import facts_of, numbers_of
 from fastserial.distributed.finishing import finish_file
 from fastserial.distributed.full_pickle import lay_out
 from fastserial.distributed.group import Traffic, traffic_of
@@ -49,6 +49,7 @@ from fastserial.distributed.tables import (
     Sources,
     Table,
     difference,
+    has_devices,
     synchronize_devices,
     table_of,
 )
@@ -88,6 +89,7 @@ class _Kept:
     Attributes:
         name, plan, made: the plan and what this rank does in it.
         specs, firsts: of the sources, see `Table`.
+        devices: whether there are tensors on some.
         facts: what the plan depends on; None: that is not known.
         file: on rank 0, the layout, if the next one may be made of it.
     """
@@ -97,6 +99,7 @@ class _Kept:
     made: Schedule
     specs: list[TensorSpec]
     firsts: list[int]
+    devices: bool
     facts: list[Any] | None
     file: KeptFile | None = None
 
@@ -194,7 +197,8 @@ class _Saving:
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
-        synchronize_devices(found)
+        if kept.devices:
+            synchronize_devices(found)
         sources = Sources(found, kept.specs, kept.firsts, traffic.rank)
         writer = ShardWriter(kept.plan, kept.made, sources, self._container, orders.checksums)
         try:
@@ -215,7 +219,7 @@ class _Saving:
         if kept is not None and (facts is None or facts != kept.facts):
             kept = None
         if kept is not None and traffic.rank == 0:
-            tensors = _numbers(found, facts)
+            tensors = numbers_of(found)
             self._laid_out = kept.file.now(self._archive(), state, tensors) if kept.file else None
             if self._laid_out is None:
                 kept = None
@@ -226,7 +230,7 @@ class _Saving:
             return orders, kept
         table = table_of(found, traffic.rank, traffic.ranks)
         if traffic.rank == 0:
-            self._laid_out = lay_out(self._archive(), state, table, _numbers(found, facts))
+            self._laid_out = lay_out(self._archive(), state, table, keep=facts is not None)
         answer = traffic.consult(pickle.dumps(Told.of(table)), self._decide)
         orders = pickle.loads(answer)
         if not orders.alike:
@@ -275,11 +279,12 @@ class _Saving:
         table.complete(orders.ranges, set(orders.misfits), orders.grids)
         last = self._kept
         if last is not None and last.name == orders.name:
-            last.firsts, last.facts = table.firsts, facts
+            last.firsts, last.devices, last.facts = table.firsts, has_devices(table.leaves), facts
             return last
         specs = [source.spec for source in table.sources]
         made = schedule(orders.plan, specs, traffic.rank, traffic.size, tile_bytes(traffic.size))
-        kept = _Kept(orders.name, orders.plan, made, specs, table.firsts, facts)
+        devices = has_devices(table.leaves)
+        kept = _Kept(orders.name, orders.plan, made, specs, table.firsts, devices, facts)
         traffic.kept["save"] = kept
         return kept
 
@@ -364,12 +369,6 @@ class _Saving:
         if self._opened is not None:
             steps += [self._opened.remove, self._opened.close]
         finish(*steps)
-
-
-def _numbers(found: list[tuple[str, Any]], facts: list[Any] | None) -> dict[int, int]:
-    """Return the numbers of tensors by their `id`; none without facts."""
-    pairs = zip(found, facts or (), strict=False)
-    return {id(leaf): fact[1] for (_, leaf), fact in pairs}
 
 
 def tile_bytes(size: int) -> int:

@@ -239,12 +239,21 @@ def table_of(found: list[tuple[str, Any]], rank: int, ranks: Mapping[int, int]) 
     return table
 
 
+def has_devices(found: Sequence[tuple[str, Any]]) -> bool:
+    """Return whether tensors are on devices."""
+    return any(
+        leaf.tensor.device.type != "cpu" if isinstance(leaf, FlatShard) else not leaf.is_cpu
+        for leaf in (one.leaf if isinstance(one, Joined) else one for _, one in found)
+        if leaf is not None
+    )
+
+
 def synchronize_devices(found: Sequence[tuple[str, Any]]) -> None:
     """Wait for the work queued on the devices of tensors: other threads will copy them."""
     away: dict[torch.device, torch.UntypedStorage] = {}
     for _, leaf in found:
         leaf = leaf.leaf if isinstance(leaf, Joined) else leaf
-        if leaf is None or (not isinstance(leaf, FlatShard) and leaf.is_cpu):
+        if leaf is None:
             continue
         local = local_of(leaf)
         if local.device.type not in ("cpu", "meta") and local.device not in away:

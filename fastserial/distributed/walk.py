@@ -69,8 +69,12 @@ def below(value: object) -> list[Any]:
     """Return all that a nest holds, and itself: each container once, before what is in it."""
     found = [value]
     seen: set[int] = set()
+    kinds: dict[type, bool] = {}
     for one in found:  # which grows
-        if isinstance(one, _CONTAINERS) and id(one) not in seen:
+        holds = kinds.get(type(one))
+        if holds is None:
+            holds = kinds[type(one)] = isinstance(one, _CONTAINERS)
+        if holds and id(one) not in seen:
             seen.add(id(one))
             found += one.values() if isinstance(one, Mapping) else one
     return found
