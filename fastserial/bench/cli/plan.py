@@ -17,6 +17,7 @@ def plan(
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share a layer.")] = 8,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 16,
     every: Annotated[int, typer.Option(min=1, help="Look at every so many-th rank.")] = 512,
+    writers: Annotated[int, typer.Option(min=0, help="Ranks that write; 0: all.")] = 0,
     json_file: output.JsonFile = None,
 ) -> None:
     """Plan a distributed save of a 405 B model on many ranks, without the ranks.
@@ -30,7 +31,7 @@ def plan(
     from fastserial.bench.studies.planning import PlanBench, run_planning
     from fastserial.console import new_console
 
-    bench = PlanBench(ranks, tensors, tensor_parallel, stages, every)
+    bench = PlanBench(ranks, tensors, tensor_parallel, stages, every, writers)
     console = new_console()
     with output.progress(console) as show:
         result = run_planning(bench, show)

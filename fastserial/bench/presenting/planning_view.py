@@ -34,7 +34,7 @@ def show_planning(result: PlanResult, console: Console) -> None:
     console.print(
         f"{result.tensors} tensors, a file of {format_bytes(result.nbytes)}, {bench.ranks} ranks: "
         f"{bench.stages} stages of {bench.shards} (FSDP) x {bench.tensor_parallel} (tensor "
-        "parallel). Computed, no byte was moved.",
+        f"parallel); {bench.writers or bench.ranks} write. Computed, no byte was moved.",
         soft_wrap=True,
     )
     table = Table(*_COLUMNS)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import process_time
 
 import torch
 
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.distributed.laid_out import Nowhere
+from fastserial.distributed.orders import writing_ranks
 from fastserial.distributed.pieces import Flat, Mesh, Split, TensorSpec
 from fastserial.distributed.saver import tile_bytes
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
@@ -44,6 +45,7 @@ class PlanBench:
         tensor_parallel, stages: by how many ranks a layer, and the layers, are split; FSDP has what
             remains.
         every: how many ranks from one that is looked at to the next.
+        writers: how many ranks write; 0 is all of them.
     """
 
     ranks: int = 4096
@@ -51,6 +53,7 @@ class PlanBench:
     tensor_parallel: int = 8
     stages: int = 16
     every: int = 512
+    writers: int = 0
 
     @property
     def shards(self) -> int:
@@ -64,7 +67,7 @@ class RankPlan:
 
     Attributes:
         rank: it.
-        seconds: until it knows what to do.
+        seconds: of processor time until it knows what to do.
         tensors: that it has or writes a part of.
         plan_bytes: memory of what it keeps of the plan for itself.
         written: bytes of the file.
@@ -142,7 +145,8 @@ def plan_of(bench: PlanBench) -> tuple[FilePlan, list[TensorSpec]]:
             if isinstance(extent.source, Data)
         ]
         records = [(index + 1, index, *place) for index, place in enumerate(places)]
-        return FilePlan(found.nbytes, records, list(range(bench.ranks))), tensors
+        writers = writing_ranks(bench.writers or "all", [""] * bench.ranks)
+        return FilePlan(found.nbytes, records, writers), tensors
 
 
 def _tensors(bench: PlanBench) -> Iterator[TensorSpec]:
@@ -193,9 +197,9 @@ def _layers(bench: PlanBench) -> Iterator[tuple[int, tuple[int, ...], str]]:
 
 
 def _planned(bench: PlanBench, plan: FilePlan, specs: Sequence[TensorSpec], rank: int) -> RankPlan:
-    began = perf_counter()
+    began = process_time()
     made = schedule(plan, specs, rank, bench.ranks, tile_bytes(bench.ranks))
-    seconds = perf_counter() - began
+    seconds = process_time() - began
     rounds, footprint = len(made.rounds), made.footprint()
     sent, received = _moved(made, specs, rank)
     held = {index for index, spec in enumerate(specs) if spec.is_held_by(rank)}
