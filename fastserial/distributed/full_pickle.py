@@ -81,7 +81,8 @@ def lay_out(archive: str, state: object, table: Table, keep: bool) -> LaidOut:
         outline = outline_of(state, numbers_of(table.leaves)) if keep else None
         if outline is not None:
             memo = picklers[0].memo.copy()
-            found.remember(outline, {key: memo[key][0] for key in outline.before})
+            if memo.keys() >= outline.before.keys():
+                found.remember(outline, {key: memo[key][0] for key in outline.before})
         return found
     finally:
         untouched.close()

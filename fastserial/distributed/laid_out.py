@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,6 +19,7 @@ from fastserial.saving import torch_writer
 
 __all__ = ["Entry", "KeptFile", "LaidOut", "Nowhere", "Places"]
 
+_log = logging.getLogger("fastserial")
 _CRC_AT = 4  # in a data descriptor
 
 
@@ -124,10 +126,9 @@ class LaidOut:
         """Say that everything is in the places of a kept file."""
         self._last, self._places = last, last.places
 
-    def remember(self, outline: Outline | None, ends: dict[int, int]) -> None:
+    def remember(self, outline: Outline, ends: dict[int, int]) -> None:
         """Enter what the next save may make its pickle of; see `KeptPickle`."""
-        if outline is not None:
-            self._pickled = outline, ends
+        self._pickled = outline, ends
 
     def kept(self) -> KeptFile | None:
         """Return what the next save may use."""
@@ -137,7 +138,8 @@ class LaidOut:
         self._pickled = None  # it remembers the state's tensors by their `id`
         try:
             pickled = KeptPickle(self.entries[0].data or b"", outline, ends)
-        except ValueError:
+        except Exception:  # the file is safe; the next save makes its own pickle
+            _log.debug("the pickle of %r cannot be kept", self.archive, exc_info=True)
             return None
         sizes = len(self.archive.encode()), self.entries[0].nbytes
         self._last = KeptFile(pickled, self.places, _options(), sizes, self)
@@ -198,7 +200,7 @@ class KeptFile:
         if sizes != self.sizes and last.places != self.places:
             return None
         last.is_like(self)
-        self.last = last
+        self.last, self.sizes = last, sizes
         return last
 
 

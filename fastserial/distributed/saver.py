@@ -1,10 +1,10 @@
 """`save`: every rank writes a part of one ordinary file, and no rank holds the whole.
 
-1. Each rank makes the table of its state. Rank 0 lays the file out over memory that is never
-   touched, and makes the new file.
-2. Rank 0 hears all digests. If they are alike, and nothing changed since the last save, that is
-   all; else it sends the places of the records. Each rank makes its own schedule and opens the
-   file.
+1. Each rank compares its tensors with those of the last save. If nothing changed on any, the last
+   plan does: rank 0 makes the new file and says so.
+2. Else each rank makes the table of its state, and rank 0 lays the file out over memory that is
+   never touched. If the tables are alike, it sends the places of the records. Each rank makes its
+   own schedule and opens the file.
 3. The bytes flow.
 4. Rank 0 hears the checksums, writes what needs them, syncs, renames.
 """
@@ -173,9 +173,8 @@ class _Saving:
         self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
-        self._laid_out: LaidOut | None = None  # on rank 0, as the next two are
+        self._laid_out: LaidOut | None = None  # on rank 0, as the next one is
         self._container: Container | None = None
-        self._place: Place | None = None
         self._hellos: list[Hello] = []
         self._reports: tuple[RankReport, ...] = ()
         kept = traffic.kept.get("save")
@@ -184,13 +183,15 @@ class _Saving:
     def run(self, obj: object) -> SaveReport:
         """Save; return what this rank knows of it."""
         traffic = self._traffic
+        state = states(obj)
+        if self._merge == "union":
+            state = merged(state, traffic)
         with paused_collection():
-            state = states(obj)
-            if self._merge == "union":
-                state = merged(state, traffic)
             found = leaves(state)
-            orders, kept = self._agreed(state, found)
-            if self._laid_out is not None:
+            facts = facts_of(found, traffic.rank == 0)
+        orders, kept = self._agreed(state, found, facts)
+        if self._laid_out is not None:
+            with paused_collection():
                 self._container = Container(self._laid_out)
         if self._new is None:
             self._opened = OpenedFile(orders.place)
@@ -212,15 +213,17 @@ class _Saving:
             kept.file = self._laid_out.kept()
         return self._report(orders, done.report, out)
 
-    def _agreed(self, state: object, found: list[tuple[str, Any]]) -> tuple[Orders, _Kept]:
+    def _agreed(
+        self, state: object, found: list[tuple[str, Any]], facts: list[Any] | None
+    ) -> tuple[Orders, _Kept]:
         """Agree with the other ranks on the plan: the one that all have, or a new one."""
         traffic, kept = self._traffic, self._kept
-        facts = facts_of(found, traffic.rank == 0)
         if kept is not None and (facts is None or facts != kept.facts):
             kept = None
         if kept is not None and traffic.rank == 0:
-            tensors = numbers_of(found)
-            self._laid_out = kept.file.now(self._archive(), state, tensors) if kept.file else None
+            with paused_collection():
+                last, numbers = kept.file, numbers_of(found)
+                self._laid_out = last.now(self._archive(), state, numbers) if last else None
             if self._laid_out is None:
                 kept = None
         hello = Hello(kept.name if kept is not None else b"", node_name())
@@ -228,14 +231,16 @@ class _Saving:
         if answer and kept is not None:
             orders: Orders = pickle.loads(answer)
             return orders, kept
-        table = table_of(found, traffic.rank, traffic.ranks)
-        if traffic.rank == 0:
-            self._laid_out = lay_out(self._archive(), state, table, keep=facts is not None)
+        with paused_collection():
+            table = table_of(found, traffic.rank, traffic.ranks)
+            if traffic.rank == 0:
+                self._laid_out = lay_out(self._archive(), state, table, keep=facts is not None)
         answer = traffic.consult(pickle.dumps(Told.of(table)), self._decide)
         orders = pickle.loads(answer)
         if not orders.alike:
             traffic.consult(marshal.dumps(table.rows, 2), self._blame)
-        return orders, self._planned(orders, table, facts)
+        with paused_collection():
+            return orders, self._planned(orders, table, facts)
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""

@@ -255,9 +255,9 @@ def synchronize_devices(found: Sequence[tuple[str, Any]]) -> None:
         leaf = leaf.leaf if isinstance(leaf, Joined) else leaf
         if leaf is None:
             continue
-        local = local_of(leaf)
-        if local.device.type not in ("cpu", "meta") and local.device not in away:
-            away[local.device] = local.untyped_storage()
+        device = leaf.tensor.device if isinstance(leaf, FlatShard) else leaf.device
+        if device.type not in ("cpu", "meta") and device not in away:
+            away[device] = local_of(leaf).untyped_storage()
     synchronize(list(away.values()))
 
 

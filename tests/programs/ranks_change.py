@@ -27,6 +27,7 @@ from fastserial.errors import DistributedError
 Pair = collections.namedtuple("Pair", "first second")
 State = dict[str, Any]
 LARGE = 2 * 2**20
+LONG = "x" * 300_000
 
 
 class Other:
@@ -209,6 +210,9 @@ def main() -> None:
         same(file, nothing, file)
     for step in (1, 255, 256, 65535, 65536, 2**31, 2**80, 0):
         same(str(step), changed("step", step), "file.pt")
+    for step in (3, 4, 5):
+        same("long", lambda make, state, step=step: state.update(step=step, long=LONG), "f.pt")
+    assert planned[-2:] == ["long: 0 0"] * 2, planned[-3:]
     for writers in (1, 2, "all"):
         same(str(writers), nothing, "file.pt", writers=writers)
     failing(make, folder, rank)
