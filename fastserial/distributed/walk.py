@@ -67,7 +67,7 @@ def _collect(
 
 def below(value: object) -> list[Any]:
     """Return all that a nest holds, and itself: each container once, before what is in it."""
-    found = [value]
+    found: list[Any] = [value]
     seen: set[int] = set()
     kinds: dict[type, bool] = {}
     for one in found:  # which grows
@@ -76,7 +76,7 @@ def below(value: object) -> list[Any]:
             holds = kinds[type(one)] = isinstance(one, _CONTAINERS)
         if holds and id(one) not in seen:
             seen.add(id(one))
-            found += one.values() if isinstance(one, Mapping) else one
+            found.extend(one.values() if isinstance(one, Mapping) else one)
     return found
 
 

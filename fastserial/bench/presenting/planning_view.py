@@ -16,7 +16,7 @@ __all__ = ["planning_as_json", "show_planning"]
 
 _COLUMNS = (
     "rank",
-    "seconds",
+    "CPU s",
     "tensors",
     "plan/tensor",
     "writes",
