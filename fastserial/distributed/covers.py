@@ -53,7 +53,7 @@ class Cover(NamedTuple):
         return [held for held in self.held if held.first < stop and first < held.stop]
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> Cover:
     """Return who holds what of a tensor in a group of `size` ranks (`TensorSpec.held`).
 

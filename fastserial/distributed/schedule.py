@@ -342,7 +342,7 @@ class Schedule:
         return found
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)  # tensors of a model are alike
 def _overlaps(shape: tuple[int, ...], first: int, stop: int, box: Box) -> tuple[Overlap, ...]:
     return tuple(overlaps(shape, first, stop, box))
 
