@@ -45,7 +45,8 @@ def facts_of(leaves: Sequence[tuple[str, Any]], pickles: bool) -> list[Any] | No
                 mesh = meshes[id(spec.mesh)] = (weakref.ref(spec.mesh), on_host)
             device = None if mesh[1] else local.device
             grad = pickles and leaf.requires_grad
-            add((name, mesh[0], spec.placements, spec.tensor_meta, local.shape, device, grad))
+            meta = spec.tensor_meta or (leaf.shape, leaf.dtype)
+            add((name, mesh[0], spec.placements, meta, local.shape, device, grad))
         elif kind in _PLAIN:
             if (not leaf.is_cpu and leaf.device.type == "meta") or leaf.__dict__:
                 return None

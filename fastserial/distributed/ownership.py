@@ -17,6 +17,7 @@ from fastserial.distributed.pieces import Flat, Mesh, TensorSpec
 __all__ = ["Ownership"]
 
 Records = Sequence[tuple[int, int, int, int]]
+_RANK_0 = (0,)
 
 
 class Ownership:
@@ -51,6 +52,7 @@ class Ownership:
         self._home: dict[int, list[Blocks]] = {}
         self._cut: set[int] = set()  # units of which not all is written at home
         self._records: dict[int, list[tuple[int, TensorSpec]]] = {}
+        self._container: list[Blocks] = []  # bytes that rank 0 has, within its unit
         self.elsewhere = list(self._divide(nbytes, records))
 
     def cover(self, spec: TensorSpec) -> Cover:
@@ -72,12 +74,16 @@ class Ownership:
         alone: list[tuple[int, int, tuple[int, ...]]] = []
         several: list[tuple[int, int, tuple[int, ...]]] = []
         parts: list[tuple[int, int, tuple[int, ...]]] = []
+        own = list(self._container) if unit == self.unit_of[0] else []
         for offset, spec in self._records.get(unit, ()):
             if not spec.nbytes:
                 continue
             item = spec.dtype.itemsize
             cover = self.cover(spec)
             for first, stop, ranks in cover.runs:
+                if ranks == _RANK_0:
+                    own.append((offset + first * item, offset + stop * item))
+                    continue
                 begin = -(-(offset + first * item) // GRAIN)
                 end = (offset + stop * item) // GRAIN
                 if begin < end:
@@ -86,6 +92,8 @@ class Ownership:
                 begin, end = blocks_in(offset + first * item, offset + stop * item)
                 if begin < end:
                     parts.append((begin, end, ranks))
+        if own:
+            alone = sorted([*alone, *_joined(own)])
         if unit in self._cut:
             alone, several, parts = (list(_clipped(runs, home)) for runs in (alone, several, parts))
         return divide(home, alone, several, parts, left)
@@ -131,6 +139,7 @@ class Ownership:
         everyones: list[Blocks] = []
         units: dict[int, int | None] = {}
         begin, at, unit = 0, 0, self.unit_of[0]
+        before: int | None = unit
         for _, source, offset, length in records:
             spec = self._specs[source] if source >= 0 else None
             mine: int | None = self.unit_of[0]
@@ -142,6 +151,11 @@ class Ownership:
                 mine = units[key]
                 if mine is not None:
                     self._records.setdefault(mine, []).append((offset, spec))
+            if mine == before == self.unit_of[0]:
+                self._container.append((at, offset))
+            if spec is None:
+                self._container.append((offset, offset + length))
+            before = mine
             if mine != unit and mine is not None:
                 spans.append((begin, at, unit))
                 begin, unit = offset, mine
@@ -152,6 +166,8 @@ class Ownership:
                     spans.append((begin, offset, unit))
                     begin = offset + length
             at = offset + length
+        if before == self.unit_of[0]:
+            self._container.append((at, self._blocks * GRAIN))
         spans.append((begin, self._blocks * GRAIN, unit))
         alone = [(*blocks_in(first, stop), (unit,)) for first, stop, unit in spans]
         return [run for run in alone if run[0] < run[1]], everyones
@@ -180,6 +196,19 @@ class _Takers:
                 self._queue[self._at][1] -= count
             if not self._queue[self._at][1]:
                 self._at += 1
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yield the blocks in ranges of bytes that rank 0 has; small ones side by side fill blocks."""
+    first = stop = -1
+    for begin, end in [*sorted(ranges), (-1, -1)]:
+        if begin == stop:
+            stop = end
+            continue
+        blocks = blocks_in(first, stop)
+        if blocks[0] < blocks[1]:
+            yield *blocks, _RANK_0
+        first, stop = begin, end
 
 
 def _members(held: Mesh | Flat | None) -> Iterator[int]:

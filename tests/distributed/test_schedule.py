@@ -143,6 +143,19 @@ def test_all_of_the_file_once_in_equal_shares() -> None:
     assert moved > 100 * GRAIN
 
 
+def test_what_rank_0_has_alone_it_writes_from_its_memory() -> None:
+    """The zip's own bytes, small tensors, and storages that the ranks cannot look into."""
+    plan = FilePlan(
+        20 * GRAIN + 9,
+        [(n, -1 if n == 5 else 0, GRAIN + 128 + n * GRAIN // 4, 200) for n in range(40)],
+        [0],
+    )
+    made = schedule(plan, [TensorSpec((200,), torch.uint8, Flat(((0, 0, 200),)))], 0, 1, GRAIN)
+    assert not made.rounds
+    assert sum(piece.length for piece in made.locals()) == plan.nbytes
+    assert check(plan, [TensorSpec((200,), torch.uint8, Flat(((0, 0, 200),)))], 1, GRAIN) == 0
+
+
 def test_rows_travel_at_their_edges_only() -> None:
     rows, size = 4096, 4
     spec = TensorSpec(
