@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fastserial.distributed.full_pickle import FullPickle
+from fastserial.distributed.laid_out import LaidOut
 from fastserial.distributed.tables import bytes_of
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.memory.storages import Memory, storage_memory
@@ -18,17 +18,16 @@ __all__ = ["Container"]
 class Container:
     """Rank 0's part of the file."""
 
-    def __init__(self, pickled: FullPickle) -> None:
+    def __init__(self, laid_out: LaidOut) -> None:
         self._extents = [
             extent
-            for extent in pickled.plan.extents
+            for extent in laid_out.plan.extents
             if not isinstance(extent.source, Data | Trailer)
         ]
         self._starts = [extent.offset for extent in self._extents]
-        self._rest = pickled.rest
-        trailer = pickled.plan.extents[-1]
+        self._rest = laid_out.rest
+        trailer = laid_out.plan.extents[-1]
         self.trailer = trailer if isinstance(trailer.source, Trailer) else None
-        self.end = trailer.offset if self.trailer is not None else pickled.plan.nbytes
 
     def memory(self, source: int) -> Memory:
         """Return the memory of a source that only rank 0 has."""

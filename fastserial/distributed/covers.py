@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from fastserial.distributed.boxes import Box, boxes_of_range, run_of
-from fastserial.distributed.pieces import Flat, Mesh, TensorSpec, boxes_on
+from fastserial.distributed.pieces import Flat, Mesh, boxes_at
 
 __all__ = ["Cover", "Held", "Run", "cover_of"]
 
 
 class Held(NamedTuple):
-    """A box and the ranks that hold it, each the same bytes."""
+    """A box and the ranks that hold it, each the same bytes.
+
+    Attributes:
+        first, stop: the row-major elements from its first to its last.
+    """
 
     box: Box
     ranks: tuple[int, ...]
+    first: int
+    stop: int
 
 
 class Run(NamedTuple):
-    """Consecutive elements [first, stop) and the ranks that have them one behind the other.
-
-    Attributes:
-        boxes: what they are.
-    """
+    """Consecutive elements [first, stop) and some ranks."""
 
     first: int
     stop: int
     ranks: tuple[int, ...]
-    boxes: tuple[Box, ...]
 
 
 class Cover(NamedTuple):
@@ -39,71 +39,93 @@ class Cover(NamedTuple):
 
     Attributes:
         held: disjoint boxes.
-        runs: those of them that are consecutive elements, in their order.
+        runs: those of them that are consecutive elements, in their order, with the ranks that have
+            all of it one behind the other.
+        parts: if there are none: elements of which each of the ranks has a part, and nobody else.
     """
 
     held: tuple[Held, ...]
     runs: tuple[Run, ...]
+    parts: tuple[Run, ...]
 
-    def cut(self, first: int, stop: int) -> Iterator[tuple[int, int, Run | None]]:
-        """Cut the elements [first, stop) at the ends of runs; None: what is in no run."""
-        index = max(bisect_right(self.runs, first, key=_first) - 1, 0)
-        while first < stop:
-            run = self.runs[index] if index < len(self.runs) else None
-            if run is not None and run.stop <= first:
-                index += 1
-                continue
-            if run is None:
-                end = stop
-            elif first < run.first:
-                end, run = min(stop, run.first), None
-            else:
-                end = min(stop, run.stop)
-            yield first, end, run
-            first = end
+    def meeting(self, first: int, stop: int) -> list[Held]:
+        """Return the boxes that may share something with the elements [first, stop)."""
+        return [held for held in self.held if held.first < stop and first < held.stop]
 
 
-def _first(run: Run) -> int:
-    return run.first
-
-
-@lru_cache(maxsize=65536)
-def cover_of(spec: TensorSpec, size: int) -> Cover:
-    """Return who holds what of a tensor in a group of `size` ranks.
+@lru_cache(maxsize=8192)
+def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> Cover:
+    """Return who holds what of a tensor in a group of `size` ranks (`TensorSpec.held`).
 
     Raises:
         ValueError: nobody holds some of it.
     """
-    if isinstance(spec.held, Flat):
-        runs = _sweep(spec.held)
-        runs = [
-            run._replace(boxes=tuple(boxes_of_range(spec.shape, run.first, run.stop)))
+    whole = Box((0,) * len(shape), shape)
+    if isinstance(holders, Flat):
+        runs = _sweep(holders)
+        held = [
+            _held(shape, box, run.ranks)
             for run in runs
+            for box in boxes_of_range(shape, run.first, run.stop)
         ]
-        held = [Held(box, run.ranks) for run in runs for box in run.boxes]
-    elif isinstance(spec.held, Mesh):
-        boxes: dict[Box, list[int]] = {}
-        for rank in spec.held.members():
-            for box in boxes_on(spec, rank):
-                boxes.setdefault(box, []).append(rank)
-        held = [Held(box, tuple(ranks)) for box, ranks in boxes.items()]
-        found = ((run_of(spec.shape, box), ranks, box) for box, ranks in held)
-        runs = sorted(Run(*run, ranks, (box,)) for run, ranks, box in found if run is not None)
     else:
-        everyone = tuple(range(size))
-        held = [Held(box, everyone) for box in boxes_on(spec, 0)]
-        runs = [Run(0, spec.numel, everyone, (box,)) for box, _ in held]
-    if sum(box.numel for box, _ in held) != spec.numel:
+        boxes: dict[Box, list[int]] = {}
+        if isinstance(holders, Mesh):
+            mesh, placed = holders._replace(grids=()), set()
+            for grid in holders.grids:
+                for place, rank in enumerate(grid):
+                    if rank >= 0 and rank not in placed:
+                        placed.add(rank)
+                        for box in boxes_at(shape, mesh, place):
+                            boxes.setdefault(box, []).append(rank)
+        elif whole.numel:
+            boxes[whole] = list(range(size))
+        held = [_held(shape, box, tuple(sorted(ranks))) for box, ranks in boxes.items()]
+        runs = sorted(
+            Run(one.first, one.stop, one.ranks)
+            for one in held
+            if run_of(shape, one.box) is not None
+        )
+    if sum(one.box.numel for one in held) != whole.numel:
         raise ValueError("the shards of all ranks do not make the whole tensor")
-    return Cover(tuple(held), tuple(runs))
+    return Cover(tuple(held), tuple(runs), () if runs else tuple(_parts(held)))
+
+
+def _held(shape: Sequence[int], box: Box, ranks: tuple[int, ...]) -> Held:
+    first, last, step = 0, 0, 1
+    for size, offset, length in zip(
+        reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True
+    ):
+        first += offset * step
+        last += (offset + length - 1) * step
+        step *= size
+    return Held(box, ranks, first, last + 1)
 
 
 def _sweep(flat: Flat) -> list[Run]:
     """Return disjoint ranges with all ranks that hold them."""
-    ends = sorted({end for _, first, stop in flat.ranges for end in (first, stop)})
+    ends: dict[int, list[int]] = {}
+    for index, (_, first, stop) in enumerate(flat.ranges):
+        ends.setdefault(first, []).append(index)
+        ends.setdefault(stop, []).append(index)
     found = []
-    for first, stop in pairwise(ends):
-        ranks = {rank for rank, begin, end in flat.ranges if begin <= first and stop <= end}
-        if ranks:
-            found.append(Run(first, stop, tuple(sorted(ranks)), ()))
+    inside: set[int] = set()
+    for first, stop in pairwise(sorted(ends)):
+        inside.symmetric_difference_update(ends[first])
+        if inside:
+            ranks = {flat.ranges[index][0] for index in inside}
+            found.append(Run(first, stop, tuple(sorted(ranks))))
     return found
+
+
+def _parts(held: Sequence[Held]) -> list[Run]:
+    """Return what boxes hold that lie in each other's gaps, such as shards of columns."""
+    found: list[tuple[int, int, set[int]]] = []
+    for one in sorted(held, key=lambda one: one.first):
+        if found and one.first < found[-1][1]:
+            first, stop, ranks = found[-1]
+            ranks.update(one.ranks)
+            found[-1] = first, max(stop, one.stop), ranks
+        else:
+            found.append((one.first, one.stop, set(one.ranks)))
+    return [Run(first, stop, tuple(sorted(ranks))) for first, stop, ranks in found]

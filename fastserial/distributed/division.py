@@ -1,94 +1,126 @@
-"""Who writes which bytes of the file: the same amount each, and of that, what it has.
+"""Who writes which blocks of the file: the same amount each, and of that, what it has.
 
-The file is cut at multiples of `GRAIN`, so that no page is written by two ranks. A rank gets the
-runs that it alone holds, up to its share; then those that several hold are shared out among them;
-what is left, the edges between shards and what lies in strides, goes to whoever has not its share
-yet, in file order.
+The file is cut at multiples of `GRAIN`, so that no page is written by two ranks. A writer gets the
+blocks that it alone holds, up to its share; those that several hold are shared out among them; a
+block between two goes to one of its neighbours, what lies in strides to those that hold parts of
+it. What is left goes to whoever has not its share yet, in file order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["GRAIN", "FileRun", "Owned", "divide"]
+__all__ = ["GRAIN", "Owned", "Runs", "blocks_in", "divide"]
 
 # Bytes. Larger, more edges of shards travel; smaller, writes get shorter.
 GRAIN = 64 * 1024
 
-
-class FileRun(NamedTuple):
-    """Bytes [first, stop) of the file, which some ranks have in this order in their memory."""
-
-    first: int
-    stop: int
-    ranks: tuple[int, ...]
+Blocks = tuple[int, int]  # from the first on, up to the second
+Runs = Iterable[tuple[int, int, tuple[int, ...]]]  # blocks, and ranks
 
 
 class Owned(NamedTuple):
-    """Bytes [first, stop) of the file, and the rank that writes them."""
+    """Blocks [first, stop) of the file, and the rank that writes them.
+
+    Attributes:
+        direct: all of them are in its memory as they are in the file.
+    """
 
     first: int
     stop: int
     owner: int
+    direct: bool
 
 
-def divide(nbytes: int, runs: Iterable[FileRun], writers: Sequence[int]) -> list[Owned]:
-    """Return who writes what: all of the file, in its order.
+def blocks_in(first: int, stop: int) -> Blocks:
+    """Return the whole blocks in bytes [first, stop) of the file."""
+    return -(-first // GRAIN), stop // GRAIN
+
+
+def divide(
+    ranges: Sequence[Blocks],
+    alone: Runs,
+    several: Runs,
+    parts: Runs,
+    left: dict[int, int],
+) -> list[Owned]:
+    """Return who writes what of some ranges, in file order.
 
     Args:
-        nbytes: size of the file.
-        runs: disjoint.
-        writers: ranks that write, each a share equal to one block.
+        ranges: what is divided: disjoint, in file order.
+        alone: blocks that one rank has; within the ranges, as the next two; all disjoint.
+        several: blocks that each of several ranks has.
+        parts: blocks of which each of several ranks has a part.
+        left: how many blocks each writer shall have; what it gets is taken off.
     """
-    blocks = -(-nbytes // GRAIN)
-    share, more = divmod(blocks, len(writers))
-    left = {rank: share + (index < more) for index, rank in enumerate(writers)}
     found: list[Owned] = []
-    several: list[FileRun] = []
-    for run in runs:
-        first, stop = -(-run.first // GRAIN), run.stop // GRAIN
-        if first >= stop:
-            continue
-        if len(run.ranks) > 1:
-            several.append(FileRun(first, stop, run.ranks))
-        else:
-            _take(found, left, first, stop, run.ranks)
-    for first, stop, ranks in several:
-        _take(found, left, first, stop, ranks)
-    found.sort()
-    rest, at = [], 0
-    for owned in [*found, Owned(blocks, blocks, 0)]:
-        if at < owned.first:
-            rest.append((at, owned.first))
-        at = owned.stop
-    for first, stop in rest:
-        _take(found, left, first, stop, writers)
-    found.sort()
-    return _joined(found, nbytes)
-
-
-def _take(
-    found: list[Owned], left: dict[int, int], first: int, stop: int, ranks: Sequence[int]
-) -> None:
-    """Give blocks [first, stop) to the ranks, one after the other, as far as their shares go."""
-    for rank in ranks:
-        count = min(stop - first, left.get(rank, 0))
+    for first, stop, ranks in alone:
+        rank = ranks[0]
+        count = left.get(rank, 0)
         if count:
-            left[rank] -= count
-            found.append(Owned(first, first + count, rank))
-            first += count
-        if first == stop:
-            return
-
-
-def _joined(found: list[Owned], nbytes: int) -> list[Owned]:
-    """Return the ranges in bytes, what lies side by side in one."""
-    joined: list[Owned] = []
-    for first, stop, owner in found:
-        begin, end = first * GRAIN, min(stop * GRAIN, nbytes)
-        if joined and joined[-1].owner == owner and joined[-1].stop == begin:
-            joined[-1] = Owned(joined[-1].first, end, owner)
+            if first + count < stop:
+                stop = first + count
+            left[rank] = count - stop + first
+            found.append(Owned(first, stop, rank, True))
+    _share(found, several, left, True)
+    parts = list(parts)
+    taken = sorted([*found, *(Owned(first, stop, -1, False) for first, stop, _ in parts)])
+    for first, stop, before, behind in list(_gaps(ranges, taken)):
+        count = left.get(before, 0)
+        if stop - first <= count:  # most gaps are one block
+            left[before] = count - stop + first
+            found.append(Owned(first, stop, before, False))
         else:
-            joined.append(Owned(begin, end, owner))
-    return joined
+            _share(found, [(first, stop, (before, behind))], left, False)
+    _share(found, parts, left, False)
+    found.sort()
+    found += _rest(_gaps(ranges, found), left)
+    found.sort()
+    return found
+
+
+def _share(found: list[Owned], runs: Runs, left: dict[int, int], direct: bool) -> None:
+    """Give blocks to their ranks, one after the other, as far as their shares go."""
+    for first, stop, ranks in runs:
+        for rank in ranks:
+            count = min(stop - first, left.get(rank, 0))
+            if count:
+                left[rank] -= count
+                found.append(Owned(first, first + count, rank, direct))
+                first += count
+                if first == stop:
+                    break
+
+
+def _gaps(ranges: Sequence[Blocks], found: Sequence[Owned]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the blocks of the ranges that nobody writes yet, with the owners on both sides."""
+    rest = iter(found)
+    end = (1 << 62, 1 << 62, -1, False)
+    first, stop, owner, _ = next(rest, end)
+    before = -1
+    for begin, finish in ranges:
+        at = begin
+        while first < finish:
+            if at < first:
+                yield at, first, before, owner
+            at, before = stop, owner
+            first, stop, owner, _ = next(rest, end)
+        if at < finish:
+            yield at, finish, before, owner
+
+
+def _rest(gaps: Iterable[tuple[int, int, int, int]], left: dict[int, int]) -> list[Owned]:
+    """Give the gaps to whoever has not its share, in file order."""
+    found: list[Owned] = []
+    writers = iter([rank for rank, count in left.items() if count])
+    rank = -1
+    for first, stop, *_ in gaps:
+        while first < stop:
+            if not left.get(rank, 0):
+                rank = next(writers)
+            count = min(stop - first, left[rank])
+            left[rank] -= count
+            found.append(Owned(first, first + count, rank, False))
+            first += count
+    return found

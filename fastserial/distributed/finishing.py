@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 
 from fastserial.distributed.container import Container
-from fastserial.distributed.full_pickle import FullPickle
+from fastserial.distributed.laid_out import LaidOut
 from fastserial.distributed.shard_writer import Head, ShardWriter
 from fastserial.distributed.shared_file import NewFile
 from fastserial.formats.extents import Trailer
@@ -23,7 +23,7 @@ _HEAD = 8
 
 def finish_file(
     new: NewFile,
-    pickled: FullPickle,
+    laid_out: LaidOut,
     container: Container,
     writer: ShardWriter,
     heads: Sequence[Head],
@@ -34,21 +34,22 @@ def finish_file(
     Raises:
         OSError: a write, the sync or the rename failed.
     """
-    plan = pickled.plan
+    plan = laid_out.plan
+    plan.lookalikes.clear()  # those of the last save
     plan.lookalikes.update(_lookalikes(heads))
     ledger = writer.ledger
     if checksums:
-        for record, _, offset, nbytes in pickled.records:
+        for record, _, offset, nbytes in laid_out.places.records:
             if record not in writer.sealed:
                 patch = _CRC.pack(ledger.wait(record))
                 os.pwrite(new.fd, patch, offset + nbytes + _CRC_AT)
     if container.trailer is not None and isinstance(container.trailer.source, Trailer):
-        sizes = {record for record, _, _, _ in pickled.records}
+        sizes = {record for record, _, _, _ in laid_out.places.records}
         crcs = [
             ledger.wait(record) if record in sizes and crc is None else crc or 0
             for record, crc in enumerate(plan.crcs)
         ]
-        trailer = container.trailer.source.data(crcs)
+        trailer = container.trailer.source.make(crcs)
         write_all(new.fd, [memoryview(trailer)], container.trailer.offset)
     new.sync()
     new.commit()

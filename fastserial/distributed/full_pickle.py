@@ -4,50 +4,30 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from fastserial.checksums import crc32
+from fastserial.distributed.facts import numbers_of
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
+from fastserial.distributed.kept_pickle import outline_of
+from fastserial.distributed.laid_out import Entry, LaidOut
 from fastserial.distributed.pieces import TensorSpec, as_dtensor
-from fastserial.distributed.tables import Source, Table
+from fastserial.distributed.tables import Source, Table, is_plain
 from fastserial.distributed.untouched import Untouched
-from fastserial.formats.extents import Data
-from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.memory.storages import HostMemory
-from fastserial.saving import torch_writer
 
-__all__ = ["FullPickle", "full_pickle"]
+__all__ = ["lay_out"]
 
 _PROTOCOL = 2  # torch.save's default
-
-
-@dataclass(slots=True)
-class FullPickle:
-    """The file as rank 0 lays it out.
-
-    Attributes:
-        plan: the layout. The memory of its storages is nowhere; `records` says what they are.
-        records: those with data, in file order: number, source, place in the file, bytes.
-            A source of -1 or below is one that only rank 0 has, `rest[-1 - source]`.
-        rest: storages that are in no container the ranks look into.
-    """
-
-    plan: ZipPlan
-    records: list[tuple[int, int, int, int]]
-    rest: list[torch.UntypedStorage]
 
 
 class _Archive:
     """Stands where torch's PyTorchFileWriter stands: takes the records, and writes nothing."""
 
     def __init__(self, archive: str, table: Table, made: dict[int, int]) -> None:
-        self.layout = ZipLayout(archive, torch_writer.alignment(), torch_writer.checksums_wanted())
-        self.sources: list[int | None] = []
+        self.entries: list[Entry] = []
         self.rest: list[torch.UntypedStorage] = []
         self._archive = archive
         self._table = table
@@ -60,13 +40,9 @@ class _Archive:
         if isinstance(data, str):
             data = data.encode()
         if isinstance(data, bytes | bytearray | memoryview):
-            text = bytes(data[:size])
-            self.layout.add_bytes(name, text, crc32(text))
-            self.sources.append(None)
-            return
-        memory = HostMemory(0, size, data)
-        self.layout.add_memory(name, memory, b"")
-        self.sources.append(self._source_of(data) if size else None)
+            self.entries.append(Entry(name, size, bytes(data[:size]), None))
+        else:
+            self.entries.append(Entry(name, size, None, self._source_of(data) if size else None))
 
     def _source_of(self, storage: torch.UntypedStorage) -> int:
         number = self._made.get(storage.data_ptr())
@@ -78,12 +54,13 @@ class _Archive:
         return number
 
 
-def full_pickle(obj: object, archive: str, table: Table) -> FullPickle:
+def lay_out(archive: str, state: object, table: Table, keep: bool) -> LaidOut:
     """Let torch pickle a state with its sharded tensors as whole ones.
 
     Args:
         archive: the name that torch puts before the records' names.
         table: of the state.
+        keep: whether the next save may use the layout.
 
     Raises:
         Exception: whatever pickling the object raises.
@@ -92,25 +69,21 @@ def full_pickle(obj: object, archive: str, table: Table) -> FullPickle:
     untouched = Untouched(nbytes, len(table.sources))
     try:
         made: dict[int, int] = {}
+        picklers: list[Any] = []
         stand_ins = _stand_ins(table, untouched, made)
         writer = _Archive(archive, table, made)
-        module: Any = SimpleNamespace(Pickler=_pickler(table, stand_ins))
+        module: Any = SimpleNamespace(Pickler=_pickler(table, stand_ins, picklers))
         save: Any = torch.serialization._save
-        save(obj, writer, module, _PROTOCOL, False)
-        plan = torch_writer.finish(writer.layout)
-        records = [
-            (extent.source.record, extent.offset, extent.length)
-            for extent in plan.extents
-            if isinstance(extent.source, Data)
-        ]
-        with_data = [
-            (index, source) for index, source in enumerate(writer.sources) if source is not None
-        ]
-        placed = [
-            (index, source, offset, length)
-            for (index, source), (_, offset, length) in zip(with_data, records, strict=True)
-        ]
-        return FullPickle(plan, placed, writer.rest)
+        save(state, writer, module, _PROTOCOL, False)
+        found = LaidOut(archive, writer.entries)
+        found.rest = writer.rest
+        keep = keep and not writer.rest
+        outline = outline_of(state, numbers_of(table.leaves)) if keep else None
+        if outline is not None:
+            memo = picklers[0].memo.copy()
+            if memo.keys() >= outline.before.keys():
+                found.remember(outline, {key: memo[key][0] for key in outline.before})
+        return found
     finally:
         untouched.close()
 
@@ -126,11 +99,9 @@ def _stand_ins(
     found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
     for number, source in enumerate(table.sources):
         leaf = source.leaf
-        plain = isinstance(leaf, torch.UntypedStorage) or (
-            isinstance(leaf, Joined) and leaf.told.storage is not None
-        )
-        if plain:
-            if isinstance(leaf, torch.UntypedStorage) and leaf.device.type == "cpu":
+        joined = isinstance(leaf, Joined)
+        if leaf.told.storage is not None if joined else is_plain(leaf):
+            if not joined and leaf.device.type == "cpu":
                 continue
             found[number] = stand_in = untouched.storage(source.spec.nbytes)
             address = stand_in.data_ptr()
@@ -151,8 +122,12 @@ def _whole(source: Source, untouched: Untouched) -> torch.Tensor:
     return whole
 
 
-def _pickler(table: Table, stand_ins: Mapping[int, Any]) -> type[pickle.Pickler]:
+def _pickler(table: Table, stand_ins: Mapping[int, Any], made: list[Any]) -> type[pickle.Pickler]:
     class Pickler(pickle.Pickler):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, torch.Tensor | FlatShard | Joined):
                 return NotImplemented

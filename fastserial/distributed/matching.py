@@ -11,7 +11,7 @@ import torch
 from fastserial.distributed.file_index import FileTensor
 from fastserial.distributed.pieces import Holding, holding
 from fastserial.distributed.states import LiveState, is_live
-from fastserial.distributed.walk import is_leaf
+from fastserial.distributed.walk import below, is_leaf
 from fastserial.errors import LoadMismatchError
 
 __all__ = ["Job", "Match", "Path", "file_leaves", "path_name", "unused"]
@@ -61,7 +61,7 @@ class Match:
                 "load fills tensors, modules, optimizers, or dictionaries and lists of them, "
                 f"not a {type(into).__name__}"
             )
-        self.modules = list(_modules(into, set()))
+        self.modules = [one for one in below(into) if isinstance(one, torch.nn.Module)]
         self._compare(into, there, (), None)
 
     def finish(self) -> None:
@@ -216,15 +216,6 @@ def _setter(into: Mapping[Any, Any], key: Any) -> _Put | None:
 
 def _alike(into: Any, there: Any) -> bool:
     return type(into) is type(there) and bool(into == there)
-
-
-def _modules(into: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
-    if isinstance(into, torch.nn.Module):
-        yield into
-    elif isinstance(into, Mapping | list | tuple) and id(into) not in seen:
-        seen.add(id(into))
-        for item in into.values() if isinstance(into, Mapping) else into:
-            yield from _modules(item, seen)
 
 
 def _objection(held: Holding, there: FileTensor, cast: bool) -> str | None:

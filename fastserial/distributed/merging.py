@@ -17,6 +17,7 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.group import Traffic
 from fastserial.distributed.joined import Described, Joined
 from fastserial.distributed.pieces import Mesh, as_dtensor, holding
+from fastserial.distributed.walk import sequence_like
 from fastserial.errors import LoadMismatchError
 
 __all__ = ["merged"]
@@ -39,7 +40,7 @@ def merged(state: Any, traffic: Traffic) -> Any:
         skeleton, described = pickle.loads(other)
         mine = leaves if rank == traffic.rank else [None] * len(described)
         found.append(_Unpickler(io.BytesIO(skeleton), rank, described, mine).load())
-    return _union("", found)
+    return _Union().of("", found)
 
 
 class _Pickler(pickle.Pickler):
@@ -92,29 +93,55 @@ class _Unpickler(pickle.Unpickler):
         return self._made[number]
 
 
-def _union(path: str, values: list[Any]) -> Any:
-    """Return what the values of several ranks are together."""
-    first = values[0]
-    if any(isinstance(value, Joined) for value in values):
-        return _together(path, values)
-    if isinstance(first, dict):
-        others = [value for value in values if isinstance(value, Mapping)]
-        keys = dict.fromkeys(key for value in others for key in value)
-        whole = {
-            key: _union(f"{path}.{key}" if path else str(key), [v[key] for v in others if key in v])
-            for key in keys
-        }
-        first.clear()
-        first.update(whole)
-        return first
-    if isinstance(first, list | tuple):
+class _Union:
+    """Puts the values of several ranks together; what they share, as what they share.
+
+    Attributes:
+        made: what became of values, by the `id` of each; with them, so that they live on.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
+
+    def of(self, path: str, values: list[Any]) -> Any:
+        """Return what the values of several ranks are together.
+
+        Raises:
+            LoadMismatchError: they are different tensors.
+        """
+        first = values[0]
+        if any(isinstance(value, Joined) for value in values):
+            return _together(path, values)
+        if not isinstance(first, dict | list | tuple):
+            return first
+        same = tuple(map(id, values))
+        if same not in self.made:
+            self.made[same] = values, first  # it may hold itself
+            self.made[same] = values, self._container(path, first, values)
+        return self.made[same][1]
+
+    def _container(self, path: str, first: Any, values: list[Any]) -> Any:
+        if isinstance(first, dict):
+            others = [value for value in values if isinstance(value, Mapping)]
+            keys = dict.fromkeys(key for value in others for key in value)
+            whole = {
+                key: self.of(
+                    f"{path}.{key}" if path else str(key), [v[key] for v in others if key in v]
+                )
+                for key in keys
+            }
+            first.clear()
+            first.update(whole)
+            return first
         alike = [v for v in values if type(v) is type(first) and len(v) == len(first)]
         items = [
-            _union(f"{path}[{index}]", [value[index] for value in alike])
+            self.of(f"{path}[{index}]", [value[index] for value in alike])
             for index in range(len(first))
         ]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    return first
+        if isinstance(first, list):
+            first[:] = items
+            return first
+        return sequence_like(first, items)
 
 
 def _together(path: str, values: list[Any]) -> Joined:
@@ -130,6 +157,8 @@ def _together(path: str, values: list[Any]) -> Joined:
                 f"{path}: ranks {first.ranks[0]} and {value.ranks[0]} have different tensors: "
                 f"{_words(first.told)} and {_words(value.told)}"
             )
+        if value.ranks[0] in first.ranks:
+            continue  # it has another key, too
         first.ranks += value.ranks
         first.grids += value.grids
         first.leaf = value.leaf if first.leaf is None else first.leaf

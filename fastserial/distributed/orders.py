@@ -12,32 +12,36 @@ from fastserial.distributed.shared_file import Place
 from fastserial.distributed.tables import Table
 from fastserial.saving import torch_writer
 
-__all__ = ["Hello", "Orders", "Writers", "orders_of"]
+__all__ = ["Hello", "Orders", "Told", "Writers", "orders_of", "same_orders", "writing_ranks"]
 
 Writers = Literal["all", "node"] | int
 Ranges = dict[int, list[tuple[int, int, int]]]
 
 
 class Hello(NamedTuple):
-    """What a rank tells.
+    """What a rank tells first.
 
     Attributes:
-        digest, ranges, misfits, grids: of its `Table`.
-        kept: name of the plan that it has from its last save.
+        kept: name of the plan of its last save, b"" if that does not count any more.
         node: what tells the nodes apart.
     """
+
+    kept: bytes
+    node: str
+
+
+class Told(NamedTuple):
+    """What a rank tells if there is no plan: of its `Table`."""
 
     digest: bytes
     ranges: list[tuple[int, int, int]]
     misfits: list[int]
     grids: list[tuple[tuple[int, ...], ...]]
-    kept: bytes
-    node: str
 
     @staticmethod
-    def of(table: Table, kept: bytes, node: str) -> Hello:
+    def of(table: Table) -> Told:
         """Return what a rank with this table tells."""
-        return Hello(table.digest(), table.ranges(), table.misfits, table.grids, kept, node)
+        return Told(table.digest(), table.ranges(), table.misfits, table.grids)
 
 
 class Orders(NamedTuple):
@@ -65,46 +69,46 @@ class Orders(NamedTuple):
     sync_alone: bool
 
 
-def orders_of(
-    hellos: Sequence[Hello],
-    end: int,
-    records: list[tuple[int, int, int, int]],
-    writers: Writers,
-    place: Place,
-) -> Orders:
+def same_orders(name: bytes, nodes: Sequence[str], place: Place) -> Orders:
+    """Return rank 0's answer if all have the plan of this name."""
+    checksums = torch_writer.checksums_wanted()
+    return Orders(True, name, None, {}, [], [], place, checksums, len(set(nodes)) > 1)
+
+
+def orders_of(told: Sequence[Told], nodes: Sequence[str], plan: FilePlan, place: Place) -> Orders:
     """Return rank 0's answer.
 
     Args:
-        hellos: of all ranks.
-        end, records: of the plan (`FilePlan`).
+        told, nodes: of all ranks.
+        plan, place: of the new file.
+    """
+    ranges: Ranges = {}
+    for rank, one in enumerate(told):
+        for source, first, stop in one.ranges:
+            ranges.setdefault(source, []).append((rank, first, stop))
+    misfits = sorted({source for one in told for source in one.misfits})
+    grids = [
+        tuple(sorted({grid for several in found for grid in several}))
+        for found in zip(*(one.grids for one in told), strict=False)
+    ]
+    whole: Any = (tuple(plan), sorted(ranges.items()), misfits, grids, told[0].digest)
+    name = hashlib.sha256(marshal.dumps(whole, 2)).digest()
+    alike = all(one.digest == told[0].digest for one in told)
+    several = len(set(nodes)) > 1
+    checksums = torch_writer.checksums_wanted()
+    return Orders(alike, name, plan, ranges, misfits, grids, place, checksums, several)
+
+
+def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:
+    """Return the ranks that write.
+
+    Args:
         writers: as the user wants them.
-        place: of the new file.
+        nodes: of all ranks.
 
     Raises:
         ValueError: no such writers.
     """
-    ranges: Ranges = {}
-    for rank, hello in enumerate(hellos):
-        for source, first, stop in hello.ranges:
-            ranges.setdefault(source, []).append((rank, first, stop))
-    misfits = sorted({source for hello in hellos for source in hello.misfits})
-    grids = [
-        tuple(sorted({grid for several in found for grid in several}))
-        for found in zip(*(hello.grids for hello in hellos), strict=False)
-    ]
-    plan = FilePlan(end, records, _chosen(writers, [hello.node for hello in hellos]))
-    whole: Any = (tuple(plan), sorted(ranges.items()), misfits, grids, hellos[0].digest)
-    name = hashlib.sha256(marshal.dumps(whole, 2)).digest()
-    alike = all(hello.digest == hellos[0].digest for hello in hellos)
-    several = len({hello.node for hello in hellos}) > 1
-    checksums = torch_writer.checksums_wanted()
-    if all(hello.kept == name for hello in hellos):
-        return Orders(alike, name, None, {}, [], [], place, checksums, several)
-    return Orders(alike, name, plan, ranges, misfits, grids, place, checksums, several)
-
-
-def _chosen(writers: Writers, nodes: Sequence[str]) -> list[int]:
-    """Return the ranks that write."""
     size = len(nodes)
     if torch_writer.alignment() % 16:
         return [0]  # elements would lie across the borders between ranks

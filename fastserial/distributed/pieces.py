@@ -22,14 +22,18 @@ __all__ = [
     "Flat",
     "Holding",
     "Mesh",
+    "Specs",
     "Split",
     "TensorSpec",
     "as_dtensor",
+    "boxes_at",
     "boxes_on",
     "fits",
     "holding",
     "is_ambiguous",
     "local_bytes",
+    "local_of",
+    "views",
 ]
 
 Range = tuple[int, int]
@@ -108,6 +112,12 @@ class TensorSpec:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def is_held_by(self, rank: int) -> bool:
+        """Return whether a rank may hold some of it."""
+        if isinstance(self.held, Mesh):
+            return any(rank in grid for grid in self.held.grids)
+        return self.held is None or any(owner == rank for owner, _, _ in self.held.ranges)
+
 
 class Holding(NamedTuple):
     """What this rank holds.
@@ -152,7 +162,7 @@ def holding(
     if isinstance(leaf, FlatShard):
         ranges = ((rank, leaf.start, leaf.start + leaf.length),) if leaf.length else ()
         spec = TensorSpec(leaf.param_shape, leaf.dtype, Flat(ranges))
-        return Holding(spec, leaf.tensor, _views(spec, rank, leaf.tensor))
+        return Holding(spec, leaf.tensor, views(spec, rank, leaf.tensor))
     sharded = as_dtensor(leaf)
     if sharded is not None:
         with torch.no_grad():
@@ -160,11 +170,57 @@ def holding(
         spec = TensorSpec(tuple(sharded.shape), sharded.dtype, _mesh(sharded, key, ranks, known))
         if is_ambiguous(spec) and not fits(spec, rank, tuple(local.shape)):
             spec = in_other_order(spec)
-        return Holding(spec, local.detach(), _views(spec, rank, local.detach(), key))
+        return Holding(spec, local.detach(), views(spec, rank, local.detach(), key))
     if isinstance(leaf, torch.Tensor):
         spec = TensorSpec(tuple(leaf.shape), leaf.dtype)
-        return Holding(spec, leaf.detach(), _views(spec, rank, leaf.detach()))
+        return Holding(spec, leaf.detach(), views(spec, rank, leaf.detach()))
     raise TypeError(f"{key} is no tensor but a {type(leaf).__name__}")
+
+
+def local_of(leaf: Any) -> torch.Tensor:
+    """Return this rank's tensor of a leaf, without its history."""
+    if isinstance(leaf, FlatShard):
+        return leaf.tensor
+    if as_dtensor(leaf) is not None:
+        with torch.no_grad():
+            leaf = leaf.to_local()
+    local: torch.Tensor = leaf.detach()
+    return local
+
+
+class Specs:
+    """Finds the specs of leaves; the same object for leaves that are alike."""
+
+    def __init__(self, rank: int, ranks: Mapping[int, int]) -> None:
+        """Know none.
+
+        Args:
+            rank: this rank in the group.
+            ranks: the group's rank of each global rank.
+        """
+        self._rank, self._ranks = rank, ranks
+        self._meshes: dict[int, tuple[int, ...]] = {}
+        self._found: dict[Any, tuple[TensorSpec, tuple[int, ...] | None]] = {}
+        self._held: dict[Mesh, Mesh] = {}
+
+    def of(self, leaf: Any, key: str) -> TensorSpec:
+        """Return the spec of a DTensor or a FlatShard, see `Holding`.
+
+        Raises:
+            LoadMismatchError: see `holding`.
+        """
+        if isinstance(leaf, FlatShard):
+            return holding(leaf, key, self._rank, self._ranks, self._meshes).spec
+        local = leaf._local_tensor
+        alike = (id(leaf.device_mesh), leaf.placements, leaf.shape, leaf.dtype)
+        spec, shape = self._found.get(alike, (None, None))
+        if spec is None or local.shape != shape:
+            spec = holding(leaf, key, self._rank, self._ranks, self._meshes).spec
+            if isinstance(spec.held, Mesh):
+                spec = replace(spec, held=self._held.setdefault(spec.held, spec.held))
+            if alike not in self._found:
+                self._found[alike] = spec, tuple(local.shape)
+        return spec
 
 
 def in_other_order(spec: TensorSpec) -> TensorSpec:
@@ -208,7 +264,7 @@ def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:
         ]
     if isinstance(held, Mesh):
         place = held.place(rank)
-        return [] if place is None else _boxes_at(spec.shape, held._replace(grids=()), place)
+        return [] if place is None else boxes_at(spec.shape, held._replace(grids=()), place)
     return [Box((0,) * len(spec.shape), spec.shape)] if spec.numel else []
 
 
@@ -218,7 +274,7 @@ def local_bytes(spec: TensorSpec, rank: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _boxes_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[Box]:
+def boxes_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[Box]:
     """Return the boxes at a place of the mesh, given as its row-major index."""
     ranges = _ranges_at(shape, mesh, index)
     return [
@@ -292,7 +348,7 @@ def _within(ranges: list[Range], begin: int, end: int) -> Iterator[Range]:
         at += stop - first
 
 
-def _views(
+def views(
     spec: TensorSpec, rank: int, local: torch.Tensor, key: str = ""
 ) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of this rank with their views of the local tensor."""

@@ -1,10 +1,10 @@
 """`save`: every rank writes a part of one ordinary file, and no rank holds the whole.
 
-1. Each rank makes the table of its state. Rank 0 lays the file out over memory that is never
-   touched, and makes the new file.
-2. Rank 0 hears all digests. If they are alike, and nothing changed since the last save, that is
-   all; else it sends the places of the records. Each rank makes its own schedule and opens the
-   file.
+1. Each rank compares its tensors with those of the last save. If nothing changed on any, the last
+   plan does: rank 0 makes the new file and says so.
+2. Else each rank makes the table of its state, and rank 0 lays the file out over memory that is
+   never touched. If the tables are alike, it sends the places of the records. Each rank makes its
+   own schedule and opens the file.
 3. The bytes flow.
 4. Rank 0 hears the checksums, writes what needs them, syncs, renames.
 """
@@ -17,29 +17,47 @@ import marshal
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
 from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange
+from fastserial.distributed.facts import facts_of, numbers_of
 from fastserial.distributed.finishing import finish_file
-from fastserial.distributed.full_pickle import FullPickle, full_pickle
+from fastserial.distributed.full_pickle import lay_out
 from fastserial.distributed.group import Traffic, traffic_of
+from fastserial.distributed.laid_out import KeptFile, LaidOut
 from fastserial.distributed.merging import merged
 from fastserial.distributed.nodes import node_name
-from fastserial.distributed.orders import Hello, Orders, Writers, orders_of
+from fastserial.distributed.orders import (
+    Hello,
+    Orders,
+    Told,
+    Writers,
+    orders_of,
+    same_orders,
+    writing_ranks,
+)
 from fastserial.distributed.pieces import TensorSpec
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.shard_writer import Head, ShardWriter
 from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
-from fastserial.distributed.tables import Table, difference, table_of
-from fastserial.distributed.walk import states
+from fastserial.distributed.tables import (
+    Sources,
+    Table,
+    difference,
+    has_devices,
+    synchronize_devices,
+    table_of,
+)
+from fastserial.distributed.walk import leaves, states
 from fastserial.errors import WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
+from fastserial.memory.gc_pause import paused_collection
 from fastserial.reports import RankReport, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 
@@ -66,12 +84,24 @@ class _Done(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """The plan of the last save."""
+    """What is kept of the last save; nothing of the state itself.
 
-    name: bytes = b""
-    plan: FilePlan | None = None
-    made: Schedule = field(default_factory=Schedule)
-    specs: list[TensorSpec] = field(default_factory=list)
+    Attributes:
+        name, plan, made: the plan and what this rank does in it.
+        specs, firsts: of the sources, see `Table`.
+        devices: whether there are tensors on some.
+        facts: what the plan depends on; None: that is not known.
+        file: on rank 0, the layout, if the next one may be made of it.
+    """
+
+    name: bytes
+    plan: FilePlan
+    made: Schedule
+    specs: list[TensorSpec]
+    firsts: list[int]
+    devices: bool
+    facts: list[Any] | None
+    file: KeptFile | None = None
 
 
 def save(
@@ -143,12 +173,12 @@ class _Saving:
         self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
-        self._pickled: FullPickle | None = None  # on rank 0, as the next two are
+        self._laid_out: LaidOut | None = None  # on rank 0, as the next one is
         self._container: Container | None = None
-        self._place: Place | None = None
+        self._hellos: list[Hello] = []
         self._reports: tuple[RankReport, ...] = ()
         kept = traffic.kept.get("save")
-        self._kept = kept if isinstance(kept, _Kept) else _Kept()
+        self._kept = kept if isinstance(kept, _Kept) else None
 
     def run(self, obj: object) -> SaveReport:
         """Save; return what this rank knows of it."""
@@ -156,63 +186,112 @@ class _Saving:
         state = states(obj)
         if self._merge == "union":
             state = merged(state, traffic)
-        table = table_of(state, traffic.rank, traffic.ranks)
-        if traffic.rank == 0:
-            self._lay_out(state, table)
-        hello = Hello.of(table, self._kept.name, node_name())
-        answer = traffic.consult(pickle.dumps(hello), self._decide)
-        orders: Orders = pickle.loads(answer)
-        if not orders.alike:
-            traffic.consult(marshal.dumps(table.rows, 2), self._blame)
-        plan, made = self._plan(orders, table)
+        with paused_collection():
+            found = leaves(state)
+            facts = facts_of(found, traffic.rank == 0)
+        orders, kept = self._agreed(state, found, facts)
+        if self._laid_out is not None:
+            with paused_collection():
+                self._container = Container(self._laid_out)
         if self._new is None:
             self._opened = OpenedFile(orders.place)
         planned = perf_counter()
         traffic.agree(then=self._begin)
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
-        table.synchronize()
-        writer = ShardWriter(plan, made, table.sources, self._container, orders.checksums)
+        if kept.devices:
+            synchronize_devices(found)
+        sources = Sources(found, kept.specs, kept.firsts, traffic.rank)
+        writer = ShardWriter(kept.plan, kept.made, sources, self._container, orders.checksums)
         try:
-            done, out = self._write(writer, made, orders, phases)
+            done, out = self._write(writer, kept.made, orders, phases)
             traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
         except OSError as error:
             raise self._explained(error) from error
         if self._opened is not None:
             self._opened.close()
+        if self._laid_out is not None:
+            kept.file = self._laid_out.kept()
         return self._report(orders, done.report, out)
 
-    def _lay_out(self, state: object, table: Table) -> None:
-        """Lay out the file, and make it. On rank 0."""
+    def _agreed(
+        self, state: object, found: list[tuple[str, Any]], facts: list[Any] | None
+    ) -> tuple[Orders, _Kept]:
+        """Agree with the other ranks on the plan: the one that all have, or a new one."""
+        traffic, kept = self._traffic, self._kept
+        if kept is not None and (facts is None or facts != kept.facts):
+            kept = None
+        if kept is not None and traffic.rank == 0:
+            with paused_collection():
+                last, numbers = kept.file, numbers_of(found)
+                self._laid_out = last.now(self._archive(), state, numbers) if last else None
+            if self._laid_out is None:
+                kept = None
+        hello = Hello(kept.name if kept is not None else b"", node_name())
+        answer = traffic.consult(pickle.dumps(hello), self._greet)
+        if answer and kept is not None:
+            orders: Orders = pickle.loads(answer)
+            return orders, kept
+        with paused_collection():
+            table = table_of(found, traffic.rank, traffic.ranks)
+            if traffic.rank == 0:
+                self._laid_out = lay_out(self._archive(), state, table, keep=facts is not None)
+        answer = traffic.consult(pickle.dumps(Told.of(table)), self._decide)
+        orders = pickle.loads(answer)
+        if not orders.alike:
+            traffic.consult(marshal.dumps(table.rows, 2), self._blame)
+        with paused_collection():
+            return orders, self._planned(orders, table, facts)
+
+    def _archive(self) -> str:
+        """Return the name that torch puts before the names of the file's records."""
         archive = archive_name(self._path)
         if not archive:
             raise write_error(errno.EINVAL, self._path, "torch cannot save to such a name")
-        self._pickled = pickled = full_pickle(state, archive, table)
-        self._container = Container(pickled)
+        return archive
+
+    def _greet(self, messages: list[bytes]) -> bytes:
+        """Return rank 0's orders if all have its plan still, else nothing."""
+        self._hellos = [pickle.loads(text) for text in messages]
+        kept, laid_out = self._kept, self._laid_out
+        nodes = [hello.node for hello in self._hellos]
+        writers = writing_ranks(self._writers, nodes)
+        if kept is None or laid_out is None or writers != kept.plan.writers:
+            return b""
+        if any(hello.kept != kept.name for hello in self._hellos):
+            return b""
+        return pickle.dumps(same_orders(kept.name, nodes, self._make_file(laid_out)))
+
+    def _make_file(self, laid_out: LaidOut) -> Place:
         self._new = NewFile(self._path, self.config)
-        self._place = self._new.place(pickled.plan.nbytes)
+        return self._new.place(laid_out.places.nbytes)
 
     def _decide(self, messages: list[bytes]) -> bytes:
         """Return rank 0's orders to all ranks."""
-        hellos = [pickle.loads(text) for text in messages]
-        if self._pickled is None or self._container is None or self._place is None:
+        laid_out = self._laid_out
+        if laid_out is None:
             raise ValueError("only rank 0 decides")
-        end, records = self._container.end, self._pickled.records
-        return pickle.dumps(orders_of(hellos, end, records, self._writers, self._place))
+        nodes = [hello.node for hello in self._hellos]
+        records, end, _ = laid_out.places
+        plan = FilePlan(end, records, writing_ranks(self._writers, nodes))
+        told = [pickle.loads(text) for text in messages]
+        return pickle.dumps(orders_of(told, nodes, plan, self._make_file(laid_out)))
 
-    def _plan(self, orders: Orders, table: Table) -> tuple[FilePlan, Schedule]:
-        """Return the plan and what this rank does; those kept if nothing changed."""
-        kept, traffic = self._kept, self._traffic
-        if orders.plan is None and kept.plan is not None:
-            for source, spec in zip(table.sources, kept.specs, strict=True):
-                source.spec = spec
-            return kept.plan, kept.made
+    def _planned(self, orders: Orders, table: Table, facts: list[Any] | None) -> _Kept:
+        """Return the plan and what this rank does in it."""
+        traffic = self._traffic
         if orders.plan is None:
             raise ValueError("rank 0 sent no plan")
         table.complete(orders.ranges, set(orders.misfits), orders.grids)
+        last = self._kept
+        if last is not None and last.name == orders.name:
+            last.firsts, last.devices, last.facts = table.firsts, has_devices(table.leaves), facts
+            return last
         specs = [source.spec for source in table.sources]
-        made = schedule(orders.plan, specs, traffic.rank, traffic.size, _tile_bytes(traffic.size))
-        traffic.kept["save"] = _Kept(orders.name, orders.plan, made, specs)
-        return orders.plan, made
+        made = schedule(orders.plan, specs, traffic.rank, traffic.size, tile_bytes(traffic.size))
+        devices = has_devices(table.leaves)
+        kept = _Kept(orders.name, orders.plan, made, specs, table.firsts, devices, facts)
+        traffic.kept["save"] = kept
+        return kept
 
     def _begin(self) -> None:
         """Let the ranks write, now that all are ready. On rank 0."""
@@ -245,13 +324,13 @@ class _Saving:
         """Finish the file. On rank 0."""
         done: list[_Done] = [pickle.loads(text) for text in messages]
         self._reports = tuple(found.report for found in done)
-        if self._new is None or self._pickled is None or self._container is None:
+        if self._new is None or self._laid_out is None or self._container is None:
             raise ValueError("only rank 0 concludes")
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
         heads = [head for found in done for head in found.heads]
         began = perf_counter()
-        finish_file(self._new, self._pickled, self._container, writer, heads, orders.checksums)
+        finish_file(self._new, self._laid_out, self._container, writer, heads, orders.checksums)
         self._reports[0].phases["sync"] += perf_counter() - began
         return b""
 
@@ -302,5 +381,6 @@ class _Saving:
         finish(*steps)
 
 
-def _tile_bytes(size: int) -> int:
+def tile_bytes(size: int) -> int:
+    """Return the most bytes of a tile in a group of `size` ranks."""
     return max(_SMALLEST_TILE, min(_TILE, _TILES // size // _SMALLEST_TILE * _SMALLEST_TILE))

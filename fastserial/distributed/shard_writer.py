@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 import torch
@@ -14,7 +14,7 @@ from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange, view_in_box, view_in_range
 from fastserial.distributed.memories import Memories
 from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
-from fastserial.distributed.tables import Source
+from fastserial.distributed.tables import Sources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, Memory, host_bytes
@@ -40,7 +40,7 @@ class ShardWriter:
         self,
         plan: FilePlan,
         made: Schedule,
-        sources: Sequence[Source],
+        sources: Sources,
         container: Container | None,
         checksums: bool,
     ) -> None:
@@ -107,12 +107,14 @@ class ShardWriter:
         return found
 
     def _write_rounds(self, out: ExtentWriter, exchange: Exchange) -> None:
-        rounds = self._made.rounds
-        most = max((_nbytes(found) for found in rounds), default=0)
-        tiles = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in rounds[:2]]
-        for index, found in enumerate(rounds):
-            tile = tiles[index % 2]
+        tiles = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        for index, number in enumerate(self._made.rounds):
             began = perf_counter()
+            found = self._made.round(number)
+            nbytes = _nbytes(found)
+            if tiles[index % 2].numel() < nbytes:
+                tiles[index % 2] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            tile = tiles[index % 2]
             exchange.move(
                 {rank: [self._held(move) for move in moves] for rank, moves in found.sends.items()},
                 {
@@ -164,7 +166,7 @@ class ShardWriter:
 
     def _local_extents(self) -> Iterator[Extent]:
         done: dict[int, int] = {}
-        for piece in self._made.locals:
+        for piece in self._made.locals():
             if piece.record == CONTAINER:
                 yield from self._container_extents(piece, done)
                 continue

@@ -18,11 +18,28 @@ import torch
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
-from fastserial.distributed.pieces import Flat, Mesh, TensorSpec, as_dtensor, holding
-from fastserial.distributed.walk import leaves
+from fastserial.distributed.pieces import (
+    Flat,
+    Mesh,
+    Specs,
+    TensorSpec,
+    as_dtensor,
+    local_of,
+    views,
+)
 from fastserial.memory.storages import synchronize
 
-__all__ = ["SHARED_FROM", "Source", "Table", "bytes_of", "difference", "table_of"]
+__all__ = [
+    "SHARED_FROM",
+    "Source",
+    "Sources",
+    "Table",
+    "bytes_of",
+    "difference",
+    "is_plain",
+    "synchronize_devices",
+    "table_of",
+]
 
 # Bytes of a storage from which on every rank writes a part of it. Below it counts what rank 0 has:
 # buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
@@ -38,14 +55,61 @@ class Source:
     Attributes:
         key: the name of the first leaf that has it.
         spec: the whole; a storage counts as bytes.
-        parts: what this rank holds of it.
-        leaf: the sharded tensor, or the storage; of a merged state, its first tensor.
+        leaf: that first leaf.
+        rank: this rank.
     """
 
     key: str
     spec: TensorSpec
-    parts: list[tuple[Box, torch.Tensor]]
     leaf: Any
+    rank: int
+    _parts: list[tuple[Box, torch.Tensor]] | None = None
+
+    @property
+    def parts(self) -> list[tuple[Box, torch.Tensor]]:
+        """What this rank holds of it, made when it is asked for first.
+
+        Raises:
+            LoadMismatchError: a shard is not what its placements say.
+        """
+        if self._parts is None:
+            leaf = self.leaf.leaf if isinstance(self.leaf, Joined) else self.leaf
+            if leaf is None:
+                self._parts = []
+            elif isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
+                self._parts = views(self.spec, self.rank, local_of(leaf), self.key)
+            else:
+                memory = bytes_of(leaf.untyped_storage())
+                self._parts = [(Box((0,), (memory.numel(),)), memory)] if memory.numel() else []
+        return self._parts
+
+
+class Sources:
+    """The sources of a plan with this save's tensors; each is made when it is asked for first."""
+
+    def __init__(
+        self,
+        found: Sequence[tuple[str, Any]],
+        specs: Sequence[TensorSpec],
+        firsts: Sequence[int],
+        rank: int,
+    ) -> None:
+        """Make none.
+
+        Args:
+            found: the tensors (`walk.leaves`).
+            specs, firsts: of each source; see `Table`.
+            rank: this rank.
+        """
+        self._found, self._specs, self._firsts, self._rank = found, specs, firsts, rank
+        self._made: dict[int, Source] = {}
+
+    def __getitem__(self, number: int) -> Source:
+        source = self._made.get(number)
+        if source is None:
+            key, leaf = self._found[self._firsts[number]]
+            source = self._made[number] = Source(key, self._specs[number], leaf, self._rank)
+        return source
 
 
 @dataclass(slots=True)
@@ -53,6 +117,8 @@ class Table:
     """The tensors of a state on this rank.
 
     Attributes:
+        leaves: with their names.
+        rank: this rank.
         sources: in the order in which the state has them.
         rows: of each leaf, what has to be the same on all ranks, as plain values.
         by_leaf: number of the source of a sharded leaf, by its `id`.
@@ -61,9 +127,11 @@ class Table:
         meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
             meshes of one shape: then each mesh has the whole tensor.
         joined: number of the source of a merged tensor.
-        known: see `holding`.
+        firsts: of each source, its leaf's place among the leaves.
     """
 
+    leaves: list[tuple[str, Any]] = field(default_factory=list)
+    rank: int = 0
     sources: list[Source] = field(default_factory=list)
     rows: list[tuple[Any, ...]] = field(default_factory=list)
     by_leaf: dict[int, int] = field(default_factory=dict)
@@ -72,21 +140,11 @@ class Table:
     grids: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     meshes: dict[Mesh, int] = field(default_factory=dict)
     joined: dict[Any, int] = field(default_factory=dict)
-    known: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    firsts: list[int] = field(default_factory=list)
 
     def digest(self) -> bytes:
         """Return what is the same on all ranks if and only if their tables are alike."""
         return hashlib.sha256(marshal.dumps(self.rows, 2)).digest()
-
-    def synchronize(self) -> None:
-        """Wait for the work queued on the devices of the tensors: other threads will copy them."""
-        away = {
-            view.device: view.untyped_storage()
-            for source in self.sources
-            for _, view in source.parts
-            if view.device.type != "cpu"
-        }
-        synchronize(list(away.values()))
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return what this rank holds of each FlatShard: source, first element, end."""
@@ -110,15 +168,22 @@ class Table:
             misfits: see the attribute; of any rank.
             grids: of each mesh, those of all ranks.
         """
+        completed: dict[tuple[int, bool], TensorSpec] = {}
+        held: dict[Mesh, Mesh] = {}
         for number, source in enumerate(self.sources):
             spec = source.spec
             if _is_flat(source.leaf):
                 found = tuple(sorted(map(tuple, ranges.get(number, ()))))
                 source.spec = replace(spec, held=Flat(found))  # type: ignore[arg-type]
             elif isinstance(spec.held, Mesh):
-                mesh = self.meshes[spec.held._replace(right_first=True)]
-                held = spec.held._replace(grids=grids[mesh], right_first=number not in misfits)
-                source.spec = replace(spec, held=held)
+                right_first = number not in misfits
+                whole = completed.get((id(spec), right_first))
+                if whole is None:
+                    mesh = self.meshes[spec.held._replace(right_first=True)]
+                    new = spec.held._replace(grids=grids[mesh], right_first=right_first)
+                    whole = replace(spec, held=held.setdefault(new, new))
+                    completed[id(spec), right_first] = whole
+                source.spec = whole
 
 
 def difference(mine: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> str | None:
@@ -148,49 +213,86 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return empty.set_(storage)
 
 
-def table_of(obj: object, rank: int, ranks: Mapping[int, int]) -> Table:
+def table_of(found: list[tuple[str, Any]], rank: int, ranks: Mapping[int, int]) -> Table:
     """Return the table of a state.
 
     Args:
+        found: its tensors (`walk.leaves`).
         rank: this rank in the group.
         ranks: the group's rank of each global rank.
 
     Raises:
         LoadMismatchError: a tensor has a placement that cannot be in a file.
     """
-    table = Table()
-    for key, leaf in leaves(obj):
+    table = Table(found, rank)
+    specs = Specs(rank, ranks)
+    how: dict[int, tuple[Any, ...]] = {}
+    for index, (key, leaf) in enumerate(found):
         if isinstance(leaf, Joined):
-            _add_joined(table, key, leaf, rank, ranks)
-        elif isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
-            _add_sharded(table, key, leaf, rank, ranks)
+            _add_joined(table, key, leaf, specs)
+        elif not is_plain(leaf):
+            _add_sharded(table, key, leaf, specs, how)
         elif type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.device.type != "meta":
             _add_plain(table, key, leaf)
+        if len(table.firsts) < len(table.sources):
+            table.firsts.append(index)
     return table
 
 
-def _add_sharded(table: Table, key: str, leaf: Any, rank: int, ranks: Mapping[int, int]) -> None:
+def has_devices(found: Sequence[tuple[str, Any]]) -> bool:
+    """Return whether tensors are on devices."""
+    return any(
+        leaf.tensor.device.type != "cpu" if isinstance(leaf, FlatShard) else not leaf.is_cpu
+        for leaf in (one.leaf if isinstance(one, Joined) else one for _, one in found)
+        if leaf is not None
+    )
+
+
+def synchronize_devices(found: Sequence[tuple[str, Any]]) -> None:
+    """Wait for the work queued on the devices of tensors: other threads will copy them."""
+    away: dict[torch.device, torch.UntypedStorage] = {}
+    for _, leaf in found:
+        leaf = leaf.leaf if isinstance(leaf, Joined) else leaf
+        if leaf is None:
+            continue
+        device = leaf.tensor.device if isinstance(leaf, FlatShard) else leaf.device
+        if device.type not in ("cpu", "meta") and device not in away:
+            away[device] = local_of(leaf).untyped_storage()
+    synchronize(list(away.values()))
+
+
+def _add_sharded(
+    table: Table, key: str, leaf: Any, specs: Specs, how: dict[int, tuple[Any, ...]]
+) -> None:
+    """Add a DTensor or a FlatShard.
+
+    Args:
+        how: the end of the rows of each spec, by its `id`.
+    """
     number = table.by_leaf.get(id(leaf))
     if number is None:
-        spec, _, parts = holding(leaf, key, rank, ranks, table.known)
+        spec = specs.of(leaf, key)
         number = table.by_leaf[id(leaf)] = len(table.sources)
-        table.sources.append(Source(key, spec, parts, leaf))
-        _note_mesh(table, number, spec)
-    spec = table.sources[number].spec
-    how: Any = None
-    if isinstance(spec.held, Mesh):
-        index = table.meshes[spec.held._replace(right_first=True)]
-        how = (index, spec.held.shape, tuple(map(tuple, spec.held.splits)))
-    table.rows.append((key, number, spec.shape, str(spec.dtype), how))
+        table.sources.append(Source(key, spec, leaf, table.rank))
+        if id(spec) not in how or (isinstance(spec.held, Mesh) and not spec.held.right_first):
+            index = _note_mesh(table, number, spec)
+            placed: Any = None
+            if isinstance(spec.held, Mesh):
+                placed = (index, spec.held.shape, tuple(map(tuple, spec.held.splits)))
+            how[id(spec)] = (spec.shape, str(spec.dtype), placed)
+    table.rows.append((key, number, *how[id(table.sources[number].spec)]))
+
+
+def is_plain(leaf: object) -> bool:
+    """Return whether a leaf is a tensor that this rank has as a whole."""
+    return not isinstance(leaf, FlatShard | Joined) and as_dtensor(leaf) is None
 
 
 def _is_flat(leaf: object) -> bool:
     return isinstance(leaf, FlatShard) or (isinstance(leaf, Joined) and leaf.told.kind == "flat")
 
 
-def _add_joined(
-    table: Table, key: str, joined: Joined, rank: int, ranks: Mapping[int, int]
-) -> None:
+def _add_joined(table: Table, key: str, joined: Joined, specs: Specs) -> None:
     """Add a tensor of a merged state: the rows are the same on all ranks, who has it or not."""
     told = joined.told
     # Storages are told apart by the first rank that has them, and their number there.
@@ -198,17 +300,14 @@ def _add_joined(
     number = table.joined.get(place)
     if number is None:
         number = table.joined[place] = len(table.sources)
-        parts: list[tuple[Box, torch.Tensor]] = []
         spec = TensorSpec(told.shape, told.dtype)
         if told.storage is not None:
             nbytes = told.storage[1]
             having = joined.ranks if nbytes >= SHARED_FROM else joined.ranks[:1]
             flat = Flat(tuple((other, 0, nbytes) for other in sorted(having)) if nbytes else ())
             spec = TensorSpec((nbytes,), torch.uint8, flat)
-            if joined.leaf is not None and rank in having and nbytes:
-                parts = [(Box((0,), (nbytes,)), bytes_of(joined.leaf.untyped_storage()))]
         elif joined.leaf is not None:
-            spec, _, parts = holding(joined.leaf, key, rank, ranks, table.known)
+            spec = specs.of(joined.leaf, key)
         if told.kind == "flat" and joined.leaf is None:
             spec = replace(spec, held=Flat(()))
         elif told.mesh is not None:
@@ -216,7 +315,7 @@ def _add_joined(
             held = spec.held if isinstance(spec.held, Mesh) else told.mesh
             spec = replace(spec, held=held._replace(grids=grids))
             _note_mesh(table, number, spec)
-        table.sources.append(Source(key, spec, parts, joined))
+        table.sources.append(Source(key, spec, joined, table.rank))
     table.by_leaf[id(joined)] = number
     # Who has it belongs to the digest: with a tensor that moved, the last plan is no longer right.
     who = (tuple(sorted(set(joined.ranks))), tuple(sorted(set(joined.grids))))
@@ -246,7 +345,6 @@ def _add_plain(table: Table, key: str, leaf: torch.Tensor) -> None:
         spec = TensorSpec((nbytes,), torch.uint8)
         if nbytes < SHARED_FROM:
             spec = replace(spec, held=Flat(((0, 0, nbytes),) if nbytes else ()))
-        parts = [(Box((0,), (nbytes,)), bytes_of(storage))] if nbytes else []
-        table.sources.append(Source(key, spec, parts, storage))
+        table.sources.append(Source(key, spec, leaf, table.rank))
     view = (nbytes, leaf.storage_offset(), leaf.stride()) if nbytes >= SHARED_FROM else None
     table.rows.append((key, number, tuple(leaf.shape), str(leaf.dtype), view))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 
-__all__ = ["is_leaf", "leaves", "states"]
+__all__ = ["below", "is_leaf", "leaves", "sequence_like", "states"]
+
+_CONTAINERS = (Mapping, list, tuple)
+_STATEFUL = (torch.nn.Module, torch.optim.Optimizer)
 
 
 def is_leaf(value: object) -> bool:
@@ -20,74 +23,109 @@ def is_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor | FlatShard | Joined)
 
 
-def leaves(obj: object) -> Iterator[tuple[str, Any]]:
+def leaves(obj: object) -> list[tuple[str, Any]]:
     """Return the tensors of a nest, each with its key path such as `model.layers[0].weight`.
 
     Dicts, lists and tuples of all kinds are looked into, each once, whatever else holds a tensor
     is not.
     """
-    yield from _leaves("", obj, set())
+    found: list[tuple[str, Any]] = []
+    if is_leaf(obj):
+        found.append(("the object", obj))
+    elif isinstance(obj, _CONTAINERS):
+        _collect("", obj, set(), {}, found)
+    return found
 
 
-def _leaves(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if is_leaf(value):
-        yield path or "the object", value
-        return
-    if not isinstance(value, Mapping | list | tuple) or id(value) in seen:
+def _collect(
+    path: str, value: Any, seen: set[int], kinds: dict[type, int], found: list[tuple[str, Any]]
+) -> None:
+    """Add the leaves below a container.
+
+    Args:
+        kinds: of the types met so far: 1 is a leaf, 2 a container, 0 neither.
+    """
+    if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}" if path else str(key), item, seen)
+        items: Iterable[tuple[Any, Any]] = value.items()
+        before, after = (f"{path}." if path else ""), ""
     else:
-        for index, item in enumerate(value):
-            yield from _leaves(f"{path}[{index}]", item, seen)
+        items = enumerate(value)
+        before, after = f"{path}[", "]"
+    for key, item in items:
+        what = kinds.get(type(item))
+        if what is None:
+            what = 1 if is_leaf(item) else 2 if isinstance(item, _CONTAINERS) else 0
+            kinds[type(item)] = what
+        if what == 1:
+            found.append((f"{before}{key}{after}", item))
+        elif what:
+            _collect(f"{before}{key}{after}", item, seen, kinds, found)
+
+
+def below(value: object) -> list[Any]:
+    """Return all that a nest holds, and itself: each container once, before what is in it."""
+    found: list[Any] = [value]
+    seen: set[int] = set()
+    kinds: dict[type, bool] = {}
+    for one in found:  # which grows
+        holds = kinds.get(type(one))
+        if holds is None:
+            holds = kinds[type(one)] = isinstance(one, _CONTAINERS)
+        if holds and id(one) not in seen:
+            seen.add(id(one))
+            found.extend(one.values() if isinstance(one, Mapping) else one)
+    return found
 
 
 def states(obj: object) -> Any:
     """Return a nest with the state dicts of its modules and optimizers in their places.
 
     Names are canonical and fully qualified, shards stay shards. Without a module or optimizer it
-    is the object itself.
+    is the object itself, as every container in it is that holds none.
 
     Raises:
         ValueError: an optimizer comes without the module whose parameters it has.
     """
-    found = list(_stateful(obj, set()))
+    found = {id(one): one for one in below(obj) if isinstance(one, _STATEFUL)}
     if not found:
         return obj
-    modules = [value for value in found if isinstance(value, torch.nn.Module)]
-    made: dict[int, Any] = {}
+    modules = [one for one in found.values() if isinstance(one, torch.nn.Module)]
+    return _replaced(obj, {number: _state(one, modules) for number, one in found.items()}, {})
 
-    def state_of(value: Any) -> Any:
-        if id(value) not in made:
-            made[id(value)] = _state(value, modules)
+
+def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:
+    """Return a container with its modules and optimizers replaced; itself if it has none.
+
+    Args:
+        made: what replaces them, by their `id`.
+        done: what became of containers. One that is on the way stays as it is in itself.
+    """
+    if id(value) in made:
         return made[id(value)]
-
-    return _replaced(obj, state_of)
-
-
-def _stateful(value: object, seen: set[int]) -> Iterator[Any]:
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
-        yield value
-    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
-        seen.add(id(value))
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _stateful(item, seen)
-
-
-def _replaced(value: Any, state_of: Callable[[Any], Any]) -> Any:
-    """Return a container with its modules and optimizers replaced; itself if it has none."""
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
-        return state_of(value)
-    if not isinstance(value, Mapping | list | tuple) or not any(_stateful(value, set())):
+    if not isinstance(value, _CONTAINERS):
         return value
+    if id(value) in done:
+        return done[id(value)]
+    done[id(value)] = value
     if isinstance(value, Mapping):
-        changed: Any = copy.copy(value)
-        for key, item in value.items():
-            changed[key] = _replaced(item, state_of)
-        return changed
-    items = [_replaced(item, state_of) for item in value]
+        items = {key: _replaced(item, made, done) for key, item in value.items()}
+        if any(items[key] is not item for key, item in value.items()):
+            changed: Any = copy.copy(value)
+            for key, item in items.items():
+                changed[key] = item
+            done[id(value)] = changed
+        return done[id(value)]
+    rebuilt = [_replaced(item, made, done) for item in value]
+    if any(new is not old for new, old in zip(rebuilt, value, strict=True)):
+        done[id(value)] = sequence_like(value, rebuilt)
+    return done[id(value)]
+
+
+def sequence_like(value: Any, items: list[Any]) -> Any:
+    """Return a list or tuple of a value's type, with other items."""
     if isinstance(value, list):
         changed = copy.copy(value)
         changed[:] = items
@@ -111,7 +149,7 @@ def _rebuilt(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rebuilt(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_rebuilt(item) for item in value)
+        return sequence_like(value, [_rebuilt(item) for item in value])
     return value.detach() if as_dtensor(value) is not None else value
 
 

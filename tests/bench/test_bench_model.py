@@ -495,6 +495,19 @@ def test_plots_of_scaling(tmp_path: Path) -> None:
     assert sorted(set(counts)) == [1, 2]
 
 
+def test_planning_for_many_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = ["--ranks", "64", "--tensors", "300", "--tensor-parallel", "4", "--stages", "4"]
+    done = invoke("plan", *words, "--every", "32", "--writers", "8", "--json", str(out))
+    assert done.exit_code == 0, done.output
+    assert "64 ranks: 4 stages of 4 (FSDP) x 4" in done.output
+    found = json.loads(out.read_text())
+    assert [plan["rank"] for plan in found["ranks"]] == [0, 32, 63]
+    assert [bool(plan["written"]) for plan in found["ranks"]] == [True, True, False]
+    done = invoke("plan", "--ranks", "100")
+    assert isinstance(done.exception, BenchError)
+
+
 def test_plots_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for command in ("tensor", "save", "model", "load", "scaling"):

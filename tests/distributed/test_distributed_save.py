@@ -112,6 +112,11 @@ def test_pipeline_stages_are_saved_as_one_state(tmp_path: Path) -> None:
     assert int(ranks.run("ranks_union", 4, tmp_path)[0]) > 12 * MIB
 
 
+def test_what_changed_since_the_last_save_is_in_the_file(tmp_path: Path) -> None:
+    """And what did not change is neither planned nor pickled again."""
+    assert ranks.run("ranks_change", 3, tmp_path) == ["done\n"] * 3
+
+
 def test_a_group_of_some_ranks(tmp_path: Path) -> None:
     assert ranks.run("ranks_group", 3, tmp_path) == ["done\n"] * 3
 

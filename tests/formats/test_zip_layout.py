@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -145,6 +146,38 @@ def test_storages_in_one_go(seed: int, crc: bool) -> None:
 
     records = [*first, *zip(names, texts, strict=True)]
     assert sink.pieces == theirs(records, alignment, crc).pieces
+
+
+@dataclass
+class Nothing:
+    """Memory of which only the size is known."""
+
+    nbytes: int
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("crc", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_memories_in_one_go(seed: int, crc: bool) -> None:
+    """They are laid out as one by one."""
+    rnd = random.Random(seed)
+    far = rnd.choice([0, U32 - rnd.randrange(200_000), U32])
+    memories = [Nothing(rnd.choice([0, 1, 100, 70_000, U32])) for _ in range(rnd.randrange(1, 60))]
+    names = [f"data/{index}" for index in range(len(memories))]
+    alignment = rnd.choice(ALIGNMENTS)
+    layouts = [ZipLayout("archive", alignment, crc) for _ in range(2)]
+    for layout in layouts:
+        layout.add_bytes("data.pkl", b"abc", zlib.crc32(b"abc"))
+        layout.add_hole("hole", far)
+    layouts[0].add_memories(names, memories)
+    for name, memory in zip(names, memories, strict=True):
+        layouts[1].add_memory(name, memory, b"")
+    one, other = (torch_writer.finish(layout) for layout in layouts)
+    assert one.extents[:-1] == other.extents[:-1]
+    assert (one.nbytes, one.sizes, one.crcs) == (other.nbytes, other.sizes, other.crcs)
+    assert (one.storages, one.storage_bytes) == (other.storages, other.storage_bytes)
 
 
 def test_without_checksums() -> None:

@@ -12,6 +12,7 @@ from fastserial.bench.cli.deepspeed import deepspeed_command
 from fastserial.bench.cli.load import load
 from fastserial.bench.cli.model import model, tensor
 from fastserial.bench.cli.onefile import onefile
+from fastserial.bench.cli.plan import plan
 from fastserial.bench.cli.profile import profile
 from fastserial.bench.cli.scaling import scaling
 from fastserial.bench.cli.sweep import sweep
@@ -31,6 +32,7 @@ bench_app.command()(onefile)
 bench_app.command()(tensor)
 bench_app.command()(model)
 bench_app.command()(scaling)
+bench_app.command()(plan)
 
 
 class Container(str, Enum):

@@ -1,0 +1,231 @@
+"""What each rank writes, sends and receives in a save: by arithmetic, without processes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.studies.planning import PlanBench, plan_of, run_planning
+from fastserial.distributed.covers import cover_of
+from fastserial.distributed.division import GRAIN
+from fastserial.distributed.pieces import Flat, Mesh, Split, TensorSpec
+from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Schedule, schedule
+
+DTYPES = (torch.uint8, torch.float32, torch.complex128)
+
+
+def random_held(chance: random.Random, size: int, units: list[list[int]], shape: Any) -> Any:
+    members = chance.choice(units)
+    kind = chance.randrange(5)
+    if kind == 0:
+        return None
+    if kind == 1:
+        ends = sorted(chance.randint(0, torch.Size(shape).numel()) for _ in members[1:])
+        cuts = zip(members, [0, *ends], [*ends, torch.Size(shape).numel()], strict=True)
+        return Flat(tuple((rank, a, b) for rank, a, b in cuts if a < b))
+    if kind == 2 and len(members) % 2 == 0:
+        grid = (2, len(members) // 2)
+        splits = tuple(Split(chance.choice([None, 0, 1])) for _ in grid)
+        return Mesh(grid, (tuple(members),), splits)
+    return Mesh((len(members),), (tuple(members),), (Split(chance.randrange(2)),))
+
+
+def random_plan(chance: random.Random, size: int) -> tuple[FilePlan, list[TensorSpec]]:
+    ranks = list(range(size))
+    step = chance.choice([1, 2, size])
+    units = [ranks[at : at + step] for at in range(0, size, step)]
+    if chance.random() < 0.3:
+        units.append(chance.sample(ranks, min(2, size)))
+    align = chance.choice([64, 64, 64, 8])
+    records, specs, at = [], [], chance.choice([100, 3 * GRAIN])
+    for number in range(chance.randrange(12)):
+        at += chance.choice([100, 500])
+        at += -at % align
+        if chance.random() < 0.1:
+            nbytes = chance.randrange(1, 3 * GRAIN)
+            records.append((number, -1 - number, at, nbytes))
+        else:
+            shape = (chance.choice([1, 3, 40, 700]), chance.choice([1, 8, 300]))
+            held = random_held(chance, size, units, shape)
+            spec = TensorSpec(shape, chance.choice(DTYPES), held)
+            nbytes = spec.nbytes
+            records.append((number, len(specs), at, nbytes))
+            specs.append(spec)
+        at += nbytes
+    writers = ranks if chance.random() < 0.7 else sorted(chance.sample(ranks, 1))
+    return FilePlan(at + 50, records, writers if align == 64 else [0]), specs
+
+
+def has(spec: TensorSpec, size: int, rank: int, piece: Piece) -> bool:
+    """Return whether a rank has a piece as it is in the file."""
+    item = spec.dtype.itemsize
+    runs = cover_of(spec.shape, spec.held, size).runs
+    first, stop = piece.start, piece.start + piece.length
+    return any(
+        rank in run.ranks and run.first * item <= first and stop <= run.stop * item for run in runs
+    )
+
+
+def check(plan: FilePlan, specs: list[TensorSpec], size: int, tile: int) -> int:
+    """Check the schedules of all ranks; return how many bytes travel."""
+    made = [schedule(plan, specs, rank, size, tile) for rank in range(size)]
+    written: list[tuple[int, int]] = []
+    for rank, one in enumerate(made):
+        mine = 0
+        for piece in one.locals():
+            written.append((piece.offset, piece.length))
+            mine += piece.length
+            alone = piece.source < 0
+            assert rank == 0 if alone else has(specs[piece.source], size, rank, piece), piece
+        rounds = {number: one.round(number) for number in one.rounds}
+        for found in rounds.values():
+            assert sum(piece.length for piece, _ in found.pieces) <= tile + GRAIN
+            written += [(piece.offset, piece.length) for piece, _ in found.pieces]
+            mine += sum(piece.length for piece, _ in found.pieces)
+            places = sorted((at, at + piece.length) for piece, at in found.pieces)
+            assert all(a[1] <= b[0] for a, b in pairwise(places))
+            assert all(at % 16 == 0 for at, _ in places)
+        assert one.nbytes == mine
+    at = 0
+    for offset, length in sorted(written):
+        assert offset == at, "a gap, or twice"
+        at += length
+    assert at == plan.nbytes
+    if plan.records and plan.records[0][2] % 64 == 0:
+        blocks = [-(-made[rank].nbytes // GRAIN) for rank in plan.writers]
+        assert max(blocks) - min(blocks) <= 1
+    return exchanged(made, specs)
+
+
+def exchanged(made: list[Schedule], specs: list[TensorSpec]) -> int:
+    """Check that what one sends another expects, and that all of a tile comes."""
+    moved = 0
+    for rank, one in enumerate(made):
+        for number in one.rounds:
+            found = one.round(number)
+            for other, moves in found.sends.items():
+                there = made[other].round(number).receives[rank]
+                assert [(move.piece, move.box, move.overlap) for move in there] == [
+                    (move.piece, move.box, move.overlap) for move in moves
+                ]
+            arrived: dict[Piece, int] = {}
+            for other, moves in found.receives.items():
+                there = made[other].round(number).sends[rank]
+                assert len(there) == len(moves)
+                for move in moves:
+                    nbytes = bytes_of(move, specs)
+                    arrived[move.piece] = arrived.get(move.piece, 0) + nbytes
+                    moved += nbytes * (other != rank)
+            assert arrived == {piece: piece.length for piece, _ in found.pieces}
+    return moved
+
+
+def bytes_of(move: Move, specs: list[TensorSpec]) -> int:
+    if move.overlap is None:
+        assert move.piece.source < 0
+        assert move.piece.record == CONTAINER or move.piece.source < 0
+        return move.piece.length
+    return move.overlap.part.numel * specs[move.piece.source].dtype.itemsize
+
+
+def test_all_of_the_file_once_in_equal_shares() -> None:
+    chance = random.Random(5)
+    moved = 0
+    for _ in range(120):
+        size = chance.choice([1, 2, 4, 6])
+        moved += check(*random_plan(chance, size), size, chance.choice([GRAIN, 4 * GRAIN]))
+    assert moved > 100 * GRAIN
+
+
+def test_what_rank_0_has_alone_it_writes_from_its_memory() -> None:
+    """The zip's own bytes, small tensors, and storages that the ranks cannot look into."""
+    plan = FilePlan(
+        20 * GRAIN + 9,
+        [(n, -1 if n == 5 else 0, GRAIN + 128 + n * GRAIN // 4, 200) for n in range(40)],
+        [0],
+    )
+    made = schedule(plan, [TensorSpec((200,), torch.uint8, Flat(((0, 0, 200),)))], 0, 1, GRAIN)
+    assert not made.rounds
+    assert sum(piece.length for piece in made.locals()) == plan.nbytes
+    assert check(plan, [TensorSpec((200,), torch.uint8, Flat(((0, 0, 200),)))], 1, GRAIN) == 0
+
+
+def test_rows_travel_at_their_edges_only() -> None:
+    rows, size = 4096, 4
+    spec = TensorSpec(
+        (rows + 1, 1024), torch.float32, Mesh((size,), (tuple(range(size)),), (Split(0),))
+    )
+    plan = FilePlan(spec.nbytes + 1000, [(0, 0, 640, spec.nbytes)], list(range(size)))
+    assert check(plan, [spec], size, GRAIN) <= 4 * size * GRAIN
+
+
+def test_columns_are_put_together_by_those_who_have_them() -> None:
+    """Of two stages none needs the bytes of the other's tensors."""
+    specs = [
+        TensorSpec((512, 4096), torch.float32, Mesh((4,), (grid,), (Split(1),)))
+        for grid in ((0, 1, 2, 3), (4, 5, 6, 7))
+    ]
+    ends = [640, 640 + specs[0].nbytes + 320]
+    records = [
+        (n, n, at, spec.nbytes) for n, (at, spec) in enumerate(zip(ends, specs, strict=True))
+    ]
+    plan = FilePlan(ends[1] + specs[1].nbytes, records, list(range(8)))
+    made = [schedule(plan, specs, rank, 8, 1 << 40) for rank in range(8)]
+    for rank in range(1, 4):
+        found = made[rank].round(0)
+        assert set(found.receives) <= {0, 1, 2, 3}
+        assert max(found.sends) <= 4, "but for a block between the stages"
+
+
+def test_a_tensor_that_nobody_has() -> None:
+    spec = TensorSpec((9,), torch.float32, Flat(((0, 0, 4),)))
+    with pytest.raises(ValueError, match="do not make the whole"):
+        schedule(FilePlan(500, [(0, 0, 64, 36)], [0, 1]), [spec], 0, 2, GRAIN)
+
+
+def work(bench: PlanBench, rank: int) -> int:
+    """Return how many functions are called to make a rank's plan."""
+    plan, specs = plan_of(bench)
+    cover_of.cache_clear()
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        schedule(plan, specs, rank, bench.ranks, GRAIN)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_the_work_of_a_plan() -> None:
+    """It grows with what a stage holds; of other stages a rank looks at the records only."""
+    small = PlanBench(32, 300, 4, 2)
+    base = work(small, 9)
+    assert work(PlanBench(32, 600, 4, 2), 9) < 2.5 * base, "with the tensors"
+    assert work(PlanBench(64, 300, 4, 2), 9) < 2.5 * base, "with the ranks of a stage"
+    assert work(PlanBench(128, 1200, 4, 8), 9) < 2 * base, "with the stages and their tensors"
+    assert work(PlanBench(128, 1200, 4, 8), 0) < 9 * base, "rank 0 has the container"
+
+
+def test_planning_by_simulation() -> None:
+    result = run_planning(PlanBench(128, 700, 4, 4, 32))
+    assert [plan.rank for plan in result.plans] == [0, 32, 64, 96, 127]
+    share = result.nbytes / 128
+    for plan in result.plans:
+        assert abs(plan.written - share) <= 2 * GRAIN
+        assert plan.plan_bytes < 100 * plan.tensors
+        assert plan.received < plan.written
+        assert 0 < plan.of < 128
+    with pytest.raises(BenchError, match="choose a multiple of 32"):
+        run_planning(PlanBench(100, 700, 8, 4))
