@@ -111,10 +111,10 @@ class Traffic:
             if not self._failed():
                 break
             call, rank, cause = json.loads(bytes(self._store.get(_FAILED)).decode())
+            self._drop()  # connections that broke are never used again, and others may wait here
             if call >= self._calls:
                 self._closed = True
                 raise DistributedError(rank, cause)
-            self._drop()  # connections that broke are never used again
             self._store = None
             self._generation += 1
         if self._group is None and self.size > 1:

@@ -54,6 +54,10 @@ def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert out == ["".join(f"{name}\n" for name in FAILURES)] * 3
 
 
+def test_a_rank_that_comes_after_the_failure_keeps_nobody_waiting(tmp_path: Path) -> None:
+    assert ranks.run("ranks_late", 3, tmp_path, timeout=60) == ["1\n"] * 3
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: no mount of its own for one rank")
 def test_a_rank_that_sees_another_file_system(tmp_path: Path) -> None:
     assert ranks.run("ranks_fail", 3, tmp_path, "unseen") == ["unseen\n"] * 3
