@@ -155,8 +155,8 @@ class Shards:
     @staticmethod
     def _untrained(value: torch.Tensor, fp32_buffers: bool) -> torch.Tensor | FlatShard:
         if isinstance(value, torch.nn.Parameter):
-            divided = hasattr(value, "ds_tensor")
-            return _part(value, 0).of(value.ds_tensor) if divided else value.detach()
+            divided = getattr(value, "ds_tensor", None)
+            return value.detach() if divided is None else _part(value, 0).of(divided)
         convert = fp32_buffers and value.is_floating_point()
         return value.detach().float() if convert else value.detach()
 

@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--again", help="save what was loaded to this file")
     parser.add_argument("--save-at", type=int)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--gathered", action="store_true", help="also by DeepSpeed's functions")
     parser.add_argument("--refused", help="what to try to load")
     options = parser.parse_args()
 
@@ -144,14 +145,15 @@ def main() -> None:
         engine.step()
         say(step=step, loss=loss.item().hex())
         if step + 1 == options.save_at:
-            save(engine, options.folder, step + 1)
+            save(engine, options, step + 1)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     os._exit(0)  # stock DeepSpeed under ZeRO 3 now and then aborts while the interpreter ends
 
 
-def save(engine: Any, folder: Path, step: int) -> None:
+def save(engine: Any, options: argparse.Namespace, step: int) -> None:
     """Save what is to be compared."""
+    folder: Path = options.folder
     if not isinstance(engine.checkpoint_engine, FastserialCheckpointEngine):
         enable(engine)
     client = {"step": step, "rng": torch.get_rng_state()}
@@ -162,6 +164,8 @@ def save(engine: Any, folder: Path, step: int) -> None:
     fastserial.uninstall()
     engine.save_checkpoint(str(folder / "stock"))
     engine.save_16bit_model(str(folder), "16bit.pt")
+    if not options.gathered:
+        return
     gathered = {
         name: {
             "fp32": safe_get_full_fp32_param(parameter),
@@ -171,7 +175,7 @@ def save(engine: Any, folder: Path, step: int) -> None:
         if parameter.requires_grad
     }
     if torch.distributed.get_rank() == 0:
-        torch.save(gathered, folder / "gathered.pt")
+        torch.save(gathered, options.folder / "gathered.pt")
 
 
 def say(**values: Any) -> None:

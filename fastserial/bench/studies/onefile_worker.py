@@ -126,10 +126,11 @@ def _gather(model: nn.Module, path: Path) -> None:
 def _dcp(model: nn.Module, path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+    checkpoint: Any = torch.distributed.checkpoint
     folder = path.with_suffix(".dcp")
     with stock(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.distributed.checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
+        checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
         if dist.get_rank() == 0:
             dcp_to_torch_save(folder, path)
             sync(path)
