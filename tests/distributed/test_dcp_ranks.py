@@ -21,7 +21,7 @@ FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
 
 @pytest.mark.parametrize(
     ("count", "cases"),
-    [(1, 15), (2, 25), (4, 25)] if not FULL else [(1, 60), (2, 150), (3, 100), (4, 150), (6, 60)],
+    [(1, 12), (2, 15), (4, 12)] if not FULL else [(1, 60), (2, 150), (3, 100), (4, 150), (6, 60)],
 )
 def test_round_trips_with_stock(count: int, cases: int, tmp_path: Path) -> None:
     ranks.run("dcp_cases", count, tmp_path, 300 + count, cases, timeout=280)

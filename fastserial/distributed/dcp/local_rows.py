@@ -89,6 +89,8 @@ class _Rows:
         self._rows: list[Row] = []
         self._properties: list[TensorProperties] = []
         self._numbers: dict[str, int] = {}
+        # Tensors that are alike have the same properties, and shards that are alike the same boxes.
+        self._alike: dict[Any, tuple[int, list[Box]]] = {}
         self._meshes: dict[int, tuple[int, ...]] = {}
 
     def of(self, state: Mapping[str, Any]) -> LocalRows:
@@ -102,15 +104,24 @@ class _Rows:
             self._rows.append(Row(key, BYTES))
         elif kind == REPLICA:
             shape = tuple(value.shape)
-            number = self._number(TensorProperties.create_from_tensor(value))
-            self._rows.append(Row(key, REPLICA, number, shape, (0,) * len(shape), shape))
+            likeness: Any = (value.dtype, shape, value.stride(), value.layout, value.requires_grad)
+            found = self._alike.get(likeness)
+            if found is None:
+                number = self._number(TensorProperties.create_from_tensor(value))
+                found = self._alike[likeness] = number, [Box((0,) * len(shape), shape)]
+            self._rows.append(Row(key, REPLICA, found[0], shape, *found[1][0]))
         elif kind == SHARD:
-            if value.device_mesh.get_coordinate() is None:
-                return
-            parts = parts_of(value, key, self._meshes)
-            number = self._number(TensorProperties.create_from_tensor(value.to_local()))
+            local = value._local_tensor
+            likeness = (value._spec, value.requires_grad, local.shape, local.stride())
+            found = self._alike.get(likeness)
+            if found is None:
+                if value.device_mesh.get_coordinate() is None:
+                    return
+                boxes = [box for box, _ in parts_of(value, key, self._meshes)]
+                number = self._number(TensorProperties.create_from_tensor(value.to_local()))
+                found = self._alike[likeness] = number, boxes
             shape = tuple(value.shape)
-            self._rows += [Row(key, SHARD, number, shape, *box) for box, _ in parts]
+            self._rows += [Row(key, SHARD, found[0], shape, *box) for box in found[1]]
         else:
             self._add_other(key, value)
 
@@ -183,10 +194,9 @@ def fingerprint(state: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
         elif kind == OTHER:
             return None
         else:
-            sharding: tuple[Any, ...] = ()
-            if kind == SHARD:
-                local = value._local_tensor
-                sharding = (hash(value.device_mesh), value.placements, local.shape)
-            own = (value.dtype, value.shape, value.requires_grad, value.layout)
-            found.append((key, kind, *own, *sharding))
+            if kind == SHARD:  # the spec has shape, dtype, mesh and placements
+                own: tuple[Any, ...] = (value._spec, value._local_tensor.shape)
+            else:
+                own = (value.shape, value.dtype, value.layout)
+            found.append((key, kind, value.requires_grad, *own))
     return found
