@@ -36,11 +36,11 @@ if TYPE_CHECKING:
         WriteError,
     )
     from fastserial.overlap.asynchronous import save_async
-    from fastserial.overlap.checkpointer import Checkpointer
     from fastserial.overlap.pending import PendingSave, wait_all
     from fastserial.patching.install import install, installed, status, uninstall
     from fastserial.reports import LoadReport, SaveReport, last_load_report, last_save_report
     from fastserial.saving.writer import FastFileWriter
+    from fastserial.training.checkpointer import Checkpointer
 
 __version__ = "0.1.0"
 
@@ -101,11 +101,11 @@ _HOMES = {
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
     "overlap.asynchronous": "save_async",
-    "overlap.checkpointer": "Checkpointer",
     "overlap.pending": "PendingSave wait_all",
     "patching.install": "install installed status uninstall",
     "reports": "LoadReport SaveReport last_load_report last_save_report",
     "saving.writer": "FastFileWriter",
+    "training.checkpointer": "Checkpointer",
 }
 _LATER = {name: home for home, names in _HOMES.items() for name in names.split()}
 _CALLED = {"open": "open_checkpoint"}  # in its module

@@ -12,7 +12,7 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 
-__all__ = ["is_leaf", "leaves", "states"]
+__all__ = ["is_leaf", "leaves", "optimizers", "states"]
 
 
 def is_leaf(value: object) -> bool:
@@ -65,6 +65,13 @@ def states(obj: object) -> Any:
         return made[id(value)]
 
     return _replaced(obj, state_of)
+
+
+def optimizers(obj: object) -> Iterator[torch.optim.Optimizer]:
+    """Return the optimizers of a nest."""
+    for value in _stateful(obj, set()):
+        if isinstance(value, torch.optim.Optimizer):
+            yield value
 
 
 def _stateful(value: object, seen: set[int]) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from torch import nn
 import fastserial
 from fastserial.checkpoints.save import save as save_now
 from fastserial.overlap.asynchronous import Kind, start_save
-from fastserial.overlap.parts import restless, states
+from fastserial.training.parts import states, steady
 
 __all__ = ["OPTIMIZERS", "Hostile", "Outcome"]
 
@@ -115,8 +115,8 @@ class Hostile:
         state = states(self.objects)
         expected = copy.deepcopy(state)
         budget = self.dice.choice([None, 0, 200_000, 10_000_000])
-        changing = set() if disturb else restless(self.objects, state)  # as a Checkpointer does
-        saving = start_save(state, self.path, kind, budget, copied=changing)
+        inert = None if disturb else steady(self.objects)  # as a Checkpointer does
+        saving = start_save(state, self.path, kind, budget, steady=inert)
         del state
         for _ in range(self.dice.randrange(3)):
             time.sleep(self.dice.choice([0, 0, 0.001, 0.004]))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from fastserial.errors import LoadMismatchError
+from fastserial.overlap.guard import storages_of_optimizer
+from fastserial.overlap.watch import all_storages
 
-__all__ = ["expected_bytes", "restless", "restore", "states"]
+__all__ = ["expected_bytes", "plain", "restore", "states", "steady"]
 
 
 def states(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> 
     if missing := sorted(objects.keys() - found.keys()):
         raise LoadMismatchError(f"{path}: it holds no state of {', '.join(missing)}")
     for name, value in objects.items():
-        target, state = _plain(value), found[name]
+        target, state = plain(value), found[name]
         if hasattr(target, "load_state_dict"):
             target.load_state_dict(state)
         elif isinstance(target, torch.Tensor):
@@ -43,33 +44,22 @@ def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> 
             raise LoadMismatchError(f"{path}: {name} cannot be put back: state is no dictionary")
 
 
-def restless(objects: Mapping[str, Any], found: Mapping[str, Any]) -> set[int]:
-    """Return the identities of the storages that change outside of an optimizer's step.
+def steady(objects: Mapping[str, Any]) -> set[int]:
+    """Return the identities of the storages that change in an optimizer's step only.
 
-    Parameters and what belongs to an optimizer change in its step, which waits. A forward pass
-    changes buffers; and whatever else there is may change at any time.
-
-    Args:
-        objects: the user's.
-        found: their `states`.
+    These are parameters and what belongs to optimizers. A forward pass changes buffers; and
+    whatever else there is may change at any time.
     """
+    modules = [value for value in objects.values() if isinstance(value, torch.nn.Module)]
     storages: set[int] = set()
-    for name, value in objects.items():
-        if not isinstance(value, torch.optim.Optimizer):
-            storages.update(_identities(_tensors(found[name])))
     for value in objects.values():
-        if isinstance(value, torch.nn.Module):
-            storages.difference_update(_identities(value.parameters()))
-    for value in objects.values():
-        if isinstance(value, torch.nn.Module):
-            storages.update(_identities(value.buffers()))
+        if isinstance(value, torch.optim.Optimizer):
+            storages.update(storages_of_optimizer(value))
+    for module in modules:
+        storages.update(all_storages(module.parameters()))
+    for module in modules:
+        storages.difference_update(all_storages(module.buffers()))
     return storages
-
-
-def _identities(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    for tensor in tensors:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # they are copied anyway
-            yield tensor.untyped_storage()._cdata
 
 
 def expected_bytes(objects: Mapping[str, Any]) -> int:
@@ -83,23 +73,12 @@ def expected_bytes(objects: Mapping[str, Any]) -> int:
     return nbytes
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return the module that `torch.compile` wraps, so that files are the same with and without."""
     inner = getattr(value, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else value
 
 
 def _state(value: Any) -> Any:
-    value = _plain(value)
+    value = plain(value)
     return value.state_dict() if hasattr(value, "state_dict") else value

@@ -25,10 +25,10 @@ from fastserial.errors import (
 from fastserial.files import linux
 from fastserial.overlap import guard
 from fastserial.overlap.asynchronous import Kind, size_of, start_save
-from fastserial.overlap.folder import CheckpointFolder
-from fastserial.overlap.generators import generator_states, restore_generators
-from fastserial.overlap.parts import expected_bytes, restless, restore, states
 from fastserial.overlap.pending import PendingSave
+from fastserial.training.folder import CheckpointFolder
+from fastserial.training.generators import generator_states, restore_generators
+from fastserial.training.parts import expected_bytes, restore, states, steady
 
 __all__ = ["Checkpointer"]
 
@@ -139,7 +139,7 @@ class Checkpointer:
             folder.file(step),
             self._kind,
             self._budget,
-            copied=restless(self._state, found),
+            steady=steady(self._state),
             then=written,
             began=began,
         )
