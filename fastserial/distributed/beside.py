@@ -13,13 +13,16 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.full_pickle import full_pickle
 from fastserial.distributed.group import Traffic, describe, traffic_of
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.orders import Writers
 from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.saver import TIMEOUT, Saving, hand_over
-from fastserial.distributed.walk import leaves, optimizers
+from fastserial.distributed.tables import table_of
+from fastserial.distributed.walk import leaves, optimizers, states
 from fastserial.errors import ConfigError, StorageChangedError, TornSnapshotError
+from fastserial.formats.zip.layout import archive_name
 from fastserial.overlap import guard, pending
 from fastserial.overlap.asynchronous import KINDS, Kind
 from fastserial.overlap.pending import PendingSave
@@ -30,7 +33,7 @@ from fastserial.reports import SaveReport, SnapshotReport
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["save_async", "start_save"]
+__all__ = ["save_async", "size_of", "start_save"]
 
 
 def save_async(
@@ -96,7 +99,7 @@ def start_save(
     Args:
         began: when the user's call did (`perf_counter`).
         steady: identities of the storages that may be read in place; None: all that are watched.
-        then: called on rank 0's saving thread once the file is in place.
+        then: called on each rank's saving thread once the file is in place.
     """
     path = saving.path
     target = os.path.realpath(path) if "\0" not in path else path
@@ -111,7 +114,7 @@ def start_save(
             saving.freeze(taken)
             del state
             told = _Told(taken, kind, budget, began)
-            work = _Work(saving, traffic, taken, told, then if traffic.rank == 0 else None)
+            work = _Work(saving, traffic, taken, told, then)
             save = PendingSave(path, target, taken)
             del obj
 
@@ -130,6 +133,22 @@ def start_save(
     taken.wait_unwatched()
     told.stall = perf_counter() - began
     return save
+
+
+def size_of(obj: object, path: str, traffic: Traffic) -> int:
+    """Return the bytes of the file that would be written. Collective.
+
+    Raises:
+        DistributedError: the state cannot be saved.
+    """
+    with traffic.together():
+        state = states(obj)
+        table = table_of(state, traffic.rank, traffic.ranks)
+
+        def laid_out(_: list[bytes]) -> bytes:
+            return str(full_pickle(state, archive_name(path), table).plan.nbytes).encode()
+
+        return int(traffic.consult(b"", laid_out))
 
 
 def _reached(state: Any, obj: object) -> Reached:

@@ -12,12 +12,17 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 
-__all__ = ["is_leaf", "leaves", "optimizers", "states"]
+__all__ = ["is_leaf", "is_sharded", "leaves", "optimizers", "states"]
 
 
 def is_leaf(value: object) -> bool:
     """Return whether a value's bytes are shared among the ranks: a tensor or a FlatShard."""
     return isinstance(value, torch.Tensor | FlatShard | Joined)
+
+
+def is_sharded(leaf: object) -> bool:
+    """Return whether a rank may hold a part of a leaf only."""
+    return isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None
 
 
 def leaves(obj: object) -> Iterator[tuple[str, Any]]:

@@ -11,12 +11,12 @@ from fastserial.errors import LoadMismatchError
 from fastserial.overlap.guard import storages_of_optimizer
 from fastserial.overlap.watch import all_storages
 
-__all__ = ["expected_bytes", "plain", "restore", "states", "steady"]
+__all__ = ["expected_bytes", "plain", "put", "restore", "state_of", "states", "steady"]
 
 
 def states(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of each object; what has none is its own."""
-    return {name: _state(value) for name, value in objects.items()}
+    return {name: state_of(value) for name, value in objects.items()}
 
 
 def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:
@@ -27,21 +27,32 @@ def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> 
     """
     if missing := sorted(objects.keys() - found.keys()):
         raise LoadMismatchError(f"{path}: it holds no state of {', '.join(missing)}")
-    for name, value in objects.items():
-        target, state = plain(value), found[name]
-        if hasattr(target, "load_state_dict"):
-            target.load_state_dict(state)
-        elif isinstance(target, torch.Tensor):
-            if target.shape != state.shape:
-                raise LoadMismatchError(
-                    f"{path}: {name} has the shape {tuple(state.shape)}, not {tuple(target.shape)}"
-                )
-            with torch.no_grad():
-                target.copy_(state)
-        elif isinstance(objects, MutableMapping):
-            objects[name] = state
-        else:
-            raise LoadMismatchError(f"{path}: {name} cannot be put back: state is no dictionary")
+    for name in objects:
+        put(objects, name, found[name], path)
+
+
+def put(objects: Mapping[str, Any], name: str, state: Any, path: str) -> None:
+    """Put one state into its object.
+
+    Raises:
+        LoadMismatchError: it does not fit.
+    """
+    target = plain(objects[name])
+    if hasattr(target, "load_state_dict"):
+        target.load_state_dict(state)
+    elif isinstance(target, torch.Tensor):
+        if target is state:
+            return
+        if target.shape != state.shape:
+            raise LoadMismatchError(
+                f"{path}: {name} has the shape {tuple(state.shape)}, not {tuple(target.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(state)
+    elif isinstance(objects, MutableMapping):
+        objects[name] = state
+    else:
+        raise LoadMismatchError(f"{path}: {name} cannot be put back: state is no dictionary")
 
 
 def steady(objects: Mapping[str, Any]) -> set[int]:
@@ -74,11 +85,15 @@ def expected_bytes(objects: Mapping[str, Any]) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return the module that `torch.compile` wraps, so that files are the same with and without."""
+    """Return the module that `torch.compile` wraps, so that files are the same with and without.
+
+    Other values are returned as they are.
+    """
     inner = getattr(value, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else value
 
 
-def _state(value: Any) -> Any:
+def state_of(value: Any) -> Any:
+    """Return the state of an object; what has none is its own."""
     value = plain(value)
     return value.state_dict() if hasattr(value, "state_dict") else value

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gate
+from support.beside import Gate
 from support.identity import stock
 
 import fastserial

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Gate
+from support.beside import Gate
 from test_pending import bytes_of
 
 import fastserial
