@@ -38,8 +38,7 @@ _SMALL = PACKED_STORAGE  # a storage of up to so many bytes is copied at the cal
 _SMALL_TOTAL = 32 * 1024 * 1024  # up to so many bytes of them, whatever the budget
 _SHARED_COPY = 1024 * 1024  # bytes of a storage that torch's threads copy together
 _ALIGNMENT = 64  # of copies (bytes)
-_SLOWEST = 100e6  # bytes a second: a slower operation on a storage is not waited for
-_PATIENCE = 1.0  # seconds
+_PATIENCE = 1.0  # seconds: a thread that has not run for so long is in no operation
 
 
 class Part(NamedTuple):
@@ -207,8 +206,7 @@ class Snapshot:
         self._regions: list[Region] = []
         self._taken = threading.Event()
         self._releasing = threading.RLock()
-        self._threads = {threading.get_ident()}
-        self._longest = 0
+        self._threads = {threading.get_ident(): threading.get_native_id()}
         self.storages: Set[int] = frozenset()  # identities of those that are read later
         self.on_taken: Callable[[], object] | None = None
 
@@ -331,7 +329,7 @@ class Snapshot:
         with at_rest(), self._releasing:
             if self.taken:
                 return
-            self._threads.add(threading.get_ident())
+            self._threads[threading.get_ident()] = threading.get_native_id()
             self._copy_rest()
             with self.lock:
                 self.waited |= self._is_wanted()
@@ -347,7 +345,7 @@ class Snapshot:
         """
         if not self.taken:
             if self._watched:
-                wait_until_on(self._threads, max(_PATIENCE, self._longest / _SLOWEST))
+                wait_until_on(self._threads, _PATIENCE)
             self._conclude()
         if self.torn:
             raise TornSnapshotError(self.path)

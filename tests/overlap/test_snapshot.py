@@ -16,7 +16,7 @@ from support.beside import Gate
 from test_pending import bytes_of
 
 import fastserial
-from fastserial.overlap import guard
+from fastserial.overlap import guard, snapshot
 
 MODES = ("foreach", "fused", "single")
 
@@ -253,8 +253,6 @@ def test_without_the_guard_a_file_is_torn(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other tests show something: this is what they prevent."""
-    from fastserial.overlap import snapshot
-
     monkeypatch.setattr(guard, "protect", lambda taken: None)
     monkeypatch.setattr(snapshot.Snapshot, "_has_changed", lambda self: False)
     model, optimizer = trained("foreach")
@@ -267,3 +265,26 @@ def test_without_the_guard_a_file_is_torn(
     saving.wait()
     found = (tmp_path / "state.pt").read_bytes()
     assert found not in (before, bytes_of(state, tmp_path))
+
+
+def test_an_operation_on_many_tensors_is_waited_for(
+    tmp_path: Path, state: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts it at its end, which may be long after the last byte was read."""
+    monkeypatch.setattr(snapshot, "_PATIENCE", 0.1)
+    saving = save(state, tmp_path)
+    assert gate.stopped.wait(60)
+    threading.Timer(0.05, gate.open.set).start()
+    torch._foreach_lgamma_(state["weights"] * 60)  # without the interpreter's lock
+    with pytest.raises(fastserial.TornSnapshotError):
+        saving.wait()
+
+
+def test_a_thread_that_waits_for_something_else_holds_nothing_up(
+    tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_PATIENCE", 0.1)
+    saved = threading.Event()
+    with fastserial.options(on_report=lambda report: saved.set(), small_file=0):
+        save(state, tmp_path)
+        assert saved.wait(60)

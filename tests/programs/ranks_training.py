@@ -28,7 +28,7 @@ import fastserial
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
 
 
-def in_order(count: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def in_order(count, bucket):  # torch looks at annotations, and takes no strings
     """Add gradients in the order of the ranks.
 
     DDP lays its buckets out anew after its first step, and a ring then adds in another order.
