@@ -105,8 +105,11 @@ def start_save(
     target = os.path.realpath(path) if "\0" not in path else path
     try:
         pending.admit(target)
-    except Exception as error:  # the save before failed, and this rank did not hear of it
-        raise traffic.fail(traffic.rank, describe(error)) from error
+    except BaseException as error:  # the save before failed, and this rank did not hear of it
+        failure = traffic.fail(traffic.rank, describe(error))
+        if isinstance(error, Exception):
+            raise failure from error
+        raise
     try:
         with traffic.together():
             state = saving.prepare(obj)
