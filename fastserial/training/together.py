@@ -208,14 +208,14 @@ def _refusal(path: str) -> Exception | None:
     try:
         with Descriptors() as files:
             fd = files.open(path, os.O_RDONLY)
-            if index_of_file(fd, path).container != "zip":
-                return CorruptCheckpointError("no checkpoint that a Checkpointer wrote", path=path)
             for record in read_places(fd, os.fstat(fd).st_size).records:
                 if record.name.startswith("data/") or not record.crc:
                     continue
                 found = crc32(os.pread(fd, record.size, record.data_offset))
                 if found != record.crc:
                     return CorruptCheckpointError(f"record {record.name} is damaged", path=path)
+            if index_of_file(fd, path).container != "zip":
+                return CorruptCheckpointError("no checkpoint that a Checkpointer wrote", path=path)
     except (FileNotFoundError, CorruptCheckpointError) as error:
         return error
     return None
