@@ -48,7 +48,8 @@ class _Block(nn.Module):
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         hidden: torch.Tensor = functional.gelu(self.up(self.before_mlp(x)))
-        return x + self.down(hidden)
+        out: torch.Tensor = x + self.down(hidden)
+        return out
 
 
 class _Model(nn.Module):
@@ -99,7 +100,7 @@ class Training:
         logits = self.model(self._tokens[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         if self._device != "cpu":
             loss.item()
