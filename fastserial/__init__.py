@@ -36,11 +36,11 @@ if TYPE_CHECKING:
         WriteError,
     )
     from fastserial.overlap.asynchronous import save_async
-    from fastserial.overlap.checkpointer import Checkpointer
     from fastserial.overlap.pending import PendingSave, wait_all
     from fastserial.patching.install import install, installed, status, uninstall
     from fastserial.reports import LoadReport, SaveReport, last_load_report, last_save_report
     from fastserial.saving.writer import FastFileWriter
+    from fastserial.training.checkpointer import Checkpointer
 
 __version__ = "0.1.0"
 
@@ -101,21 +101,46 @@ _HOMES = {
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
     "overlap.asynchronous": "save_async",
-    "overlap.checkpointer": "Checkpointer",
     "overlap.pending": "PendingSave wait_all",
     "patching.install": "install installed status uninstall",
     "reports": "LoadReport SaveReport last_load_report last_save_report",
     "saving.writer": "FastFileWriter",
+    "training.checkpointer": "Checkpointer",
 }
 _LATER = {name: home for home, names in _HOMES.items() for name in names.split()}
 _CALLED = {"open": "open_checkpoint"}  # in its module
+
+
+# A signal handler may be the first to ask for them, or ask while they are imported.
+_AT_ANY_MOMENT = (f"{__name__}.overlap.", f"{__name__}.training.")
+
+
+def _import_at_once(home: str) -> None:
+    """Import a module where no signal handler can come between, and find half of it."""
+    import contextlib
+    from importlib import import_module
+
+    import torch  # noqa: F401  (here: a thread is no place for it)
+
+    from fastserial.interrupts import Background
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # it will be told to who asked
+            import_module(home)
+
+    background = Background()
+    background.start(run)
+    background.join()
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in _LATER:
-        module = import_module(f"{__name__}.{_LATER[name]}")
+        home = f"{__name__}.{_LATER[name]}"
+        if home.startswith(_AT_ANY_MOMENT):
+            _import_at_once(home)
+        module = import_module(home)
         value = globals()[name] = getattr(module, _CALLED.get(name, name))
         return value
     if name in _HOMES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastserial.distributed.beside import save_async
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.loader import load
 from fastserial.distributed.saver import save
@@ -24,6 +25,7 @@ __all__ = [
     "FlatShard",
     "load",
     "save",
+    "save_async",
 ]
 
 

@@ -11,6 +11,7 @@ from fastserial.distributed.laid_out import LaidOut
 from fastserial.distributed.tables import bytes_of
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.memory.storages import Memory, storage_memory
+from fastserial.overlap.snapshot import Part
 
 __all__ = ["Container"]
 
@@ -32,6 +33,10 @@ class Container:
     def memory(self, source: int) -> Memory:
         """Return the memory of a source that only rank 0 has."""
         return storage_memory(self._rest[-1 - source])
+
+    def part(self, source: int, start: int, length: int) -> Part:
+        """Return bytes of a source that only rank 0 has as what a snapshot takes."""
+        return Part(self._rest[-1 - source], start, length)
 
     def bytes_at(self, offset: int, length: int) -> torch.Tensor:
         """Return the zip's bytes at a place of the file, with 0 for checksums not known yet."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from fastserial.errors import DistributedError
+from fastserial.overlap.threads_at import at_rest
 
-__all__ = ["Traffic", "traffic_of"]
+__all__ = ["Traffic", "describe", "traffic_of"]
 
 _FAILED = "failed"  # key of the failure in the store
 _HEADER = 8  # bytes of a message's length
@@ -31,15 +33,17 @@ _DATA, _WORDS = 0, 1  # tags: bytes of tensors, messages
 _GRACE = 2.0  # seconds in which a rank that failed says why
 
 # By the job's group of all ranks, and the ranks.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Traffic]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Traffic]]
+_made = weakref.WeakKeyDictionary()
 
 
-def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
+def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -> Traffic:
     """Return the connections of a group, made at the first call and after a failure. Collective.
 
     Args:
         group: of the job; None is all of it.
         timeout: seconds after which a rank that is not heard from counts as lost.
+        use: those of different uses have nothing to do with each other.
 
     A process without a process group is alone.
 
@@ -55,13 +59,13 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float) -> Traffic:
     world: Any = dist.group.WORLD
     key = group if group is not None else world
     ranks = tuple(dist.get_process_group_ranks(key))
-    made = _made.setdefault(world, {})
-    traffic = made.get(ranks)
+    made, name = _made.setdefault(world, {}), (use, *ranks)
+    traffic = made.get(name)
     if traffic is None:
         store: Any = dist.distributed_c10d._get_default_store()
         if store is None:
             raise RuntimeError("the process group has no store (MPI); use gloo or NCCL")
-        traffic = made[ranks] = Traffic(ranks, dist.get_rank(key), store)
+        traffic = made[name] = Traffic(ranks, dist.get_rank(key), store, use)
     traffic.begin(timeout)
     return traffic
 
@@ -74,20 +78,23 @@ class Traffic:
         ranks: the group's rank of each global rank.
         timeout: seconds after which a rank that is not heard from counts as lost.
         kept: what calls keep for the next one.
+        idle: no save beside the program uses the connections; the next call waits for that.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, store: Any) -> None:
+    def __init__(self, ranks: tuple[int, ...], rank: int, store: Any, use: str = "") -> None:
         self.rank = rank
         self.size = len(ranks)
         self.ranks = {number: index for index, number in enumerate(ranks)}
         self.timeout = 0.0
         self.kept: dict[str, object] = {}
+        self.idle = threading.Event()
+        self.idle.set()
         self._calls = 0
         self._generation = 0
         self._under_way: list[list[Any]] = []
         self._beats: list[tuple[Any, Any]] = []  # sent, but perhaps not heard yet
         self._last_beat = 0.0
-        self._name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        self._name = use + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         self._job_store = store
         self._store: Any = None
         self._group: Any = None
@@ -99,6 +106,8 @@ class Traffic:
         Raises:
             DistributedError: it has failed on another rank already.
         """
+        with at_rest():
+            self.idle.wait()
         self._calls += 1
         self._beats.clear()
         self._last_beat = time.monotonic()

@@ -13,6 +13,7 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.tables import Source
 from fastserial.memory.storages import HostMemory, Memory
+from fastserial.overlap.snapshot import Part
 
 __all__ = ["Gathered", "Memories"]
 
@@ -43,16 +44,32 @@ class Memories:
 
     def at(self, start: int) -> Memory:
         """Return the memory that has byte `start` of the whole."""
-        index = bisect_right(self._firsts, start // self._item) - 1
-        view, base = self._views[index], self._firsts[index] * self._item
-        as_it_is = view.is_contiguous() and not view.is_conj() and not view.is_neg()
-        if view.device.type == "cpu" and as_it_is:
+        view, base = self._view(start)
+        if view.device.type == "cpu" and _as_it_is(view):
             return HostMemory(view.data_ptr() - base, self._nbytes, view)
         return Gathered(view, base, self._nbytes)
 
+    def part(self, start: int, length: int) -> Part:
+        """Return bytes [start, start + length) of the whole as what a snapshot takes."""
+        view, base = self._view(start)
+        if not _as_it_is(view):
+            return Part(Gathered(view, base, self._nbytes), start, length)
+        first = int(view.storage_offset()) * view.element_size() + start - base
+        return Part(view.untyped_storage(), first, length)
+
+    def _view(self, start: int) -> tuple[torch.Tensor, int]:
+        """Return the view that has a byte of the whole, and its own first byte there."""
+        index = bisect_right(self._firsts, start // self._item) - 1
+        return self._views[index], self._firsts[index] * self._item
+
+
+def _as_it_is(view: torch.Tensor) -> bool:
+    """Return whether a view's bytes are in its storage one behind the other."""
+    return view.is_contiguous() and not view.is_conj() and not view.is_neg()
+
 
 class Gathered:
-    """Memory on a device, or in strides, that is copied together as it is asked for."""
+    """A view on a device, or in strides, whose bytes are copied together as they are asked for."""
 
     def __init__(self, view: torch.Tensor, base: int, nbytes: int) -> None:
         self.nbytes = nbytes

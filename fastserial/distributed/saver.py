@@ -58,13 +58,14 @@ from fastserial.errors import WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.memory.gc_pause import paused_collection
+from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "save"]
+__all__ = ["TIMEOUT", "Saving", "hand_over", "save"]
 
 TIMEOUT = 600.0  # seconds
 # Bytes of one rank's tile, and of the tiles of all ranks in one round.
@@ -104,6 +105,15 @@ class _Kept:
     file: KeptFile | None = None
 
 
+class _Prepared(NamedTuple):
+    """A save up to its first byte."""
+
+    writer: ShardWriter
+    kept: _Kept
+    orders: Orders
+    phases: dict[str, float]
+
+
 def save(
     obj: object,
     path: str | os.PathLike[str],
@@ -138,35 +148,39 @@ def save(
             rank was lost after the new one took its place.
     """
     began = perf_counter()
-    if merge not in (None, "union"):
-        raise ValueError(f'merge must be None or "union", not {merge!r}')
     traffic = traffic_of(group, timeout)
-    saving = _Saving(traffic, os.fspath(path), writers, merge, began)
+    saving = Saving(traffic, os.fspath(path), writers, merge, began)
     try:
         with traffic.together():
             report = saving.run(obj)
     except BaseException:
         saving.give_up()
         raise
-    publish_save(report)
-    _log.debug("%s", report)
-    on_report = saving.config.on_report
-    if on_report is not None:
-        try:
-            on_report(report)
-        except Exception:  # the file is safe: this must not look like a failed save
-            _log.exception("on_report failed for %r", report.path)
+    hand_over(report, saving.config)
     return report
 
 
-class _Saving:
+def hand_over(report: SaveReport, config: Config) -> None:
+    """Make a report this process's last one, and tell it to whoever asked."""
+    publish_save(report)
+    _log.debug("%s", report)
+    if config.on_report is not None:
+        try:
+            config.on_report(report)
+        except Exception:  # the file is safe: this must not look like a failed save
+            _log.exception("on_report failed for %r", report.path)
+
+
+class Saving:
     """One save."""
 
     def __init__(
         self, traffic: Traffic, path: str, writers: Writers, merge: str | None, began: float
     ) -> None:
+        if merge not in (None, "union"):
+            raise ValueError(f'merge must be None or "union", not {merge!r}')
         self._traffic = traffic
-        self._path = path
+        self.path = path
         self._writers = writers
         self._merge = merge
         self._began = began
@@ -182,6 +196,11 @@ class _Saving:
 
     def run(self, obj: object) -> SaveReport:
         """Save; return what this rank knows of it."""
+        self.prepare(obj)
+        return self.finish()
+
+    def prepare(self, obj: object) -> Any:
+        """Plan the save, and make the new file; return the state. Collective."""
         traffic = self._traffic
         state = states(obj)
         if self._merge == "union":
@@ -202,8 +221,25 @@ class _Saving:
             synchronize_devices(found)
         sources = Sources(found, kept.specs, kept.firsts, traffic.rank)
         writer = ShardWriter(kept.plan, kept.made, sources, self._container, orders.checksums)
+        self._prepared = _Prepared(writer, kept, orders, phases)
+        return state
+
+    def freeze(self, taken: Snapshot) -> None:
+        """Take what is to be saved as it is now, between `prepare` and `finish`."""
+        self._prepared.writer.freeze(taken)
+
+    def finish(self, check: Callable[[], object] | None = None) -> SaveReport:
+        """Write; return what this rank knows of the save. Collective.
+
+        Args:
+            check: called when this rank has read its bytes; raises if they are not right.
+        """
+        traffic = self._traffic
+        writer, kept, orders, phases = self._prepared
         try:
             done, out = self._write(writer, kept.made, orders, phases)
+            if check is not None:
+                check()
             traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
         except OSError as error:
             raise self._explained(error) from error
@@ -244,9 +280,9 @@ class _Saving:
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""
-        archive = archive_name(self._path)
+        archive = archive_name(self.path)
         if not archive:
-            raise write_error(errno.EINVAL, self._path, "torch cannot save to such a name")
+            raise write_error(errno.EINVAL, self.path, "torch cannot save to such a name")
         return archive
 
     def _greet(self, messages: list[bytes]) -> bytes:
@@ -262,7 +298,7 @@ class _Saving:
         return pickle.dumps(same_orders(kept.name, nodes, self._make_file(laid_out)))
 
     def _make_file(self, laid_out: LaidOut) -> Place:
-        self._new = NewFile(self._path, self.config)
+        self._new = NewFile(self.path, self.config)
         return self._new.place(laid_out.places.nbytes)
 
     def _decide(self, messages: list[bytes]) -> bytes:
@@ -337,7 +373,7 @@ class _Saving:
     def _report(self, orders: Orders, mine: RankReport, out: ExtentWriter) -> SaveReport:
         config, new = self.config, self._new
         return SaveReport(
-            path=self._path,
+            path=self.path,
             container="zip",
             bytes=orders.place.nbytes,
             seconds=perf_counter() - self._began,
@@ -366,7 +402,7 @@ class _Saving:
             return error
         if self._new is not None:
             return self._new.explained(error)
-        return write_error(error.errno or errno.EIO, self._path, None)
+        return write_error(error.errno or errno.EIO, self.path, None)
 
     def give_up(self) -> None:
         """Remove the new file: whoever is left does it, while it holds the file open.

@@ -12,12 +12,13 @@ from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
 from fastserial.distributed.container import Container
 from fastserial.distributed.exchange import Exchange, view_in_box, view_in_range
-from fastserial.distributed.memories import Memories
+from fastserial.distributed.memories import Gathered, Memories
 from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
 from fastserial.distributed.tables import Sources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, Memory, host_bytes
+from fastserial.overlap.snapshot import Part, Snapshot
 from fastserial.saving.extent_writer import ExtentWriter
 
 __all__ = ["Head", "ShardWriter"]
@@ -56,6 +57,11 @@ class ShardWriter:
         self._container = container
         self._checksums = checksums
         self._memories: dict[int, Memories] = {}
+        # What was taken: rounds, pieces, and the memory of moves and pieces by their `id`.
+        self._rounds: dict[int, Round] = {}
+        self._locals: list[Piece] | None = None
+        self._frozen: dict[int, Memory] = {}
+        self._frozen_moves: dict[int, tuple[Memory, torch.dtype, torch.Size]] = {}
         self._ends = {record: offset + size for record, _, offset, size in plan.records}
         sizes = [0] * (max(self._ends, default=-1) + 1)
         for record, _, _, nbytes in plan.records:
@@ -65,6 +71,36 @@ class ShardWriter:
         self.heads: list[Head] = []
         self.sealed: set[int] = set()
         self.seconds = {"exchange": 0.0, "write": 0.0}
+
+    def freeze(self, taken: Snapshot) -> None:
+        """Take what this rank reads of the state as it is now, whatever becomes of it.
+
+        What it sends, or has in strides, is copied, if there is room.
+        """
+        self._rounds = {number: self._made.round(number) for number in self._made.rounds}
+        self._locals = list(self._made.locals())
+        moves = [
+            move
+            for found in self._rounds.values()
+            for moves in found.sends.values()
+            for move in moves
+            if move.piece.record != CONTAINER
+        ]
+        views = [self._held(move) for move in moves]
+        pieces = [piece for piece in self._locals if piece.record != CONTAINER]
+        for piece in pieces:
+            self._note_head(piece, self._memory(piece))
+        parts = [Part(Gathered(view, 0, _size(view)), 0, _size(view)) for view in views]
+        parts += [self._part(piece) for piece in pieces]
+        memories = iter(taken.take(parts))
+        self._frozen_moves = {
+            id(move): (next(memories), view.dtype, view.shape)
+            for move, view in zip(moves, views, strict=True)
+        }
+        self._frozen = {id(piece): memory for piece, memory in zip(pieces, memories, strict=True)}
+        self._sources.release()
+        self._memories.clear()
+        taken.begin()
 
     def write(
         self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
@@ -110,7 +146,7 @@ class ShardWriter:
         tiles = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         for index, number in enumerate(self._made.rounds):
             began = perf_counter()
-            found = self._made.round(number)
+            found = self._rounds.get(number) or self._made.round(number)
             nbytes = _nbytes(found)
             if tiles[index % 2].numel() < nbytes:
                 tiles[index % 2] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -133,6 +169,8 @@ class ShardWriter:
 
     def _held(self, move: Move) -> torch.Tensor:
         """Return what this rank sends of a move."""
+        if (frozen := self._frozen_moves.get(id(move))) is not None:
+            return _tensor_of(*frozen)
         piece, _, box, overlap = move
         if overlap is None or box is None:
             if self._container is None:
@@ -166,12 +204,16 @@ class ShardWriter:
 
     def _local_extents(self) -> Iterator[Extent]:
         done: dict[int, int] = {}
-        for piece in self._made.locals():
+        for piece in self._made.locals() if self._locals is None else self._locals:
             if piece.record == CONTAINER:
                 yield from self._container_extents(piece, done)
                 continue
-            memory = self._memory(piece)
             done[piece.record] = done.get(piece.record, 0) + piece.length
+            frozen = self._frozen.get(id(piece))
+            if frozen is not None:
+                yield self._extent(piece, _from(frozen, -piece.start))
+                continue
+            memory = self._memory(piece)
             self._note_head(piece, memory)
             yield self._extent(piece, memory)
 
@@ -194,10 +236,18 @@ class ShardWriter:
     def _memory(self, piece: Piece) -> Memory:
         if piece.source < 0 and self._container is not None:
             return self._container.memory(piece.source)
+        return self._memories_of(piece).at(piece.start)
+
+    def _part(self, piece: Piece) -> Part:
+        if piece.source < 0 and self._container is not None:
+            return self._container.part(piece.source, piece.start, piece.length)
+        return self._memories_of(piece).part(piece.start, piece.length)
+
+    def _memories_of(self, piece: Piece) -> Memories:
         memories = self._memories.get(piece.source)
         if memories is None:
             memories = self._memories[piece.source] = Memories(self._sources[piece.source])
-        return memories.at(piece.start)
+        return memories
 
     def _extent(self, piece: Piece, memory: Memory) -> Extent:
         record = piece.record if self._checksums and piece.record != CONTAINER else None
@@ -229,6 +279,24 @@ class _Shifted:
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         self._memory.copy_to(address, self._start + start, length)
+
+
+def _from(memory: Memory, start: int) -> Memory:
+    """Return a memory from a byte on, which may lie before it."""
+    if isinstance(memory, HostMemory):
+        return HostMemory(memory.address + start, memory.nbytes - start, memory.owner)
+    return _Shifted(memory, start)
+
+
+def _size(view: torch.Tensor) -> int:
+    return view.numel() * view.element_size()
+
+
+def _tensor_of(memory: Memory, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    found = torch.empty(shape, dtype=dtype, device="cpu")
+    if found.numel():
+        memory.copy_to(found.data_ptr(), 0, _size(found))
+    return found
 
 
 def _nbytes(found: Round) -> int:

@@ -104,6 +104,11 @@ class Sources:
         self._found, self._specs, self._firsts, self._rank = found, specs, firsts, rank
         self._made: dict[int, Source] = {}
 
+    def release(self) -> None:
+        """Let go of the tensors; keys and specs stay."""
+        self._found = [(key, None) for key, _ in self._found]
+        self._made.clear()
+
     def __getitem__(self, number: int) -> Source:
         source = self._made.get(number)
         if source is None:

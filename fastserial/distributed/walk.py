@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 
-__all__ = ["below", "is_leaf", "leaves", "sequence_like", "states"]
+__all__ = ["below", "is_leaf", "is_sharded", "leaves", "optimizers", "sequence_like", "states"]
 
 _CONTAINERS = (Mapping, list, tuple)
 _STATEFUL = (torch.nn.Module, torch.optim.Optimizer)
@@ -21,6 +21,11 @@ _STATEFUL = (torch.nn.Module, torch.optim.Optimizer)
 def is_leaf(value: object) -> bool:
     """Return whether a value's bytes are shared among the ranks: a tensor or a FlatShard."""
     return isinstance(value, torch.Tensor | FlatShard | Joined)
+
+
+def is_sharded(leaf: object) -> bool:
+    """Return whether a rank may hold a part of a leaf only."""
+    return isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None
 
 
 def leaves(obj: object) -> list[tuple[str, Any]]:
@@ -94,6 +99,13 @@ def states(obj: object) -> Any:
         return obj
     modules = [one for one in found.values() if isinstance(one, torch.nn.Module)]
     return _replaced(obj, {number: _state(one, modules) for number, one in found.items()}, {})
+
+
+def optimizers(obj: object) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers of a nest."""
+    for one in below(obj):
+        if isinstance(one, torch.optim.Optimizer):
+            yield one
 
 
 def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:

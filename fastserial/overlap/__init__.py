@@ -1,1 +1,1 @@
-"""Saves beside a running program: snapshots, pending saves, the Checkpointer."""
+"""Saves beside a running program: snapshots and pending saves."""

@@ -41,11 +41,11 @@ from fastserial.saving.writer import FastFileWriter
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-__all__ = ["Kind", "save_async", "size_of", "start_save"]
+__all__ = ["KINDS", "Kind", "save_async", "size_of", "start_save"]
 
 Kind = Literal["copy", "in_place"]
 
-_KINDS = ("copy", "in_place")
+KINDS = ("copy", "in_place")
 _ARGUMENTS = {
     "pickle_module": pickle,
     "pickle_protocol": 2,
@@ -86,7 +86,7 @@ def save_async(
         Exception: the object cannot be pickled, or the last save to this target failed and nobody
             has asked.
     """
-    if snapshot not in _KINDS:
+    if snapshot not in KINDS:
         raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
     if snapshot_budget is not None and snapshot_budget < 0:
         raise ConfigError(f"snapshot_budget must not be negative, not {snapshot_budget}")
@@ -102,14 +102,14 @@ def start_save(
     kind: Kind,
     budget: int | None,
     arguments: Mapping[str, Any] = _ARGUMENTS,
-    copied: Set[int] = frozenset(),
+    steady: Set[int] | None = None,
     then: Callable[[], object] | None = None,
     began: float | None = None,
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
     Args:
-        copied: identities of storages to be copied at the call in any case.
+        steady: identities of the storages that may be read in place; None: all that are watched.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
     """
@@ -132,7 +132,7 @@ def start_save(
     if not isinstance(archive, ZipArchive) or not isinstance(writer, FastFileWriter):
         return _blocking(obj, name, target, arguments, "not a file that can be replaced", then)
     try:
-        taken = Snapshot(name, kind, budget, Reached(), copied)
+        taken = Snapshot(name, kind, budget, Reached(), steady)
         layout = _lay_out(obj, archive.archive_name(), taken, arguments)
     except BaseException:
         writer.abort()

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastserial.overlap.snapshot import Snapshot
+from fastserial.overlap.watch import all_storages
 from fastserial.patching.install import hide_from_compiler
 
-__all__ = ["hold", "is_registered", "protect", "tidy", "unhold"]
+__all__ = ["hold", "is_registered", "protect", "storages_of_optimizer", "tidy", "unhold"]
 
 _lock = threading.RLock()
 _protected: list[Snapshot] = []
@@ -94,33 +93,19 @@ def _before_step(optimizer: Any, _arguments: Any, _named: Any) -> None:
     _inside.add(me)
     try:
         for snapshot in tuple(_protected):
-            if snapshot.concerns(_storages(optimizer)):
+            if snapshot.concerns(storages_of_optimizer(optimizer)):
                 snapshot.release()
     finally:
         _inside.discard(me)
 
 
-def _storages(optimizer: Any) -> Iterator[int]:
+def storages_of_optimizer(optimizer: Any) -> Iterator[int]:
     """Yield the identities of the storages that a step may change."""
     for group in optimizer.param_groups:
-        yield from _all_of(group["params"])
+        yield from all_storages(group["params"])
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            yield from _all_of(state.values())
-
-
-def _all_of(values: Iterable[Any]) -> Iterator[int]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield from _made_of(value)
-
-
-def _made_of(tensor: Any) -> Iterator[int]:
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        yield from _all_of([getattr(tensor, name) for name in names])
-    else:
-        yield tensor.untyped_storage()._cdata
+            yield from all_storages(state.values())
 
 
 def _forget() -> None:

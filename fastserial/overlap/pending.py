@@ -224,10 +224,22 @@ def _is_saving() -> bool:
 
 
 def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingSave:
-    """Do the work of a save here and now."""
+    """Do the work of a save here and now.
+
+    Raises:
+        Exception: it failed.
+    """
     save = PendingSave(path, target)
-    save._report = work()
-    save._end.set()
+    save._thread = threading.get_ident()
+    with _lock:  # should the process end meanwhile (this is a daemon thread): it is told
+        inner = _pending.setdefault(target, save) is not save
+    try:
+        save._report = work()
+    finally:
+        if not inner:
+            with _lock:
+                _pending.pop(target, None)
+        save._end.set()
     return save
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import compress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,57 +32,130 @@ from fastserial.overlap.watch import Reached
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-__all__ = ["LiveMemory", "Snapshot"]
+__all__ = ["LiveMemory", "Part", "Snapshot"]
 
 _SMALL = PACKED_STORAGE  # a storage of up to so many bytes is copied at the call,
 _SMALL_TOTAL = 32 * 1024 * 1024  # up to so many bytes of them, whatever the budget
 _SHARED_COPY = 1024 * 1024  # bytes of a storage that torch's threads copy together
 _ALIGNMENT = 64  # of copies (bytes)
-_SLOWEST = 100e6  # bytes a second: a slower operation on a storage is not waited for
-_PATIENCE = 1.0  # seconds
+_PATIENCE = 1.0  # seconds: a thread that has not run for so long is in no operation
+
+
+class Part(NamedTuple):
+    """Bytes that a save reads.
+
+    Attributes:
+        storage: whose bytes they are; or any memory, of which nobody knows when it changes.
+        start, nbytes: which (bytes).
+    """
+
+    storage: UntypedStorage | Memory
+    start: int
+    nbytes: int
+
+    @property
+    def memory(self) -> Memory:
+        """The memory, to be read later from any thread."""
+        storage = self.storage
+        if not isinstance(storage, torch.UntypedStorage):
+            return storage
+        if storage.device.type == "cpu":
+            return StorageOnHost(storage, storage.data_ptr(), storage.nbytes(), True)
+        return storage_memory(storage)
+
+    def copy_to(self, address: int) -> None:
+        """Copy them now; what is large, with torch's threads.
+
+        Raises:
+            StorageChangedError: the storage was resized.
+        """
+        storage, start, nbytes = self
+        memory: Memory
+        if not isinstance(storage, torch.UntypedStorage):
+            memory = storage
+        elif storage.device.type != "cpu" or nbytes >= _SHARED_COPY:
+            memory = StorageMemory(storage)
+        else:
+            memory = HostMemory(storage.data_ptr(), start + nbytes, storage)
+        memory.copy_to(address, start, nbytes)
 
 
 class LiveMemory:
-    """A storage that is read later: where it is, or from a copy made meanwhile."""
+    """Bytes that are read later: where they are, or from a copy made meanwhile.
 
-    __slots__ = ("left", "live", "nbytes", "readers", "snapshot", "source")
+    Attributes:
+        nbytes: how many.
+        part: which.
+        left: bytes to read; counted from `Snapshot.begin` on.
+    """
 
-    def __init__(self, snapshot: Snapshot, storage: UntypedStorage) -> None:
-        self.nbytes = storage.nbytes()
-        self.snapshot = snapshot
-        self.source: Memory | None
-        if storage.device.type == "cpu":
-            self.source = StorageOnHost(storage, storage.data_ptr(), self.nbytes, True)
-        else:
-            self.source = storage_memory(storage)
-        self.live = True  # `source` is what the program goes on to change
-        self.left = 0  # bytes to read; counted from `Snapshot.begin` on
-        self.readers = 0  # of the storage itself, now
+    __slots__ = ("_live", "_readers", "_snapshot", "_source", "_start", "left", "nbytes", "part")
+
+    def __init__(self, snapshot: Snapshot, part: Part) -> None:
+        self.part = part
+        self.nbytes = part.nbytes
+        self.left = 0
+        self._snapshot = snapshot
+        self._source: Memory | None = part.memory
+        self._start = part.start  # in the source
+        self._live = True  # the source is what the program goes on to change
+        self._readers = 0  # of it, now
 
     def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy bytes [start, start + length) to host memory at `address`.
+        """Copy bytes [start, start + length) of the part to host memory at `address`.
 
         Raises:
             StorageChangedError: the storage was resized, or the snapshot is torn.
         """
-        snapshot = self.snapshot
+        snapshot = self._snapshot
         with snapshot.lock:
-            source, live = self.source, self.live
+            source, live, first = self._source, self._live, self._start
             if source is None or snapshot.torn:
                 raise StorageChangedError
-            self.readers += live
+            self._readers += live
         try:
-            source.copy_to(address, start, length)
+            source.copy_to(address, first + start, length)
         finally:
             with snapshot.lock:
-                self.readers -= live
+                self._readers -= live
                 self.left -= length
                 snapshot.changed.notify_all()
 
     @property
     def wanted(self) -> bool:
-        """Whether the storage must stay as it is."""
-        return self.readers > 0 or (self.live and self.left > 0)
+        """Whether the bytes must stay as they are."""
+        return self._readers > 0 or self.unread
+
+    @property
+    def unread(self) -> bool:
+        """Whether bytes are left that would be read where the program changes them."""
+        return self._live and self.left > 0
+
+    def move(self, address: int, region: Region) -> bool:
+        """Copy the bytes to a region, and read them there from now on; False if all are read.
+
+        Raises:
+            StorageChangedError: the storage was resized.
+        """
+        with self._snapshot.lock:
+            source = self._source
+            if self.left <= 0 or source is None:
+                return False
+        if isinstance(source, StorageOnHost):
+            source.check()
+            self.part.copy_to(address)
+            source.check()
+        else:
+            source.copy_to(address, self._start, self.nbytes)
+        with self._snapshot.lock:
+            self._source, self._start = HostMemory(address, self.nbytes, region), 0
+            self._live = False
+        return True
+
+    def forget(self) -> None:
+        """Let go of the program's memory."""
+        if self._live:
+            self._source = None
 
 
 class Snapshot:
@@ -103,7 +176,7 @@ class Snapshot:
         kind: str,
         budget: int | None,
         reached: Reached,
-        always: Set[int] = frozenset(),
+        steady: Set[int] | None = None,
     ) -> None:
         """Start an empty one.
 
@@ -112,7 +185,8 @@ class Snapshot:
             kind: `copy` or `in_place`.
             budget: bytes of staging memory; None: half of what is available.
             reached: what was pickled.
-            always: identities of storages to be copied at the call.
+            steady: identities of storages that change in an optimizer's step only: all others
+                are copied. None: those are read in place of which a change would be noticed.
         """
         self.copied = 0
         self.late_copied = 0
@@ -125,15 +199,14 @@ class Snapshot:
         self._kind = kind
         self._budget = budget
         self.reached = reached
-        self._always = always
+        self._steady = steady
         self._must_wait = kind == "copy"
         self._live: list[LiveMemory] = []
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._regions: list[Region] = []
         self._taken = threading.Event()
         self._releasing = threading.RLock()
-        self._threads = {threading.get_ident()}
-        self._longest = 0
+        self._threads = {threading.get_ident(): threading.get_native_id()}
         self.storages: Set[int] = frozenset()  # identities of those that are read later
         self.on_taken: Callable[[], object] | None = None
 
@@ -141,26 +214,33 @@ class Snapshot:
 
     def batch(self, storages: Sequence[UntypedStorage]) -> Batch:
         """Return the memory of storages, in the order of the file; some of it copied now."""
-        copies = self._choose(storages)
+        return batch_of(self.take([Part(storage, 0, storage.nbytes()) for storage in storages]))
+
+    def take(self, parts: Sequence[Part]) -> list[Memory]:
+        """Return memory that has the parts as they are now; some of them are copied.
+
+        Args:
+            parts: in the order in which they will be read; each is read once.
+        """
+        copies = self._choose(parts)
         try:
-            copied = self._copy(list(compress(storages, copies)))
+            copied = self._copy(list(compress(parts, copies)))
         except OSError:  # no room for copies: all is written before the call returns
             self._must_wait = True
-            copies = [not storage.nbytes() for storage in storages]
-            copied = self._copy(list(compress(storages, copies)))
-        later = [storage for storage, copy in zip(storages, copies, strict=True) if not copy]
-        self._longest = max((storage.nbytes() for storage in later), default=0)
-        self.storages = {storage._cdata for storage in later}
+            copies = [not part.nbytes for part in parts]
+            copied = self._copy(list(compress(parts, copies)))
         made = iter(copied)
         memories: list[Memory] = []
-        for storage, copy in zip(storages, copies, strict=True):
+        for part, copy in zip(parts, copies, strict=True):
             if copy:
                 memories.append(next(made))
             else:
-                live = LiveMemory(self, storage)
+                live = LiveMemory(self, part)
                 self._live.append(live)
                 memories.append(live)
-        return batch_of(memories)
+        later = [memory.part.storage for memory in self._live]
+        self.storages = {one._cdata for one in later if isinstance(one, torch.UntypedStorage)}
+        return memories
 
     def begin(self) -> None:
         """Start counting what is read: the layout, which looks at the first bytes, is made."""
@@ -169,29 +249,26 @@ class Snapshot:
         if not self._live:
             self._set_taken()
 
-    def _choose(self, storages: Sequence[UntypedStorage]) -> list[bool]:
-        """Tell which storages are copied; note what is to be watched of the others."""
+    def _choose(self, parts: Sequence[Part]) -> list[bool]:
+        """Tell which parts are copied; note what is to be watched of the others."""
         in_place = self._kind == "in_place"
-        sizes = [storage.nbytes() for storage in storages]
-        versions: list[list[tuple[torch.Tensor, int]] | None] = [None] * len(storages)
+        versions: list[list[tuple[torch.Tensor, int]] | None] = [None] * len(parts)
         if in_place:
-            versions = [
-                None if storage._cdata in self._always else self.reached.versions(storage)
-                for storage in storages
-            ]
+            versions = [self._watchable(part.storage) for part in parts]
         watched = [found is not None for found in versions]
-        copies = [not size for size in sizes]  # an empty one is no matter
-        room = staging.room(sum(map(_padded, sizes)), self._budget)
+        copies = [not part.nbytes for part in parts]  # an empty one is no matter
+        room = staging.room(sum(_padded(part.nbytes) for part in parts), self._budget)
         small = max(room, _SMALL_TOTAL)
-        order = range(len(sizes) - 1, -1, -1)  # what is written last is copied first
+        order = range(len(parts) - 1, -1, -1)  # what is written last is copied first
         for index in sorted(order, key=lambda index: watched[index]):
-            need = _padded(sizes[index])
+            nbytes = parts[index].nbytes
+            need = _padded(nbytes)
             if in_place and watched[index]:
-                if 0 < sizes[index] <= _SMALL and need <= small:
+                if 0 < nbytes <= _SMALL and need <= small:
                     copies[index] = True
                     small -= need
                     room -= need
-            elif sizes[index] and need <= room:
+            elif nbytes and need <= room:
                 copies[index] = True
                 room -= need
                 small -= need
@@ -201,21 +278,28 @@ class Snapshot:
                 self._watched += found or ()
         return copies
 
-    def _copy(self, storages: Sequence[UntypedStorage]) -> list[Memory]:
-        nbytes = sum(_padded(storage.nbytes()) for storage in storages)
+    def _watchable(self, storage: object) -> list[tuple[torch.Tensor, int]] | None:
+        """Return the tensors of a storage that tell of a change; None: it has to be copied."""
+        if not isinstance(storage, torch.UntypedStorage):
+            return None
+        if self._steady is not None and storage._cdata not in self._steady:
+            return None
+        return self.reached.versions(storage)
+
+    def _copy(self, parts: Sequence[Part]) -> list[Memory]:
+        nbytes = sum(_padded(part.nbytes) for part in parts)
         if not nbytes:
-            return [HostMemory(0, 0, None) for _ in storages]
+            return [HostMemory(0, 0, None) for _ in parts]
         region = staging.take(nbytes)
         self._regions.append(region)
         made: list[Memory] = []
         address = region.address
-        for storage in storages:
-            size = storage.nbytes()
-            if size:
-                _copy_storage(storage, address, size)
-            made.append(HostMemory(address, size, region))
-            address += _padded(size)
-            self.copied += size
+        for part in parts:
+            if part.nbytes:
+                part.copy_to(address)
+            made.append(HostMemory(address, part.nbytes, region))
+            address += _padded(part.nbytes)
+            self.copied += part.nbytes
         return made
 
     def wait_unwatched(self) -> None:
@@ -245,7 +329,7 @@ class Snapshot:
         with at_rest(), self._releasing:
             if self.taken:
                 return
-            self._threads.add(threading.get_ident())
+            self._threads[threading.get_ident()] = threading.get_native_id()
             self._copy_rest()
             with self.lock:
                 self.waited |= self._is_wanted()
@@ -261,7 +345,7 @@ class Snapshot:
         """
         if not self.taken:
             if self._watched:
-                wait_until_on(self._threads, max(_PATIENCE, self._longest / _SLOWEST))
+                wait_until_on(self._threads, _PATIENCE)
             self._conclude()
         if self.torn:
             raise TornSnapshotError(self.path)
@@ -295,8 +379,7 @@ class Snapshot:
             self._watched = []
             self.reached.clear()
             for memory in self._live:
-                if memory.live:
-                    memory.source = None  # the program may free it
+                memory.forget()
             self._live = []
             called, self.on_taken = self.on_taken, None
         if called is not None:
@@ -305,7 +388,7 @@ class Snapshot:
     def _copy_rest(self) -> None:
         """Copy what is not read yet, as far as the budget goes, from the end of the file on."""
         with self.lock:
-            rest = [memory for memory in reversed(self._live) if memory.wanted and memory.live]
+            rest = [memory for memory in reversed(self._live) if memory.unread]
             most = sum(_padded(memory.nbytes) for memory in self._live)
         size = room = staging.room(most, self._budget)
         chosen = []
@@ -324,23 +407,13 @@ class Snapshot:
         for memory in chosen:
             if self.torn or self.taken:
                 return
-            self._move(memory, address, region)
-            address += _padded(memory.nbytes)
-
-    def _move(self, memory: LiveMemory, address: int, region: Region) -> None:
-        with self.lock:
-            source = memory.source
-            if memory.left <= 0 or source is None:
+            try:
+                if memory.move(address, region):
+                    self.late_copied += memory.nbytes
+            except StorageChangedError:
+                self.torn = True
                 return
-        try:
-            _copy_source(source, address, memory.nbytes)
-        except StorageChangedError:
-            self.torn = True
-            return
-        with self.lock:
-            memory.source = HostMemory(address, memory.nbytes, region)
-            memory.live = False
-            self.late_copied += memory.nbytes
+            address += _padded(memory.nbytes)
 
 
 def _padded(nbytes: int) -> int:
@@ -353,22 +426,3 @@ def _version(tensor: Any) -> int | None:
     except RuntimeError:  # it has become one without
         return None
     return version
-
-
-def _copy_source(source: Memory, address: int, nbytes: int) -> None:
-    if isinstance(source, StorageOnHost):
-        source.check()
-        _copy_storage(source.storage, address, nbytes)
-        source.check()
-    else:
-        source.copy_to(address, 0, nbytes)
-
-
-def _copy_storage(storage: UntypedStorage, address: int, nbytes: int) -> None:
-    """Copy a storage to host memory; a large one with torch's threads."""
-    memory: Memory
-    if storage.device.type != "cpu" or nbytes >= _SHARED_COPY:
-        memory = StorageMemory(storage)
-    else:
-        memory = HostMemory(storage.data_ptr(), nbytes, storage)
-    memory.copy_to(address, 0, nbytes)

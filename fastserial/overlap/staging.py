@@ -15,6 +15,9 @@ _LARGER = 2  # a kept region is used for as few as one part in so many of its by
 _LITTLE = 1024 * 1024  # or up to so many more
 _SHARE = 2  # without a budget, copies take at most one part in so many of the memory that is free
 
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 class Region:
     """Anonymous memory at `address`. What refers to it keeps it."""
@@ -29,20 +32,24 @@ class Region:
         """
         self.nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _advise(self._map, mmap.MADV_HUGEPAGE)
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
+        self._advise(mmap.MADV_HUGEPAGE)
 
     def forget(self) -> None:
         """Let the kernel take the pages when it is short of memory; else they are used again."""
-        _advise(self._map, mmap.MADV_FREE)
+        self._advise(mmap.MADV_FREE)
 
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self._advise(mmap.MADV_DONTNEED)  # `munmap` would hold the interpreter's lock
 
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    try:
-        memory.madvise(advice)
-    except OSError:  # a kernel without it; nothing is lost but time
-        return
+    def _advise(self, advice: int) -> None:
+        """Advise the kernel; a failure costs time only.
+
+        Millions of pages take their time, and `mmap.madvise` does not drop the interpreter's lock.
+        """
+        _madvise(self.address, self.nbytes, advice)
 
 
 class Staging:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from time import monotonic, sleep
 
 __all__ = ["at_rest", "wait_until_on"]
@@ -33,27 +33,40 @@ def at_rest() -> Iterator[None]:
             del _resting[me]
 
 
-def wait_until_on(threads: Iterable[int], limit: float) -> None:
+def wait_until_on(threads: Mapping[int, int], patience: float) -> None:
     """Return when each of the threads has executed something of Python's since the call.
 
     Args:
-        threads: their identifiers; those that have ended, wait here, or call this do not count.
-        limit: seconds after which a thread is taken to wait for something else.
+        threads: by their identifiers, the kernel's; those that have ended, wait here, or call this
+            do not count.
+        patience: seconds; a thread that has not run for so long waits for something else.
     """
     me = threading.get_ident()
     before = _positions([thread for thread in threads if thread != me])
-    pause, end = _FIRST_PAUSE, monotonic() + limit
+    ran = {thread: (_activity(threads[thread]), monotonic()) for thread in before}
+    pause = _FIRST_PAUSE
     while True:
-        now = _positions(before)
-        before = {
-            thread: place
-            for thread, place in before.items()
-            if now.get(thread) == place and thread not in _resting
-        }
-        if not before or monotonic() > end or _is_over(before):
+        now, there = monotonic(), _positions(before)
+        for thread, place in list(before.items()):
+            activity = _activity(threads[thread])
+            if activity != ran[thread][0]:
+                ran[thread] = activity, now
+            idle = now - ran[thread][1] > patience
+            if there.get(thread) != place or thread in _resting or idle:
+                del before[thread]
+        if not before or _is_over(before):
             return
         sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _activity(thread: int) -> object:
+    """Return what changes while a thread runs, or is ready to; None where nobody knows."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+            return file.read().split()[:2]
+    except OSError:
+        return None
 
 
 def _positions(threads: Iterable[int]) -> dict[int, tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Reached", "noting"]
+__all__ = ["Reached", "all_storages", "noting", "storages_of"]
 
 _PLAIN: Any = torch._C._disabled_torch_dispatch_impl
 _PARTS = ("_indices", "_values")  # of a sparse tensor
@@ -37,12 +37,19 @@ class Reached:
         """Note a tensor, and its counter."""
         try:
             if _is_plain(tensor):
-                storage = tensor.untyped_storage()._cdata
-                self._versions.setdefault(storage, []).append((tensor, tensor._version))
+                self.watch(tensor.untyped_storage()._cdata, tensor)
             else:
-                self._unwatched.update(_storages(tensor))
+                self.leave(storages_of(tensor))
         except (RuntimeError, NotImplementedError):
             self.opaque = True
+
+    def watch(self, storage: int, tensor: torch.Tensor) -> None:
+        """Note that a tensor's counter counts changes of a storage."""
+        self._versions.setdefault(storage, []).append((tensor, tensor._version))
+
+    def leave(self, storages: Iterable[int]) -> None:
+        """Note that nobody counts all changes of some storages."""
+        self._unwatched.update(storages)
 
     def clear(self) -> None:
         """Forget the tensors: nobody asks any more."""
@@ -69,20 +76,29 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _storages(tensor: Any) -> Iterable[int]:
+def storages_of(tensor: Any) -> Iterable[int]:
     """Return the identities of the storages that a tensor is made of.
 
     Raises:
         RuntimeError: that cannot be told.
     """
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [found for name in names for found in _storages(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)]  # no DeviceMesh
+        return [found for part in tensors for found in storages_of(part)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()._cdata]
     names = _PARTS if tensor.layout is torch.sparse_coo else _COMPRESSED
     made_of = (_part(tensor, name) for name in names)
     return [part.untyped_storage()._cdata for part in made_of if part is not None]
+
+
+def all_storages(values: Iterable[Any]) -> Iterator[int]:
+    """Yield the identities of the storages of the tensors among values, as far as can be told."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # it is copied in any case
+                yield from storages_of(value)
 
 
 def _part(tensor: Any, name: str) -> torch.Tensor | None:

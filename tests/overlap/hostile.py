@@ -6,32 +6,21 @@ import copy
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.beside import OPTIMIZERS
 from torch import nn
 
 import fastserial
 from fastserial.checkpoints.save import save as save_now
 from fastserial.overlap.asynchronous import Kind, start_save
-from fastserial.overlap.parts import restless, states
+from fastserial.training.parts import states, steady
 
-__all__ = ["OPTIMIZERS", "Hostile", "Outcome"]
+__all__ = ["Hostile", "Outcome"]
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
-    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
-    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True, amsgrad=True),
-    "adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-}
 _WIDTH = 400  # a weight has 625 KiB: more than is copied in any case
 
 
@@ -115,8 +104,8 @@ class Hostile:
         state = states(self.objects)
         expected = copy.deepcopy(state)
         budget = self.dice.choice([None, 0, 200_000, 10_000_000])
-        changing = set() if disturb else restless(self.objects, state)  # as a Checkpointer does
-        saving = start_save(state, self.path, kind, budget, copied=changing)
+        inert = None if disturb else steady(self.objects)  # as a Checkpointer does
+        saving = start_save(state, self.path, kind, budget, steady=inert)
         del state
         for _ in range(self.dice.randrange(3)):
             time.sleep(self.dice.choice([0, 0, 0.001, 0.004]))

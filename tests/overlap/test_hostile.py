@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import OPTIMIZERS, Hostile
+from hostile import Hostile
+from support.beside import OPTIMIZERS
 
 import fastserial
 from fastserial.engines.threads import ThreadsEngine

@@ -28,3 +28,4 @@ def test_memory(tmp_path: Path, trials: int, kind: str, budget: int) -> None:
     assert found["peak"] <= min(budget, found["state"]) + _MARGIN, found
     assert found["last"] - found["first"] <= 24 * MiB, found
     assert found["open"] <= 0, found
+    assert found["threads"] <= 0, found

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gate
+from support.beside import Gate
 from support.identity import stock
 
 import fastserial
@@ -334,3 +334,21 @@ def test_nothing_is_logged_of_a_save_that_went_well(
     with caplog.at_level(logging.INFO):
         fastserial.save_async(state, tmp_path / "a.pt").wait()
     assert not caplog.records
+
+
+def test_a_daemon_thread_that_is_cut_off_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "daemon.py", path], capture_output=True, text=True
+    )
+    assert not path.exists()
+    assert f"{path}: the process ends before it was saved; given up" in done.stderr
+
+
+def test_a_signal_handler_may_be_the_first_to_save(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "first_access.py", path], capture_output=True, text=True
+    )
+    assert done.stdout == "saved\n", done.stderr
+    assert torch.load(path)["x"].eq(1).all()

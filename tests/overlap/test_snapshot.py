@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Gate
+from support.beside import Gate
 from test_pending import bytes_of
 
 import fastserial
-from fastserial.overlap import guard
+from fastserial.overlap import guard, snapshot
+from fastserial.overlap.threads_at import wait_until_on
 
 MODES = ("foreach", "fused", "single")
 
@@ -253,8 +255,6 @@ def test_without_the_guard_a_file_is_torn(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other tests show something: this is what they prevent."""
-    from fastserial.overlap import snapshot
-
     monkeypatch.setattr(guard, "protect", lambda taken: None)
     monkeypatch.setattr(snapshot.Snapshot, "_has_changed", lambda self: False)
     model, optimizer = trained("foreach")
@@ -267,3 +267,36 @@ def test_without_the_guard_a_file_is_torn(
     saving.wait()
     found = (tmp_path / "state.pt").read_bytes()
     assert found not in (before, bytes_of(state, tmp_path))
+
+
+def test_a_thread_that_computes_is_waited_for_however_long() -> None:
+    """torch counts a change when its operation ends: long after the bytes were read, perhaps."""
+    states: list[str] = []
+
+    def compute() -> None:
+        states.append("inside")
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)  # without the interpreter's lock
+        states.append("ended")
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    while not states:
+        time.sleep(0.001)
+    assert thread.ident is not None
+    assert thread.native_id is not None
+    time.sleep(0.02)  # it has gone on to the operation
+    wait_until_on({thread.ident: thread.native_id}, 0.05)
+    thread.join(0.05)  # it has come out, and notes it
+    states.append("waited")
+    thread.join()
+    assert states == ["inside", "ended", "waited"]
+
+
+def test_a_thread_that_waits_for_something_else_holds_nothing_up(
+    tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_PATIENCE", 0.1)
+    saved = threading.Event()
+    with fastserial.options(on_report=lambda report: saved.set(), small_file=0):
+        save(state, tmp_path)
+        assert saved.wait(60)

@@ -2,7 +2,7 @@
 
 `first` and `last`: the most bytes resident after a save of the first half, and of the last quarter;
 `peak`: the most beyond what there was before; `state`: bytes of the file; `open`: descriptors that
-are open more at the end.
+are open more at the end; `threads`: likewise.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def main() -> None:
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     opened = len(os.listdir("/proc/self/fd"))
+    threads = len(os.listdir("/proc/self/task"))
     for _ in range(COUNT):
         with fastserial.options(durable=False):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -66,6 +67,7 @@ def main() -> None:
         "peak": status("VmHWM") - before,
         "state": report.bytes,
         "open": len(os.listdir("/proc/self/fd")) - opened,
+        "threads": len(os.listdir("/proc/self/task")) - threads,
     }
     print(json.dumps(found))
 

@@ -92,6 +92,11 @@ class Job:
             time.sleep(0.005)
         return int((self._path / f"{rank}.pid").read_text())
 
+    def out(self, rank: int) -> str:
+        """Return what a rank has printed by now."""
+        path = self._path / f"{rank}.out"
+        return path.read_text() if path.exists() else ""
+
     def kill(self, rank: int) -> None:
         """End a rank without a word."""
         os.kill(self.pid(rank), signal.SIGKILL)

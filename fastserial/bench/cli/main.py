@@ -9,9 +9,11 @@ import typer
 
 from fastserial.bench.cli import output
 from fastserial.bench.cli.deepspeed import deepspeed_command
+from fastserial.bench.cli.gil import gil
 from fastserial.bench.cli.load import load
 from fastserial.bench.cli.model import model, tensor
 from fastserial.bench.cli.onefile import onefile
+from fastserial.bench.cli.overlap import overlap
 from fastserial.bench.cli.plan import plan
 from fastserial.bench.cli.profile import profile
 from fastserial.bench.cli.scaling import scaling
@@ -24,7 +26,9 @@ bench_app = typer.Typer(
     help="Measure saves and loads on this machine, with stock torch and fio in the same run.",
     no_args_is_help=True,
 )
+bench_app.command()(gil)
 bench_app.command()(load)
+bench_app.command()(overlap)
 bench_app.command()(profile)
 bench_app.command()(sweep)
 bench_app.command("deepspeed")(deepspeed_command)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["generator_states", "restore_generators"]
+from fastserial.memory.storages import bytes_at
+
+__all__ = ["generator_states", "portable", "restore_generators"]
 
 
 def generator_states() -> dict[str, Any]:
@@ -28,7 +30,7 @@ def generator_states() -> dict[str, Any]:
 def restore_generators(states: Mapping[str, Any]) -> None:
     """Give the generators their states back, as far as they are there."""
     random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
+    torch.set_rng_state(_tensor(states["torch"], torch.uint8))
     if "numpy" in states:
         try:
             import numpy
@@ -36,7 +38,26 @@ def restore_generators(states: Mapping[str, Any]) -> None:
             pass
         else:
             name, keys, *rest = states["numpy"]
-            numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+            keys = _tensor(keys, torch.int64).numpy().astype("uint32")
+            numpy.random.set_state((name, keys, *rest))
     if "cuda" in states and torch.cuda.is_available():
         count = torch.cuda.device_count()
-        torch.cuda.set_rng_state_all(states["cuda"][:count])
+        found = [_tensor(state, torch.uint8) for state in states["cuda"][:count]]
+        torch.cuda.set_rng_state_all(found)
+
+
+def portable(value: Any) -> Any:
+    """Return states with bytes in the place of tensors, which a job's ranks need not all have."""
+    if isinstance(value, torch.Tensor):
+        return bytes_at(value.data_ptr(), value.nbytes)
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(portable(item) for item in value)
+    return value
+
+
+def _tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.frombuffer(bytearray(value), dtype=dtype)

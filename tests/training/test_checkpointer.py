@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Gate
-from hostile import OPTIMIZERS
+from support.beside import OPTIMIZERS, Gate
 from torch import nn
 
 import fastserial

@@ -10,11 +10,9 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from fastserial.checkpoints.load import load
-from fastserial.checkpoints.verify import verify
 from fastserial.errors import (
     REMEDIES,
     ConfigError,
@@ -24,15 +22,19 @@ from fastserial.errors import (
 )
 from fastserial.files import linux
 from fastserial.overlap import guard
-from fastserial.overlap.asynchronous import Kind, size_of, start_save
-from fastserial.overlap.folder import CheckpointFolder
-from fastserial.overlap.generators import generator_states, restore_generators
-from fastserial.overlap.parts import expected_bytes, restless, restore, states
+from fastserial.overlap.asynchronous import KINDS, Kind
 from fastserial.overlap.pending import PendingSave
+from fastserial.training.alone import Alone
+from fastserial.training.folder import CheckpointFolder
+from fastserial.training.generators import generator_states, restore_generators
+from fastserial.training.parts import expected_bytes
+from fastserial.training.way import OWN, Way, sizes
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["Checkpointer"]
 
-_OWN = "checkpointer"  # the key of what is not the user's
 _log = logging.getLogger("fastserial")
 
 
@@ -52,6 +54,9 @@ class Checkpointer:
     Each checkpoint is one ordinary torch file, `step-00000100.pt`, written whole or not at all.
     Parameters and optimizer states are read while training goes on; a step of an optimizer waits
     until what it changes is taken, or it is copied. Everything else is copied at the call.
+
+    In a job of several ranks all of them make one, and call the same methods in the same order;
+    they write one file together, and agree on what they resume from.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class Checkpointer:
         snapshot_budget: int | None = None,
         rng: bool = True,
         weights_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
     ) -> None:
         """Make the folder, if there is none.
 
@@ -72,36 +79,41 @@ class Checkpointer:
             folder: where the files are. What is not called like one of them is left alone.
             state: what is saved, by name: modules, optimizers, schedulers, whatever has
                 `state_dict` and `load_state_dict`, tensors and plain values. `resume` puts plain
-                values back into this mapping.
+                values back into this mapping. Of several ranks, sharded and large tensors are
+                saved as `distributed.save` does; of everything else rank 0's.
             keep: how many checkpoints to keep; older ones go once a new one is in place.
             every: save only each so many steps; None: at each call of `save`.
             snapshot, snapshot_budget: as `save_async`.
-            rng: save and restore the random generators (Python, torch, NumPy, CUDA).
-            weights_only: as `torch.load`.
+            rng: save and restore the random generators (Python, torch, NumPy, CUDA), each rank's.
+            weights_only: as `torch.load`. Several ranks load no other files.
+            group: the ranks that save together; by default all, if torch.distributed is in use.
+            timeout: seconds after which a rank that is not heard from counts as lost.
 
         Raises:
             OSError: the folder cannot be made.
+            DistributedError: a rank does not come.
         """
         if keep < 1:
             raise ConfigError(f"keep must be at least 1, not {keep}")
         if every is not None and every < 1:
             raise ConfigError(f"every must be at least 1, not {every}")
-        if snapshot not in ("copy", "in_place"):
+        if snapshot not in KINDS:
             raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
-        if _OWN in state:
-            raise ConfigError(f"the name {_OWN!r} in `state` is taken; use another")
+        if OWN in state:
+            raise ConfigError(f"the name {OWN!r} in `state` is taken; use another")
         self._state = state
         self._keep = keep
         self._every = every
         self._kind = snapshot
         self._budget = snapshot_budget
         self._rng = rng
-        self._weights_only = weights_only
+        self._way = _way(group, weights_only, timeout)
         self._folder = CheckpointFolder(os.path.abspath(os.fspath(folder)))
         self._damaged: set[int] = set()
         self._last: PendingSave | None = None
         self._handlers: dict[int, Any] = {}
-        self._asked = False
+        self._asked = False  # this process
+        self._agreed = False  # all ranks have heard of one that is
         os.makedirs(self._folder.path, exist_ok=True)
         guard.hold(self)
 
@@ -117,36 +129,41 @@ class Checkpointer:
             Exception: the checkpoint before failed, or this one cannot be started.
         """
         began = perf_counter()
-        asked = self._asked
+        asked = self.asked
+        if self._handlers and not self._way.alone and not asked:
+            self._agreed = self._way.is_asked(self._asked)
         if not asked and self._every is not None and step % self._every:
             return None
         self.wait()
-        folder, damaged, keep = self._folder, self._damaged, self._keep
-        found = states(self._state)
-        own: dict[str, Any] = {"version": 1, "step": step}
-        if self._rng:
-            own["rng"] = generator_states()
+        folder, damaged, keep, tends = self._folder, self._damaged, self._keep, self._way.tends
 
         def written() -> None:
             damaged.discard(step)
             try:
-                folder.prune(step, keep, damaged)
+                if tends:
+                    folder.prune(step, keep, damaged)
             except OSError as error:
                 _log.warning("an old checkpoint in %s stays: %s", folder.path, error)
 
-        self._last = save = start_save(
-            {**found, _OWN: own},
+        self._last = save = self._way.start(
+            self._state,
+            self._own(step),
             folder.file(step),
             self._kind,
             self._budget,
-            copied=restless(self._state, found),
-            then=written,
-            began=began,
+            written,
+            began,
         )
         if asked:
-            self._asked = False
+            self._asked = self._agreed = False
             self.wait()
         return save
+
+    def _own(self, step: int) -> dict[str, Any]:
+        own: dict[str, Any] = {"version": 1, "step": step}
+        if self._rng:
+            own["rng"] = generator_states()
+        return own
 
     def wait(self) -> None:
         """Wait until the checkpoint that was started last is in place.
@@ -169,17 +186,16 @@ class Checkpointer:
             Exception: an object cannot be pickled.
         """
         path = self._folder.path
+        nbytes = self._way.size_of(self._state, self._own(0), self._folder.file(0))
         try:
             with tempfile.TemporaryFile(dir=path):
                 pass
         except OSError as error:
             raise write_error(error.errno or errno.EIO, path) from error
-        own: dict[str, Any] = {"rng": generator_states()} if self._rng else {}
-        nbytes = size_of({**states(self._state), _OWN: own}, self._folder.file(0))
         if nbytes is None:
             return None
         nbytes += expected_bytes(self._state)
-        there = sum(os.path.getsize(self._folder.file(step)) for step in self._folder.steps())
+        there = sum(sizes(self._folder, self._folder.steps()).values())
         needed, free = nbytes * (self._keep + 1), linux.free_bytes(path)
         if needed > free + there:
             raise _too_small(path, self._keep, needed, free)
@@ -189,6 +205,9 @@ class Checkpointer:
         """Let signals ask for a checkpoint: the next `save` makes it, and waits for it.
 
         A handler that was there is called, too. `asked` tells whether to end the loop after that.
+        Of several ranks it is enough that one gets a signal. They all call this, and `save` after
+        each step; about once a second they ask each other, and `asked` is true on all from the
+        same step on.
         """
         for number in signals:
             before = signal.signal(number, self._ask)
@@ -196,8 +215,8 @@ class Checkpointer:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal asked for a checkpoint that is not made yet."""
-        return self._asked
+        """Whether a signal asked for a checkpoint that is not made yet; the same on all ranks."""
+        return self._asked if self._way.alone else self._agreed
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
@@ -221,15 +240,16 @@ class Checkpointer:
             LoadMismatchError: it is a checkpoint of other objects.
         """
         self.wait()
-        self._folder.sweep()
-        there = self._folder.steps()
+        if self._way.tends:
+            self._folder.sweep()
+        there = self._way.steps(self._folder)
         if step is not None:
-            found = self._load(step)
+            self._load(step)
             self._warn_of_later(step, there)
-            return self._restore(step, found)
+            return step
         for candidate in there:
             try:
-                found = self._load(candidate)
+                self._load(candidate)
             except FileNotFoundError:
                 continue
             except CorruptCheckpointError as error:
@@ -237,7 +257,7 @@ class Checkpointer:
                 text = f"{self._folder.file(candidate)} is damaged; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 continue
-            return self._restore(candidate, found)
+            return candidate
         if self._damaged:
             raise CorruptCheckpointError(
                 "every checkpoint there is damaged; move them away to start anew",
@@ -253,33 +273,16 @@ class Checkpointer:
                 return path
         return None
 
-    def _load(self, step: int) -> dict[str, Any]:
-        """Return what a file holds.
+    def _load(self, step: int) -> None:
+        """Put a file into the objects.
 
         Raises:
             CorruptCheckpointError: it is damaged.
         """
-        path = self._folder.file(step)
-        try:
-            found = load(path, map_location="cpu", weights_only=self._weights_only, verify=True)
-        except (FileNotFoundError, PermissionError, CorruptCheckpointError, MemoryError):
-            raise
-        except Exception as error:
-            report = verify(path)
-            if report.ok:  # torch refuses what is in it
-                raise
-            reason = report.problems[0].message if report.problems else "; ".join(report.notes)
-            raise CorruptCheckpointError(reason, path=path) from error
-        if not isinstance(found, dict) or _OWN not in found:
-            raise CorruptCheckpointError("no checkpoint that a Checkpointer wrote", path=path)
-        return found
-
-    def _restore(self, step: int, found: dict[str, Any]) -> int:
-        own = found.pop(_OWN)
-        restore(self._state, found, self._folder.file(step))
-        if self._rng and "rng" in own:
-            restore_generators(own["rng"])
-        return step
+        own = self._way.resume(self._state, self._folder.file(step))
+        generators = self._way.generators(own) if self._rng else None
+        if generators is not None:
+            restore_generators(generators)
 
     def _warn_of_later(self, step: int, there: list[int]) -> None:
         later = [found for found in there if found > step]
@@ -310,16 +313,25 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-            return
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
-        except Exception as another:  # it must not hide the first
-            _log.error("the last checkpoint was not saved: %s", another)
+        except Exception as another:
+            if error is None:
+                raise
+            _log.error("the last checkpoint was not saved: %s", another)  # it hides not the first
+
+
+def _way(group: dist.ProcessGroup | None, weights_only: bool, timeout: float) -> Way:
+    """Return the way of this process: alone, or as one of the ranks of a group."""
+    import torch.distributed
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return Alone(weights_only)
+    if torch.distributed.get_world_size(group) == 1:
+        return Alone(weights_only)
+    if not weights_only:
+        raise ConfigError("several ranks load with weights_only=True only")
+    from fastserial.training.together import Together
+
+    return Together(group, timeout)

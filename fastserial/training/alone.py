@@ -1,0 +1,71 @@
+"""One process: `save_async`, and a load that checks everything before it changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastserial.checkpoints.load import load
+from fastserial.checkpoints.verify import verify
+from fastserial.errors import CorruptCheckpointError
+from fastserial.overlap.asynchronous import Kind, size_of, start_save
+from fastserial.overlap.pending import PendingSave
+from fastserial.training.folder import CheckpointFolder
+from fastserial.training.parts import restore, states, steady
+from fastserial.training.way import OWN
+
+__all__ = ["Alone"]
+
+
+class Alone:
+    """See `Way`."""
+
+    alone = True
+    tends = True
+
+    def __init__(self, weights_only: bool) -> None:
+        self._weights_only = weights_only
+
+    def start(
+        self,
+        objects: Mapping[str, Any],
+        own: dict[str, Any],
+        path: str,
+        kind: Kind,
+        budget: int | None,
+        then: Callable[[], object],
+        began: float,
+    ) -> PendingSave:
+        state = {**states(objects), OWN: own}
+        return start_save(state, path, kind, budget, steady=steady(objects), then=then, began=began)
+
+    def steps(self, folder: CheckpointFolder) -> list[int]:
+        return folder.steps()
+
+    def resume(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
+        try:
+            found = load(path, map_location="cpu", weights_only=self._weights_only, verify=True)
+        except (FileNotFoundError, PermissionError, CorruptCheckpointError, MemoryError):
+            raise
+        except Exception as error:
+            report = verify(path)
+            if report.ok:  # torch refuses what is in it
+                raise
+            reason = report.problems[0].message if report.problems else "; ".join(report.notes)
+            raise CorruptCheckpointError(reason, path=path) from error
+        if not isinstance(found, dict) or OWN not in found:
+            raise CorruptCheckpointError("no checkpoint that a Checkpointer wrote", path=path)
+        own: dict[str, Any] = found.pop(OWN)
+        restore(objects, found, path)
+        return own
+
+    def generators(self, own: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        found: Any = own.get("rng")
+        mine: Mapping[str, Any] | None = found[0] if isinstance(found, list) else found
+        return mine
+
+    def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
+        return size_of({**states(objects), OWN: own}, path)
+
+    def is_asked(self, mine: bool) -> bool:
+        return mine

@@ -1,0 +1,75 @@
+"""How a `Checkpointer` saves and loads: as one process, or as a rank among many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from fastserial.overlap.asynchronous import Kind
+from fastserial.overlap.pending import PendingSave
+from fastserial.training.folder import CheckpointFolder
+
+__all__ = ["OWN", "Way"]
+
+OWN = "checkpointer"  # the key of what is not the user's
+
+
+class Way(Protocol):
+    """What depends on how many processes take part. With several, each method is collective."""
+
+    alone: bool
+    tends: bool  # whether this process looks after the folder
+
+    def start(
+        self,
+        objects: Mapping[str, Any],
+        own: dict[str, Any],
+        path: str,
+        kind: Kind,
+        budget: int | None,
+        then: Callable[[], object],
+        began: float,
+    ) -> PendingSave:
+        """Start to save the state of the objects, and what is the Checkpointer's own.
+
+        Args:
+            then: called on the saving thread once the file is in place.
+            began: when the user's call did (`perf_counter`).
+        """
+
+    def steps(self, folder: CheckpointFolder) -> list[int]:
+        """Return the steps of which all processes see a file, the last one first."""
+
+    def resume(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Put a file's state into the objects, and return what is the Checkpointer's own.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CorruptCheckpointError: it is damaged, or no Checkpointer wrote it.
+            LoadMismatchError: it has the state of other objects.
+        """
+
+    def generators(self, own: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the states of this process's random generators, if there are any."""
+
+    def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
+        """Return the bytes that the file would have now, None where that is not known.
+
+        Raises:
+            Exception: an object cannot be pickled.
+        """
+
+    def is_asked(self, mine: bool) -> bool:
+        """Tell whether any process was asked for a checkpoint."""
+
+
+def sizes(folder: CheckpointFolder, steps: Collection[int]) -> dict[int, int]:
+    """Return the bytes of files by their steps, as far as they are there."""
+    found = {}
+    for step in steps:
+        try:
+            found[step] = os.path.getsize(folder.file(step))
+        except OSError:
+            continue
+    return found

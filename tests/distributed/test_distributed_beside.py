@@ -1,0 +1,38 @@
+"""Collective saves beside training: every file is the state at its call, or the save raised."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support import ranks
+
+FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
+KINDS = ("ddp",) if torch.__version__.startswith("2.6.") else ("ddp", "fsdp")  # no FSDP2 on CPUs
+
+
+def hostile(folder: Path, count: int, kind: str, trials: int, *more: object) -> dict[str, int]:
+    out = ranks.run("ranks_beside", count, folder, kind, trials, count, *more, timeout=3000)
+    found: dict[str, int] = ast.literal_eval(out[0])
+    print(kind, count, found)
+    return found
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_no_file_is_torn(tmp_path: Path, count: int, kind: str) -> None:
+    trials = 250 if FULL else 12
+    found = hostile(tmp_path, count, kind, trials)
+    assert found["wrong"] == 0
+    assert found["saved"] + found["torn"] == trials
+    assert found["saved"] > trials // 4
+    assert found["held"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_guards_files_are_torn(tmp_path: Path, kind: str) -> None:
+    assert hostile(tmp_path, 2, kind, 15, "unguarded")["wrong"]

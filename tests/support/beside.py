@@ -1,0 +1,96 @@
+"""What tests of saves beside the program share.
+
+Short runs by default, with `FASTSERIAL_FAULTS=full` the long ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+from fastserial.engines import Request
+from fastserial.engines.threads import ThreadsEngine
+from fastserial.overlap import guard, pending
+
+__all__ = ["FULL", "OPTIMIZERS", "Gate", "dice", "gate", "nothing_left", "trials"]
+
+FULL = os.environ.get("FASTSERIAL_FAULTS", "") == "full"
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True, amsgrad=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+}
+
+
+@pytest.fixture
+def trials(request: pytest.FixtureRequest) -> int:
+    """How many: `@pytest.mark.trials(short, full)`."""
+    short, full = request.node.get_closest_marker("trials").args
+    return int(full if FULL else short)
+
+
+@pytest.fixture
+def dice(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.node.name)
+
+
+class Gate:
+    """Lets the first block of a save through, and stops the saving thread before the second."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self.open = threading.Event()
+
+    def engine(self, threads: int) -> ThreadsEngine:
+        gate = self
+
+        class Gated(ThreadsEngine):
+            name = "gated"
+            blocks = 0
+
+            def submit(self, requests: Sequence[Request]) -> None:
+                for request in requests:
+                    if self.blocks == 1:
+                        gate.stopped.set()
+                        assert gate.open.wait(60)
+                    self.blocks += 1
+                    super().submit([request])
+
+        return Gated(threads, True)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Saves stop in their middle until `gate.open.set()`."""
+    made = Gate()
+    with fastserial.options(
+        engine=made.engine, small_file=0, block_size=65536, queue_depth=1, durable=False
+    ):
+        yield made
+    made.open.set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    with pytest.MonkeyPatch.context():
+        for save in list(pending._pending.values()):
+            save.exception(60)
+    assert not pending._pending
+    left, pending._failed = dict(pending._failed), {}
+    assert not left, "an error that nobody asked for"
+    guard.tidy()
+    assert not guard.is_registered()
