@@ -112,7 +112,7 @@ class _Rows:
             self._rows.append(Row(key, REPLICA, found[0], shape, *found[1][0]))
         elif kind == SHARD:
             local = value._local_tensor
-            likeness = (value._spec, value.requires_grad, local.shape, local.stride())
+            likeness = (*_sharding(value), value.requires_grad, local.stride())
             found = self._alike.get(likeness)
             if found is None:
                 if value.device_mesh.get_coordinate() is None:
@@ -176,6 +176,16 @@ def parts_of(
     return found.parts
 
 
+def _sharding(value: Any) -> tuple[Any, ...]:
+    """Return what decides the boxes of a DTensor.
+
+    Its spec has shape, dtype, mesh and placements; but some releases of torch take a strided shard
+    for equal to a plain one.
+    """
+    factors = [getattr(placement, "split_factor", 1) for placement in value.placements]
+    return value._spec, value._local_tensor.shape, *factors
+
+
 @functools.cache
 def _all_ranks(count: int) -> dict[int, int]:
     return {rank: rank for rank in range(count)}
@@ -194,8 +204,8 @@ def fingerprint(state: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
         elif kind == OTHER:
             return None
         else:
-            if kind == SHARD:  # the spec has shape, dtype, mesh and placements
-                own: tuple[Any, ...] = (value._spec, value._local_tensor.shape)
+            if kind == SHARD:
+                own: tuple[Any, ...] = _sharding(value)
             else:
                 own = (value.shape, value.dtype, value.layout)
             found.append((key, kind, value.requires_grad, *own))
