@@ -1,6 +1,7 @@
 """A rank: saves beside a training loop that changes everything while it is saved.
 
-Arguments: folder, kind of model, trials, seed, and `unguarded` for the loop without the guards.
+Arguments: folder, kind of model, trials, seed, and `unguarded` for the loop without the guards,
+which ends with the first wrong file.
 Prints on rank 0 how many files were saved, torn (the save raised) and wrong.
 """
 
@@ -41,7 +42,7 @@ class Unsteady(ThreadsEngine):
 
     def submit(self, requests: Any) -> None:
         if random.random() < 0.5:
-            time.sleep(0.005)
+            time.sleep(0.02)
         super().submit(requests)
 
 
@@ -155,7 +156,8 @@ def main() -> None:
     rank, count = join()
     folder, kind, trials, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
-    if sys.argv[5:] == ["unguarded"]:
+    unguarded = sys.argv[5:] == ["unguarded"]
+    if unguarded:
         guard.protect = lambda taken: None
         snapshot.Snapshot._has_changed = lambda self: False  # type: ignore[method-assign]
     for name in ("at", "expected"):
@@ -168,6 +170,10 @@ def main() -> None:
             left = [found.name for found in (folder / "at").iterdir() if found.name != "state.pt"]
             dist.barrier()
             assert not left, left
+            wrong = torch.tensor([loop.counts["wrong"]])
+            dist.broadcast(wrong, 0)
+            if unguarded and wrong.item():
+                break
     print({name: loop.counts[name] for name in ("saved", "torn", "wrong", "held")})
 
 

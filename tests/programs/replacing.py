@@ -1,10 +1,12 @@
-"""Replaces a checkpoint all the time until it is killed. Arguments: path."""
+"""Replaces a checkpoint every few milliseconds until it is killed. Arguments: path."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import random
 import sys
+import time
 
 import torch
 
@@ -16,6 +18,7 @@ def main() -> None:
         state = {"a": torch.full((300_000,), value), "b": torch.full((300_000,), value)}
         torch.save({**state, "n": number % 1000}, f"{path}.new")
         os.rename(f"{path}.new", path)
+        time.sleep(random.uniform(0, 0.05))  # ranks that try again get their turn
 
 
 main()
