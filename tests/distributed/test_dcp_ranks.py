@@ -67,7 +67,9 @@ def test_killed_ranks_leave_the_old_checkpoint_or_the_new_one(who: str, tmp_path
     trials = 50 if FULL else 3
     found = [killed(chance, tmp_path / str(trial), who) for trial in range(trials)]
     assert all(whole for _, whole in found)
-    assert sum(hit for hit, _ in found) >= trials // 2, "the kills missed the saves"
+    assert sum(hit for hit, _ in found) >= (trials // 2 if FULL else 1), (
+        "the kills missed the saves"
+    )
 
 
 @pytest.mark.skipif(not FULL, reason="not FASTSERIAL_DISTRIBUTED=full: takes many kills")
