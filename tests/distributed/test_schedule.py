@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from itertools import pairwise
@@ -200,11 +201,14 @@ def work(bench: PlanBench, rank: int) -> int:
         calls += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # what is collected may be another test's, and call functions
     sys.setprofile(count)
     try:
         schedule(plan, specs, rank, bench.ranks, GRAIN)
     finally:
         sys.setprofile(before)
+        gc.enable()
     return calls
 
 

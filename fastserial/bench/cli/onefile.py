@@ -9,8 +9,6 @@ import typer
 
 from fastserial.bench.cli import output
 from fastserial.bench.measuring.units import parse_bytes
-from fastserial.bench.studies.onefile import run_onefile
-from fastserial.bench.studies.onefile_plan import OneFileBench
 
 __all__ = ["onefile"]
 
@@ -42,6 +40,8 @@ def onefile(
 
     from fastserial.bench.presenting.export import write_json
     from fastserial.bench.presenting.onefile_view import results_as_json, show_results
+    from fastserial.bench.studies.onefile import run_onefile
+    from fastserial.bench.studies.onefile_plan import OneFileBench
     from fastserial.console import new_console
 
     counts = sorted({count for count in writers or (1, 2, 4) if count <= ranks})
