@@ -1,6 +1,6 @@
 """One file of a DeepSpeed engine: what `zero_to_fp32` and `save_16bit_model` would give, and back.
 
-On CPU with gloo. `full.py` is what the ranks run; in more settings with FASTSERIAL_DISTRIBUTED=full.
+On CPU with gloo. `full.py` is what ranks run; more settings with FASTSERIAL_DISTRIBUTED=full.
 """
 
 from __future__ import annotations
