@@ -17,8 +17,10 @@ _MARGIN = 96 * MiB
 
 @pytest.mark.trials(12, 500)
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("budget", [0, 20 * MiB, 200 * MiB])
-@pytest.mark.parametrize("kind", ["copy", "in_place"])
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [("copy", 0), ("copy", 20 * MiB), ("copy", 200 * MiB), ("in_place", 20 * MiB)],
+)
 def test_memory(tmp_path: Path, trials: int, kind: str, budget: int) -> None:
     command = [sys.executable, PROGRAM, tmp_path, str(trials), kind, str(budget)]
     done = subprocess.run(command, capture_output=True, text=True)
