@@ -18,7 +18,7 @@ from fastserial.distributed.group import Traffic, describe, traffic_of
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.orders import Writers
 from fastserial.distributed.pieces import as_dtensor
-from fastserial.distributed.saver import TIMEOUT, Saving, hand_over
+from fastserial.distributed.saver import TIMEOUT, Saving
 from fastserial.distributed.tables import table_of
 from fastserial.distributed.walk import leaves, optimizers, states
 from fastserial.errors import ConfigError, StorageChangedError, TornSnapshotError
@@ -28,7 +28,7 @@ from fastserial.overlap.asynchronous import KINDS, Kind
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.watch import Reached, storages_of
-from fastserial.reports import SaveReport, SnapshotReport
+from fastserial.reports import SaveReport, SnapshotReport, publish_save
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -227,7 +227,7 @@ class _Work:
         if self.then is not None:
             self.then()
         report = replace(report, snapshot=self.told.report())
-        hand_over(report, saving.config)
+        publish_save(report, saving.config.on_report)
         return report
 
     def _write(self) -> SaveReport:

@@ -10,8 +10,8 @@ import torch
 
 from fastserial.distributed.file_index import FileTensor
 from fastserial.distributed.pieces import Holding, holding
-from fastserial.distributed.states import LiveState, is_live
-from fastserial.distributed.walk import below, is_leaf
+from fastserial.distributed.states import LiveState
+from fastserial.distributed.walk import below, is_leaf, is_live
 from fastserial.errors import LoadMismatchError
 
 __all__ = ["Job", "Match", "Path", "file_leaves", "path_name", "unused"]

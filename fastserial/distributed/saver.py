@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import marshal
 import os
 import pickle
@@ -65,14 +64,13 @@ from fastserial.saving.extent_writer import ExtentWriter
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "Saving", "hand_over", "save"]
+__all__ = ["TIMEOUT", "Saving", "save"]
 
 TIMEOUT = 600.0  # seconds
 # Bytes of one rank's tile, and of the tiles of all ranks in one round.
 _TILE = 16 * 1024 * 1024
 _TILES = 32 * 1024 * 1024
 _SMALLEST_TILE = 64 * 1024
-_log = logging.getLogger("fastserial")
 
 
 class _Done(NamedTuple):
@@ -156,19 +154,8 @@ def save(
     except BaseException:
         saving.give_up()
         raise
-    hand_over(report, saving.config)
+    publish_save(report, saving.config.on_report)
     return report
-
-
-def hand_over(report: SaveReport, config: Config) -> None:
-    """Make a report this process's last one, and tell it to whoever asked."""
-    publish_save(report)
-    _log.debug("%s", report)
-    if config.on_report is not None:
-        try:
-            config.on_report(report)
-        except Exception:  # the file is safe: this must not look like a failed save
-            _log.exception("on_report failed for %r", report.path)
 
 
 class Saving:

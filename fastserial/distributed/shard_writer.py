@@ -90,7 +90,7 @@ class ShardWriter:
         pieces = [piece for piece in self._locals if piece.record != CONTAINER]
         for piece in pieces:
             self._note_head(piece, self._memory(piece))
-        parts = [Part(Gathered(view, 0, _size(view)), 0, _size(view)) for view in views]
+        parts = [Part(Gathered(view, 0, view.nbytes), 0, view.nbytes) for view in views]
         parts += [self._part(piece) for piece in pieces]
         memories = iter(taken.take(parts))
         self._frozen_moves = {
@@ -288,14 +288,10 @@ def _from(memory: Memory, start: int) -> Memory:
     return _Shifted(memory, start)
 
 
-def _size(view: torch.Tensor) -> int:
-    return view.numel() * view.element_size()
-
-
 def _tensor_of(memory: Memory, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     found = torch.empty(shape, dtype=dtype, device="cpu")
     if found.numel():
-        memory.copy_to(found.data_ptr(), 0, _size(found))
+        memory.copy_to(found.data_ptr(), 0, found.nbytes)
     return found
 
 

@@ -14,12 +14,7 @@ import torch
 from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.walk import module_of
 
-__all__ = ["LiveState", "is_live"]
-
-
-def is_live(value: object) -> bool:
-    """Return whether a value is a module or an optimizer."""
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+__all__ = ["LiveState"]
 
 
 class LiveState:

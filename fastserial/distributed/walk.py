@@ -12,15 +12,28 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 
-__all__ = ["below", "is_leaf", "is_sharded", "leaves", "optimizers", "sequence_like", "states"]
+__all__ = [
+    "below",
+    "is_leaf",
+    "is_live",
+    "is_sharded",
+    "leaves",
+    "optimizers",
+    "sequence_like",
+    "states",
+]
 
 _CONTAINERS = (Mapping, list, tuple)
-_STATEFUL = (torch.nn.Module, torch.optim.Optimizer)
 
 
 def is_leaf(value: object) -> bool:
     """Return whether a value's bytes are shared among the ranks: a tensor or a FlatShard."""
     return isinstance(value, torch.Tensor | FlatShard | Joined)
+
+
+def is_live(value: object) -> bool:
+    """Return whether a value is a module or an optimizer."""
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
 
 
 def is_sharded(leaf: object) -> bool:
@@ -94,7 +107,7 @@ def states(obj: object) -> Any:
     Raises:
         ValueError: an optimizer comes without the module whose parameters it has.
     """
-    found = {id(one): one for one in below(obj) if isinstance(one, _STATEFUL)}
+    found = {id(one): one for one in below(obj) if is_live(one)}
     if not found:
         return obj
     modules = [one for one in found.values() if isinstance(one, torch.nn.Module)]

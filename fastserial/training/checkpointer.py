@@ -28,7 +28,7 @@ from fastserial.training.alone import Alone
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.generators import generator_states, restore_generators
 from fastserial.training.parts import expected_bytes
-from fastserial.training.way import OWN, Way, sizes
+from fastserial.training.way import OWN, Way
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -195,7 +195,7 @@ class Checkpointer:
         if nbytes is None:
             return None
         nbytes += expected_bytes(self._state)
-        there = sum(sizes(self._folder, self._folder.steps()).values())
+        there = sum(self._folder.sizes().values())
         needed, free = nbytes * (self._keep + 1), linux.free_bytes(path)
         if needed > free + there:
             raise _too_small(path, self._keep, needed, free)

@@ -42,6 +42,18 @@ class CheckpointFolder:
         ]
         return sorted(found, reverse=True)
 
+    def sizes(self) -> dict[int, int]:
+        """Return the bytes of the files by their steps.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        found = {}
+        for step in self.steps():
+            with contextlib.suppress(OSError):  # gone by now
+                found[step] = os.path.getsize(self.file(step))
+        return found
+
     def is_complete(self, step: int) -> bool:
         """Tell whether a file has its end, which says where everything in it is."""
         try:

@@ -23,7 +23,7 @@ from fastserial.distributed.file_index import index_of_file
 from fastserial.distributed.group import Traffic, traffic_of
 from fastserial.distributed.loader import load
 from fastserial.distributed.saver import Saving
-from fastserial.distributed.walk import is_sharded, leaves
+from fastserial.distributed.walk import is_live, is_sharded, leaves
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
@@ -32,7 +32,7 @@ from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.generators import portable
 from fastserial.training.parts import plain, put, state_of, steady
-from fastserial.training.way import OWN, sizes
+from fastserial.training.way import OWN
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -114,7 +114,7 @@ class Together:
             return pickle.dumps(sorted((step for step, _ in common), reverse=True))
 
         with traffic.together():
-            mine = sizes(folder, folder.steps())
+            mine = folder.sizes()
             answer = traffic.consult(pickle.dumps(mine), decide)
         found: list[int] = pickle.loads(answer)
         return found
@@ -131,7 +131,7 @@ class Together:
             load(path, into, group=self._group, timeout=self._timeout)
         own: Any = into.pop(OWN)
         for name, value in objects.items():
-            if not _is_live(value):
+            if not is_live(plain(value)):
                 put(objects, name, into[name], path)
         return dict(own)
 
@@ -184,7 +184,7 @@ def _is_new(value: object) -> bool:
 def _saved(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is saved: modules and optimizers, which know of shards, and other states."""
     return {
-        name: plain(value) if _is_live(value) else state_of(value)
+        name: plain(value) if is_live(plain(value)) else state_of(value)
         for name, value in objects.items()
     }
 
@@ -194,13 +194,9 @@ def _filled(objects: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in objects.items():
         sharded = any(is_sharded(leaf) for _, leaf in leaves(value))
-        in_place = _is_live(value) or isinstance(value, torch.Tensor) or sharded
+        in_place = is_live(plain(value)) or isinstance(value, torch.Tensor) or sharded
         found[name] = plain(value) if in_place else None
     return found
-
-
-def _is_live(value: Any) -> bool:
-    return isinstance(plain(value), torch.nn.Module | torch.optim.Optimizer)
 
 
 def _refusal(path: str) -> Exception | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fastserial.overlap.asynchronous import Kind
@@ -62,14 +61,3 @@ class Way(Protocol):
 
     def is_asked(self, mine: bool) -> bool:
         """Tell whether any process was asked for a checkpoint."""
-
-
-def sizes(folder: CheckpointFolder, steps: Collection[int]) -> dict[int, int]:
-    """Return the bytes of files by their steps, as far as they are there."""
-    found = {}
-    for step in steps:
-        try:
-            found[step] = os.path.getsize(folder.file(step))
-        except OSError:
-            continue
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,17 +89,7 @@ def killed(chance: random.Random, folder: Path, who: str) -> tuple[bool, bool]:
     (folder / "flags").write_bytes(bytes(4))
     count = chance.choice([2, 4])
     job = ranks.Job("dcp_die", count, folder, who)
-    try:
-        until = time.monotonic() + 60
-        while not (out / ".metadata").exists():
-            assert time.monotonic() < until, "no save comes to its end"
-            time.sleep(0.01)
-        time.sleep(chance.random())
-        victim = chance.randrange(count)
-        job.kill(victim)
-    finally:
-        ended = job.wait(100)
-    assert ended[victim].code == -9, ended
+    victim, _ = job.kill_somewhere(out / ".metadata", chance, 100)
     hit = (folder / "flags").read_bytes()[victim] == 1
     state: dict[str, Any] = {
         "rows": torch.zeros(count << 18, 4),

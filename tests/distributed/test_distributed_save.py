@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -78,17 +77,7 @@ def killed(chance: random.Random, folder: Path) -> bool:
     (folder / "flags").write_bytes(bytes(4))
     count = chance.choice([2, 4])
     job = ranks.Job("ranks_die", count, folder, 20)
-    try:
-        until = time.monotonic() + 60
-        while not (out / "file.pt").exists():
-            assert time.monotonic() < until, "no save comes to its end"
-            time.sleep(0.01)
-        time.sleep(chance.random())
-        victim = chance.randrange(count)
-        job.kill(victim)
-    finally:
-        ended = job.wait(60)
-    assert ended[victim].code == -9, ended
+    victim, ended = job.kill_somewhere(out / "file.pt", chance, 60)
     for rank, end in enumerate(ended):
         if rank != victim:
             assert end.code == 0, end

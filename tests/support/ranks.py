@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import runpy
 import signal
 import subprocess
@@ -18,10 +19,11 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["Ended", "Job", "join", "run"]
+__all__ = ["Ended", "Job", "Killed", "join", "run"]
 
 _TESTS = Path(__file__).resolve().parent.parent
 
@@ -33,6 +35,13 @@ class Ended:
     code: int
     out: str
     err: str
+
+
+class Killed(NamedTuple):
+    """The rank that was killed, and how all ended."""
+
+    victim: int
+    ended: list[Ended]
 
 
 class _Server:
@@ -96,6 +105,21 @@ class Job:
         """Return what a rank has printed by now."""
         path = self._path / f"{rank}.out"
         return path.read_text() if path.exists() else ""
+
+    def kill_somewhere(self, first: Path, chance: random.Random, timeout: float) -> Killed:
+        """Kill some rank within a second after the first save has made a file; wait for all."""
+        try:
+            until = time.monotonic() + 60
+            while not first.exists():
+                assert time.monotonic() < until, "no save comes to its end"
+                time.sleep(0.01)
+            time.sleep(chance.random())
+            victim = chance.randrange(self.count)
+            self.kill(victim)
+        finally:
+            ended = self.wait(timeout)
+        assert ended[victim].code == -9, ended
+        return Killed(victim, ended)
 
     def kill(self, rank: int) -> None:
         """End a rank without a word."""
