@@ -314,6 +314,9 @@ class _Nowhere:
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         pass
 
+    def place(self, start: int, length: int) -> None:
+        return None
+
 
 def _read_checked(
     reader: FastFileReader, plain: Sequence[tuple[_Job, ReadExtent]], others: set[StoragePlace]

@@ -18,6 +18,7 @@ from fastserial.distributed.owners import NeedMap
 from fastserial.distributed.tiles import Piece, Range, Target, Window, spans_of
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import HostSink, PartsSink, ReadExtent, Sink
+from fastserial.memory.buffers import Buffer
 
 __all__ = ["PartReader", "straight_reads"]
 
@@ -260,3 +261,6 @@ class _CheckedPart:
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         self._ledger.add(self._record, self._start + start, len(view), crc32(view))
         self._sink.deliver(view, address, start)
+
+    def place(self, start: int, length: int) -> Buffer | None:
+        return self._sink.place(start, length)

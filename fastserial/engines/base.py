@@ -47,6 +47,7 @@ class Capabilities:
         unaligned: takes any offset and length, not only multiples of the sector size.
         registered_buffers: gains from the buffers handed to `open`.
         device_memory: moves device memory without staging.
+        scatters: reads into several pieces of memory at once (`Request.pieces`).
     """
 
     reads: bool = True
@@ -56,6 +57,7 @@ class Capabilities:
     unaligned: bool = True
     registered_buffers: bool = False
     device_memory: bool = False
+    scatters: bool = False
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ class Request:
         tag: the submitter's own; engines leave it alone.
         times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
         mover: the thread that the transfer itself kept busy, 0 where there is none.
+        pieces: where the bytes of a read go, one after the other, instead of the buffer; only for
+            engines that scatter.
     """
 
     op: Op
@@ -82,11 +86,25 @@ class Request:
     times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     finish: Callable[[Request, int], None] | None = None
     mover: int = 0
+    pieces: Sequence[memoryview] | None = None
 
     @property
     def view(self) -> memoryview:
         """The part of the buffer that is transferred."""
         return self.buffer.view[: self.length]
+
+    def rest(self, done: int) -> Sequence[memoryview]:
+        """Return the memory of what is not transferred, after `done` bytes."""
+        if self.pieces is None:
+            return [self.view[done:]]
+        if not done:
+            return self.pieces
+        found: list[memoryview] = []
+        for piece in self.pieces:
+            if done < len(piece):
+                found.append(piece[done:])
+            done = max(0, done - len(piece))
+        return found
 
 
 @dataclass(slots=True)

@@ -31,9 +31,8 @@ def transfer(request: Request, done: int = 0) -> int:
     Raises:
         OSError: the system call failed.
     """
-    view = request.view
     while done < request.length:
-        rest = [view[done:]]
+        rest = request.rest(done)
         if request.op is Op.WRITE:
             moved = os.pwritev(request.fd, rest, request.offset + done)
         else:
@@ -54,7 +53,7 @@ class ThreadsEngine(Engine):
     """
 
     name: ClassVar[str] = "threads"
-    capabilities: ClassVar[Capabilities] = Capabilities(parallel_prepare=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(parallel_prepare=True, scatters=True)
 
     def __init__(self, threads: int = 4, prepare_here: bool | None = None) -> None:
         """Take `threads` threads; `prepare_here`: whether the submitting one prepares blocks."""

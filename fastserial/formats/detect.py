@@ -7,8 +7,9 @@ import os
 import stat
 
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.structure import MAGIC
-from fastserial.formats.pickles import ByteStream, decode
+from fastserial.formats.pickles import decode
 from fastserial.formats.zip.directory import read_directory
 from fastserial.formats.zip.structs import LOCAL_SIGNATURE
 

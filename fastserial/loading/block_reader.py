@@ -1,4 +1,4 @@
-"""Blocks of one file from an engine into memory, `queue_depth` at a time.
+"""Blocks of one file from an engine into memory, several at a time.
 
 Blocks are read through the page cache, or those that are not in it directly: `files.caching`
 says which. A block arrives in a staging buffer, or straight in memory of the caller's, and is then
@@ -8,22 +8,25 @@ other blocks are on their way.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastserial import trace
 from fastserial.config import Config
-from fastserial.config.performance import MOSTLY_CACHED
+from fastserial.config.performance import LANES, MOSTLY_CACHED, SCATTERED_BLOCK
 from fastserial.engines import Completion, Engine, Op, Request
 from fastserial.errors import CorruptCheckpointError
+from fastserial.files import linux
 from fastserial.files.caching import reads_through_cache
 from fastserial.files.direct import DirectFile, open_direct
 from fastserial.files.page_cache import cached_fraction
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.crew import Crew, Hand, engage
+from fastserial.loading.lanes import in_turns, lane_of
 from fastserial.memory.buffers import Buffer
 
 __all__ = ["Block", "BlockReader", "ReadCounts"]
@@ -31,6 +34,7 @@ __all__ = ["Block", "BlockReader", "ReadCounts"]
 _log = logging.getLogger("fastserial")
 
 Delivery = Callable[[memoryview, int], None]
+_NOTHING = Buffer(-1, memoryview(b""), 0)
 
 
 @dataclass(slots=True)
@@ -40,10 +44,15 @@ class Block:
     Attributes:
         offset, length: place in the file (bytes). For direct I/O both are multiples of
             `BlockReader.alignment`, or the block ends where the file does.
-        deliver: called once with the bytes and their address, on any thread.
+        deliver: called once with the bytes and their address, on any thread; with no bytes if
+            they are in `pieces`.
         memory: where to put the bytes; None: in a staging buffer, there during `deliver` only.
         fail: called instead if the bytes cannot be read, and the other blocks go on; None: that
             ends the reader.
+        direct: read it directly; None: as `BlockReader.goes_direct` says.
+        pieces: where to put the bytes instead, one piece of memory after the other
+            (`BlockReader.scatters`).
+        prepare: called before the block is read, while others are being read.
     """
 
     offset: int
@@ -51,6 +60,9 @@ class Block:
     deliver: Delivery
     memory: Buffer | None = None
     fail: Callable[[OSError], None] | None = None
+    direct: bool | None = None
+    pieces: Sequence[memoryview] | None = None
+    prepare: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
@@ -95,6 +107,9 @@ class BlockReader:
         self._owner = owner
         self._files = Descriptors()
         self._refused = False
+        self._depth = config.queue_depth
+        self._lanes: list[int] = []
+        self._in_lanes = False
         self._in_flight = 0
         self._batch: list[Request] = []
         self._crew = crew
@@ -141,6 +156,22 @@ class BlockReader:
             return DirectFile(-1)
         return open_direct(self._fd, os.O_RDONLY, config.block_size, self._files)
 
+    def expect(self, nbytes: int) -> None:
+        """Get ready for that many bytes, which are read in the order of the file, more or less."""
+        self._in_lanes = False
+        self._depth = self._config.queue_depth
+        if self._direct_fd >= 0 or not self.scatters or nbytes <= self._config.small_file:
+            return
+        if (cached_fraction(self._fd, 0, self._size) or 0.0) >= MOSTLY_CACHED:
+            self._depth = max(1, min(self._depth, len(os.sched_getaffinity(0))))
+            return
+        count = min(self._depth, LANES)
+        with contextlib.suppress(OSError):  # without /proc, or with no descriptor left
+            while len(self._lanes) < count:
+                self._lanes.append(linux.reopen(self._fd, os.O_RDONLY, self._files))
+        if self._lanes:
+            self._depth, self._in_lanes = len(self._lanes), True
+
     @property
     def engine_name(self) -> str:
         return self._engine.name
@@ -149,6 +180,31 @@ class BlockReader:
     def takes_any_memory(self) -> bool:
         """Whether blocks may have `memory` of their own: not for engines with own buffers."""
         return not self._engine.capabilities.registered_buffers
+
+    @property
+    def scatters(self) -> bool:
+        """Whether blocks that are not read directly may have `pieces`."""
+        return self._engine.capabilities.scatters
+
+    @property
+    def never_direct(self) -> bool:
+        """Whether every block goes through the page cache."""
+        return self._direct_fd < 0
+
+    @property
+    def best_size(self) -> int:
+        """Bytes of the blocks that are read in the order of the file, after `expect`."""
+        whole = self.never_direct and self.scatters and not self._in_lanes
+        return SCATTERED_BLOCK if whole else self._config.block_size
+
+    def ordered(self, blocks: Iterable[Block | None]) -> Iterator[Block]:
+        """Return blocks that come in the order of the file in the order to `put` them.
+
+        None among them: nothing more is known now, what is held back must come.
+        """
+        if self._in_lanes:
+            return in_turns(blocks, len(self._lanes))
+        return (block for block in blocks if block is not None)
 
     @property
     def in_flight(self) -> int:
@@ -164,20 +220,19 @@ class BlockReader:
         fraction = cached_fraction(self._fd, offset, length)
         return fraction is None or fraction < MOSTLY_CACHED
 
-    def put(self, block: Block, direct: bool | None = None) -> None:
+    def put(self, block: Block) -> None:
         """Queue a block; waits for others if the queue is full.
-
-        Args:
-            block: what to read.
-            direct: what `goes_direct` said; None: ask it.
 
         Raises:
             OSError: a read failed.
             CorruptCheckpointError: the file is shorter than it was.
         """
-        while self.in_flight >= self._config.queue_depth:
+        while self.in_flight >= self._depth:
             self.reap()
-        self._batch.append(self._request(block, direct))
+        if block.prepare is not None:
+            self.flush()
+            block.prepare()
+        self._batch.append(self._request(block))
 
     def drain(self) -> None:
         """Wait until all blocks have delivered."""
@@ -212,17 +267,23 @@ class BlockReader:
 
     # -- one block -----------------------------------------------------------------------------
 
-    def _request(self, block: Block, direct: bool | None) -> Request:
-        buffer = block.memory or self._staging_buffer()
-        length = block.length
-        aligned = length - length % self.alignment
-        if direct is None:
-            direct = self.goes_direct(block.offset, length)
-        if direct and aligned and not (block.offset | buffer.address) % self.alignment:
-            fd, length = self._direct_fd, aligned
+    def _request(self, block: Block) -> Request:
+        pieces, length = block.pieces, block.length
+        fd = self._lanes[lane_of(block.offset, len(self._lanes))] if self._in_lanes else self._fd
+        if pieces is not None:
+            buffer = _NOTHING
         else:
-            fd = self._fd
-        return Request(Op.READ, fd, block.offset, length, buffer, tag=block, finish=self._finish)
+            buffer = block.memory or self._staging_buffer()
+            aligned = length - length % self.alignment
+            direct = block.direct
+            if direct is None:
+                direct = self.goes_direct(block.offset, length)
+            if direct and aligned and not (block.offset | buffer.address) % self.alignment:
+                fd, length = self._direct_fd, aligned
+        return Request(
+            Op.READ, fd, block.offset, length, buffer,
+            tag=block, finish=self._finish, pieces=pieces,
+        )  # fmt: skip
 
     def _staging_buffer(self) -> Buffer:
         pool = self._working.pool
@@ -233,16 +294,16 @@ class BlockReader:
     def _finish(self, request: Request, moved: int) -> None:
         """Read what is not aligned at the file's end, and deliver the block."""
         block: Block = request.tag
-        view = request.buffer.view[: block.length]
+        request.length = block.length
         while moved < block.length:
-            got = os.preadv(self._fd, [view[moved:]], block.offset + moved)
+            got = os.preadv(self._fd, request.rest(moved), block.offset + moved)
             if got == 0:
                 raise CorruptCheckpointError(
                     "the file became shorter while it was read", offset=block.offset + moved
                 )
             moved += got
         with trace.step("deliver"):
-            block.deliver(view, request.buffer.address)
+            block.deliver(request.view, request.buffer.address)
 
     def _complete(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
@@ -253,7 +314,7 @@ class BlockReader:
             direct = False
         elif not self._engine.capabilities.parallel_prepare:
             self._finish(request, completion.transferred)
-        if block.memory is None:
+        if block.memory is None and block.pieces is None:
             self._working.pool.give(request.buffer)
         self._count(request, direct)
         if self._on_progress is not None:

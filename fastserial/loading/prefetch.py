@@ -2,9 +2,7 @@
 
 One read of the central directory says where every record is. A thread reads the records in
 the order of their keys, which is the order in which pickles ask for them and, in files of torch
-2.7 and later, that of the file. A large record is read straight into memory of its own, as it
-lies in the file, header included, and the storage is a slice of that memory; small neighbours
-come in one read and are copied out.
+2.7 and later, that of the file. `loading.units` says how they get their memory.
 
 All memory is allocated by the thread that unpickles: malloc keeps what was freed for the thread
 that allocated it, and memory that was used before needs no page faults.
@@ -13,44 +11,31 @@ that allocated it, and memory that was used before needs no page faults.
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.config.performance import LOOK_AHEAD, STRAIGHT_BLOCKS
+from fastserial.config.performance import LOOK_AHEAD
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.interrupts import Background, finish
 from fastserial.loading.block_reader import Block, BlockReader
-from fastserial.loading.prefetch_plan import Unit, has_header, plan_units
+from fastserial.loading.prefetch_plan import plan_aligned, plan_scattered
 from fastserial.loading.reader import FastFileReader
-from fastserial.memory.buffers import Buffer, host_buffer
+from fastserial.loading.units import Unit
 from fastserial.memory.huge_pages import HugePages
-from fastserial.memory.storages import new_storage
 
 __all__ = ["Prefetch"]
 
 _log = logging.getLogger("fastserial")
-_ALIGNMENT = 64  # of torch's own memory (bytes)
-
-# Not `ctypes.memmove`: giving the interpreter up for a few bytes costs more than copying them.
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = None
-
-
-# A small record's storage, a large one's unit, what is wrong with it, or: torch must read it.
-_Arrived = torch.UntypedStorage | Unit | CorruptCheckpointError | None
 _NOWHERE: tuple[Any, Any] = (None, None)
 
 
@@ -68,10 +53,9 @@ class Prefetch:
         self.wait_seconds = 0.0
         self._file = file
         self._blocks: BlockReader = file.blocks
-        self._block_size = file.config.block_size
         self._verify = verify
         self._pages = HugePages()
-        self._units = plan_units(records, file.blocks.alignment, file.config.block_size)
+        self._units = self._planned(records)
         self._places = {
             record.name: (unit, record) for unit in self._units for record in unit.records
         }
@@ -80,7 +64,6 @@ class Prefetch:
         self._ends = {record.name: record.data_end for record in records}
         self._next = 0  # unit that the thread reads next
         self._provided = 0  # units that have memory, but for those that were waited for
-        self._ready: dict[str, _Arrived] = {}
         self._wanted: Unit | None = None
         self._held = 0  # bytes of records that have memory and were not taken
         self._lock = threading.Lock()  # of the engine's threads, where nothing interrupts
@@ -92,6 +75,13 @@ class Prefetch:
         self._owner: weakref.ref[object] = weakref.ref(self)
         self._thread = Background()
         file.bar.expect(sum(unit.length for unit in self._units))
+
+    def _planned(self, records: Sequence[RecordEntry]) -> list[Unit]:
+        blocks, config = self._blocks, self._file.config
+        blocks.expect(sum(record.size for record in records))
+        if blocks.never_direct and blocks.scatters:
+            return plan_scattered(records)
+        return plan_aligned(records, blocks.alignment, config.block_size, self._file.size)
 
     def start(self, owner: object = None) -> bool:
         """Start reading; False if no thread can be started.
@@ -113,15 +103,12 @@ class Prefetch:
             CorruptCheckpointError: the record is damaged (`verify`), or the file became shorter.
         """
         unit, record = self._places.pop(name, _NOWHERE)
-        if unit is None or (name not in self._ready and not self._wait(name, unit)):
+        if unit is None or not (unit.is_there or self._wait(unit)):
             return None
-        found = self._ready.pop(name)
         self._release(record.size)
-        storage = self._slice(found, record) if isinstance(found, Unit) else found
-        if isinstance(storage, CorruptCheckpointError):
-            raise storage
-        if storage is None and self._verify:
-            raise self._damaged(record, "its local header differs from the central directory")
+        storage: torch.UntypedStorage | None = unit.take(record)
+        if self._verify:
+            self._check(record, storage is not None)
         return storage if storage is not None and storage.nbytes() == nbytes else None
 
     @property
@@ -139,7 +126,6 @@ class Prefetch:
         self._nudges.put(None)
         finish(self._thread.join)
         self._ledger.fail()
-        self._ready.clear()
         self._places.clear()
         self._units.clear()
 
@@ -154,79 +140,58 @@ class Prefetch:
                 if self._held and self._held + unit.length > LOOK_AHEAD:
                     break
                 try:
-                    unit.allocate(self._blocks.alignment)
+                    unit.allocate()
                 except RuntimeError:  # no memory: it is an error once it is needed
                     break
                 self._held += unit.nbytes
             self._provided += 1
         self._nudges.put(None)
 
-    def _wait(self, name: str, unit: Unit) -> bool:
-        """Wait for a record; False: it will not come, and torch's own way may say why."""
+    def _wait(self, unit: Unit) -> bool:
+        """Wait for a unit; False: it will not come, and torch's own way may say why."""
         began = perf_counter()
         if not unit.provided:
-            unit.allocate(self._blocks.alignment)
+            unit.allocate()
             self._held += unit.nbytes
         self._wanted = unit
         self._nudges.put(None)
-        while name not in self._ready and not self._finished:
+        while not unit.is_there and not self._finished:
             self._arrivals.get()
         self._wanted = None
-        there = name in self._ready
         ended = perf_counter()
         self.wait_seconds += ended - began
         trace.tell("wait for a storage", began, ended)
-        if not there and isinstance(self._error, CorruptCheckpointError):
+        if not unit.is_there and isinstance(self._error, CorruptCheckpointError):
             raise self._error
-        return there
+        return unit.is_there
 
     def _release(self, nbytes: int) -> None:
         self._held -= nbytes
         if self._provided < len(self._units):
             self._provide()
 
-    def _slice(
-        self, unit: Unit, record: RecordEntry
-    ) -> torch.UntypedStorage | CorruptCheckpointError | None:
-        """Return a large record's storage, or None if its header is not as expected."""
-        (memory,) = unit.memory
-        unit.memory = []  # the caller's from here on
-        head = record.data_offset - record.header_offset
-        at = unit.base + record.header_offset - unit.offset
-        with memoryview((ctypes.c_char * head).from_address(at)).cast("B") as view:
-            if not has_header(view, 0, record):
-                return None
-        if self._verify:
-            damage = self._damage(record, self._ledger.wait(self._index[record.name]))
-            if damage is not None:
-                return damage
-        start = at + head - memory.data_ptr()
-        if (at + head) % _ALIGNMENT:  # a file with another alignment of storages than torch's
-            copy = new_storage(record.size)
-            ctypes.memmove(copy.data_ptr(), at + head, record.size)
-            return _part(copy, 0, record.size)
-        return _part(memory, start, record.size)
-
-    def _damage(self, record: RecordEntry, crc: int) -> CorruptCheckpointError | None:
-        if crc == record.crc or not record.crc:  # 0: written without
-            return None
-        return self._damaged(record, f"its CRC-32 is {crc:#010x}, not {record.crc:#010x}")
-
-    def _damaged(self, record: RecordEntry, what: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            what, path=self._file.name, record=record.name, offset=record.data_offset
-        )
+    def _check(self, record: RecordEntry, has_header: bool) -> None:
+        what = None
+        if not has_header:
+            what = "its local header differs from the central directory"
+        elif record.crc:  # 0: written without
+            crc = self._ledger.wait(self._index[record.name])
+            if crc != record.crc:
+                what = f"its CRC-32 is {crc:#010x}, not {record.crc:#010x}"
+        if what is not None:
+            raise CorruptCheckpointError(
+                what, path=self._file.name, record=record.name, offset=record.data_offset
+            )
 
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            while (unit := self._choose()) is not None:
-                if unit.is_large:
-                    self._read_large(unit)
-                else:
-                    self._put(Block(unit.offset, self._clip(unit), partial(self._spread, unit)))
+            for block in self._blocks.ordered(self._in_order()):
+                if self._is_over():
+                    break
+                self._blocks.put(block)
             if not self._is_over():
                 self._blocks.drain()
         except BaseException as caught:  # handed to the thread that unpickles
@@ -241,94 +206,45 @@ class Prefetch:
         self._arrivals.put(None)
         self._file.close()
 
-    def _choose(self) -> Unit | None:
-        """Return the unit to read next: the one waited for, or the next that has memory."""
-        while True:
-            if self._is_over():
-                return None
-            unit = self._wanted
-            if unit is None or unit.started:
-                while self._next < len(self._units) and self._units[self._next].started:
-                    self._next += 1
-                if self._next == len(self._units):
-                    return None
-                unit = self._units[self._next]
+    def _in_order(self) -> Iterator[Block | None]:
+        """Yield the blocks to read, None where memory must be waited for."""
+        size = self._blocks.best_size
+        while not self._is_over():
+            unit = self._chosen()
+            if unit is None:
+                return
             if unit.provided:
                 unit.started = True
-                return unit
+                yield from unit.blocks(self._blocks, size, self, self._pages)
+                continue
+            yield None
             if self._blocks.in_flight:
                 self._blocks.reap()
             else:
                 self._nudges.get()
 
+    def _chosen(self) -> Unit | None:
+        """Return the unit to read next: the one waited for, or the next; None: there is none."""
+        unit = self._wanted
+        if unit is not None and not unit.started:
+            return unit
+        while self._next < len(self._units) and self._units[self._next].started:
+            self._next += 1
+        return self._units[self._next] if self._next < len(self._units) else None
+
     def _is_over(self) -> bool:
         return self._closed or self._owner() is None
 
-    def _clip(self, unit: Unit) -> int:
-        return min(unit.length, self._file.size - unit.offset)
-
-    def _read_large(self, unit: Unit) -> None:
-        straight = self._blocks.takes_any_memory
-        direct = self._blocks.goes_direct(unit.offset, self._clip(unit))
-        self._pages.advise(unit.base, unit.length)
-        whole = host_buffer(unit.base, unit.length) if straight else None
-        size = self._block_size * (STRAIGHT_BLOCKS if straight else 1)
-        stop = unit.offset + self._clip(unit)
-        at = unit.offset
-        while at < stop:
-            end = min(stop, at - at % size + size)
-            first = at - unit.offset
-            part = None
-            if whole is not None:
-                part = Buffer(-1, whole.view[first : end - unit.offset], unit.base + first)
-            self._put(Block(at, end - at, partial(self._arrive, unit, first), part), direct)
-            at = end
-
-    def _put(self, block: Block, direct: bool | None = None) -> None:
-        if not self._is_over():
-            self._blocks.put(block, direct)
-
     # -- the engine's threads ------------------------------------------------------------------
 
-    def _arrive(self, unit: Unit, first: int, view: memoryview, address: int) -> None:
-        """Deliver a block of a large record: `view` is its unit's bytes from `first` on."""
-        if address != unit.base + first:
-            ctypes.memmove(unit.base + first, address, len(view))
-        record = unit.records[0]
-        if self._verify:
-            at = unit.offset + first
-            begin = max(record.data_offset, at)
-            end = min(record.data_end, at + len(view))
-            if begin < end:
-                crc = crc32(view[begin - at : end - at])
-                start = begin - record.data_offset
-                self._ledger.add(self._index[record.name], start, end - begin, crc)
+    def note(self, unit: Unit, nbytes: int) -> None:
+        """Take note that so many bytes of a unit's range are in their places."""
         with self._lock:
-            unit.arrived += len(view)
-            arrived = unit.arrived
-        if arrived >= self._clip(unit):
-            self._ready[record.name] = unit
+            unit.arrived += nbytes
+        if unit.is_there:
             self._arrivals.put(None)
 
-    def _spread(self, unit: Unit, view: memoryview, address: int) -> None:
-        """Deliver small neighbours: give each its own memory."""
-        found: dict[str, _Arrived] = {}
-        memory, unit.memory = unit.memory, []
-        for record, storage in zip(unit.records, memory, strict=True):
-            head = record.header_offset - unit.offset
-            at = record.data_offset - unit.offset
-            damage = None
-            if not has_header(view, head, record):
-                found[record.name] = None
-                continue
-            if self._verify:
-                damage = self._damage(record, crc32(view[at : at + record.size]))
-            _memmove(storage.data_ptr(), address + at, record.size)
-            found[record.name] = damage or _part(storage, 0, record.size)
-        self._ready.update(found)
-        self._arrivals.put(None)
-
-
-def _part(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.UntypedStorage:
-    """Return part of a storage: like what torch reads from a zip, it cannot be resized."""
-    return cast("torch.UntypedStorage", storage[start : start + nbytes])
+    def see(self, record: RecordEntry, start: int, view: memoryview) -> None:
+        """Look at the bytes of a record from byte `start` on, in order to check them."""
+        if self._verify:
+            self._ledger.add(self._index[record.name], start, len(view), crc32(view))

@@ -1,22 +1,25 @@
 """From extents to blocks: which reads fetch what is wanted of a file.
 
 The file is cut at multiples of the block size. What is wanted of such a window is read directly
-into a staging buffer and copied to its places, or, if it is in the page cache, straight to its
-places. Where memory and file happen to be aligned alike, direct reads go straight, too.
+into a staging buffer and copied to its places, or through the page cache straight to its places.
+Where memory and file happen to be aligned alike, direct reads go straight, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
-from fastserial.config.performance import NEAR_EXTENTS, STRAIGHT_PIECE
-from fastserial.loading.block_reader import Block
-from fastserial.loading.sinks import HostSink, ReadExtent, Sink
-from fastserial.memory.buffers import host_buffer
+from fastserial.config.performance import MOST_PIECES, NEAR_EXTENTS, STRAIGHT_PIECE
+from fastserial.loading.block_reader import Block, BlockReader
+from fastserial.loading.sinks import ReadExtent, Sink
+from fastserial.memory.buffers import Buffer, own_buffer
 
 __all__ = ["plan_blocks"]
+
+_UNWANTED = memoryview(bytearray(NEAR_EXTENTS))  # any thread writes here, nobody reads
 
 
 class _Piece(NamedTuple):
@@ -33,44 +36,42 @@ class _Piece(NamedTuple):
 
 
 def plan_blocks(
-    extents: Iterable[ReadExtent],
-    *,
-    block_size: int,
-    alignment: int,
-    file_size: int,
-    straight: bool,
-    goes_direct: Callable[[int, int], bool],
-) -> Iterator[tuple[Block, bool]]:
-    """Yield blocks that fetch the extents, each with whether it is to be read directly.
+    extents: Iterable[ReadExtent], blocks: BlockReader, block_size: int, file_size: int
+) -> Iterator[Block]:
+    """Yield blocks that fetch the extents, in the order of the file.
 
     Args:
         extents: what is wanted, in any order, all inside the file.
-        block_size: bytes of the largest block; a multiple of `alignment`.
-        alignment: of offset, length and memory of direct reads (bytes).
+        blocks: what is to read them.
+        block_size: bytes of a staging buffer; a multiple of the alignment of direct reads.
         file_size: bytes of the file.
-        straight: blocks may have memory of their own.
-        goes_direct: whether (offset, length) is to be read directly.
     """
-    for window in _windows(extents, block_size):
+    alignment, straight = blocks.alignment, blocks.takes_any_memory
+    pieces = [_Piece(extent.offset, extent.length, extent.sink, 0) for extent in extents]
+    pieces.sort(key=attrgetter("offset"))
+    for window in _windows(pieces, blocks.best_size):
         for run in _runs(window):
-            first, last = run[0].offset, run[-1].end
-            if goes_direct(first, last - first):
-                yield from _direct(run, alignment, file_size, straight)
+            first, last = run[0].offset, max(piece.end for piece in run)
+            if blocks.goes_direct(first, last - first):
+                yield _direct(run, alignment, file_size, straight)
+            elif blocks.scatters and (block := _scattered(run)) is not None:
+                yield block
             else:
-                yield from _cached(run, straight)
+                for part in _windows(run, block_size):
+                    yield from _cached(part, straight)
 
 
-def _windows(extents: Iterable[ReadExtent], size: int) -> Iterator[list[_Piece]]:
+def _windows(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
     """Yield the pieces in each window of `size` bytes, in file order."""
     window: list[_Piece] = []
-    for extent in sorted(extents, key=lambda extent: extent.offset):
-        at, end = extent.offset, extent.offset + extent.length
+    for piece in pieces:
+        at, end = piece.offset, piece.end
         while at < end:
             stop = min(end, at - at % size + size)
             if window and window[0].offset // size != at // size:
                 yield window
                 window = []
-            window.append(_Piece(at, stop - at, extent.sink, at - extent.offset))
+            window.append(_Piece(at, stop - at, piece.sink, piece.start + at - piece.offset))
             at = stop
     if window:
         yield window
@@ -90,45 +91,71 @@ def _runs(window: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         yield run
 
 
-def _direct(
-    run: list[_Piece], alignment: int, file_size: int, straight: bool
-) -> Iterator[tuple[Block, bool]]:
+def _direct(run: list[_Piece], alignment: int, file_size: int, straight: bool) -> Block:
     first, last = run[0].offset, max(piece.end for piece in run)
-    sink = run[0].sink
-    if straight and len(run) == 1 and isinstance(sink, HostSink):
-        address = sink.address + run[0].start
-        if not (first | address) % alignment and (
-            not run[0].length % alignment or last == file_size
-        ):
-            yield _straight_block(run[0], sink), True
-            return
+    place = run[0].sink.place(run[0].start, run[0].length) if straight and len(run) == 1 else None
+    if (
+        place is not None
+        and not (first | place.address) % alignment
+        and (not run[0].length % alignment or last == file_size)
+    ):
+        return _straight(run[0], place, True)
     start = first - first % alignment
     stop = min(file_size, last + -last % alignment)
-    yield Block(start, stop - start, partial(_scatter, run, start)), True
+    return Block(start, stop - start, partial(_scatter, run, start), direct=True)
 
 
-def _cached(run: list[_Piece], straight: bool) -> Iterator[tuple[Block, bool]]:
+def _scattered(run: list[_Piece]) -> Block | None:
+    """Return one block whose bytes go straight to their places; None if that cannot be."""
+    if 2 * len(run) > MOST_PIECES:
+        return None
+    memory: list[memoryview] = []
+    places: list[Buffer] = []
+    at = start = run[0].offset
+    for piece in run:
+        place = piece.sink.place(piece.start, piece.length)
+        if piece.offset < at or (place is None and piece.length >= STRAIGHT_PIECE):
+            return None
+        if place is None:
+            place = own_buffer(piece.length)
+        if piece.offset > at:
+            memory.append(_UNWANTED[: piece.offset - at])
+        memory.append(place.view)
+        places.append(place)
+        at = piece.end
+    deliver = partial(_tell, run, places)
+    return Block(start, at - start, deliver, direct=False, pieces=memory)
+
+
+def _tell(run: list[_Piece], places: list[Buffer], _: memoryview, __: int) -> None:
+    """Deliver a scattered block: the sinks see what came to their places."""
+    for piece, place in zip(run, places, strict=True):
+        piece.sink.deliver(place.view, place.address, piece.start)
+
+
+def _cached(run: list[_Piece], straight: bool) -> Iterator[Block]:
     together: list[_Piece] = []
     for piece in run:
-        if straight and piece.length >= STRAIGHT_PIECE and isinstance(piece.sink, HostSink):
+        place = piece.sink.place(piece.start, piece.length) if straight else None
+        if place is not None and piece.length >= STRAIGHT_PIECE:
             if together:
-                yield _staged(together), False
+                yield _staged(together)
                 together = []
-            yield _straight_block(piece, piece.sink), False
+            yield _straight(piece, place, False)
         else:
             together.append(piece)
     if together:
-        yield _staged(together), False
+        yield _staged(together)
 
 
 def _staged(run: list[_Piece]) -> Block:
     start, stop = run[0].offset, max(piece.end for piece in run)
-    return Block(start, stop - start, partial(_scatter, run, start))
+    return Block(start, stop - start, partial(_scatter, run, start), direct=False)
 
 
-def _straight_block(piece: _Piece, sink: HostSink) -> Block:
-    buffer = host_buffer(sink.address + piece.start, piece.length)
-    return Block(piece.offset, piece.length, partial(_scatter, [piece], piece.offset), buffer)
+def _straight(piece: _Piece, place: Buffer, direct: bool) -> Block:
+    deliver = partial(_scatter, [piece], piece.offset)
+    return Block(piece.offset, piece.length, deliver, place, direct=direct)
 
 
 def _scatter(pieces: list[_Piece], begin: int, view: memoryview, address: int) -> None:

@@ -99,17 +99,14 @@ class FastFileReader:
                     offset=extent.offset,
                 )
         blocks = self.blocks
-        self.bar.expect(sum(extent.length for extent in extents))
+        nbytes = sum(extent.length for extent in extents)
+        self.bar.expect(nbytes)
+        blocks.expect(nbytes)
         with self.translated():
-            for block, direct in plan_blocks(
-                extents,
-                block_size=self.config.block_size,
-                alignment=blocks.alignment,
-                file_size=self.size,
-                straight=blocks.takes_any_memory,
-                goes_direct=blocks.goes_direct,
+            for block in blocks.ordered(
+                plan_blocks(extents, blocks, self.config.block_size, self.size)
             ):
-                blocks.put(block, direct)
+                blocks.put(block)
             blocks.drain()
             self.check_unchanged()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import CorruptCheckpointError
+from fastserial.memory.buffers import Buffer, host_buffer
 from fastserial.memory.storages import HostMemory, memmove
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class Sink(Protocol):
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         """Take `view`, which lies at host address `address`: the extent's bytes from `start` on."""
 
+    def place(self, start: int, length: int) -> Buffer | None:
+        """Return host memory that these bytes may be read into before they are delivered."""
+
 
 class ReadExtent:
     """`length` bytes at `offset` of a file, and where they go."""
@@ -51,6 +55,9 @@ class HostSink(HostMemory):
         if address != self.address + start:  # else it was read straight to its place
             memmove(self.address + start, address, len(view))
 
+    def place(self, start: int, length: int) -> Buffer | None:
+        return host_buffer(self.address + start, length)
+
 
 class DeviceSink:
     """Bytes of a tensor on a device, given as one-dimensional uint8."""
@@ -69,6 +76,9 @@ class DeviceSink:
             # the buffer is used again, and the caller's stream is not this thread's
             torch.cuda.current_stream(self._bytes.device).synchronize()
 
+    def place(self, start: int, length: int) -> Buffer | None:
+        return None
+
 
 class ExpectedSink:
     """Bytes that are known: anything else raises."""
@@ -82,6 +92,9 @@ class ExpectedSink:
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         if view != self._expected[start : start + len(view)]:
             raise CorruptCheckpointError(f"{self._what} is not what the pickle says")
+
+    def place(self, start: int, length: int) -> Buffer | None:
+        return None
 
 
 class CheckedSink:
@@ -97,6 +110,9 @@ class CheckedSink:
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         self._ledger.add(self._record, start, len(view), crc32(view))
         self._sink.deliver(view, address, start)
+
+    def place(self, start: int, length: int) -> Buffer | None:
+        return self._sink.place(start, length)
 
 
 class PartsSink:
@@ -114,6 +130,9 @@ class PartsSink:
             if first < last:
                 piece = view[first - start : last - start]
                 sink.deliver(piece, address + first - start, first - at)
+
+    def place(self, start: int, length: int) -> Buffer | None:
+        return None
 
 
 def storage_sink(storage: torch.UntypedStorage) -> Sink:

@@ -13,13 +13,19 @@ from collections.abc import Sequence
 
 from fastserial.errors import EngineError
 
-__all__ = ["Buffer", "BufferPool", "host_buffer"]
+__all__ = ["Buffer", "BufferPool", "host_buffer", "own_buffer"]
 
 
 def host_buffer(address: int, nbytes: int) -> Buffer:
     """Return host memory at an address as a buffer; whoever uses it keeps the memory alive."""
     view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     return Buffer(-1, view, address)
+
+
+def own_buffer(nbytes: int) -> Buffer:
+    """Return new host memory, for something small, as a buffer that keeps it alive."""
+    memory = (ctypes.c_char * nbytes)()
+    return Buffer(-1, memoryview(memory).cast("B"), ctypes.addressof(memory))
 
 
 class Buffer:

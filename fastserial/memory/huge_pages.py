@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 
 from fastserial.config.performance import HUGE_PAGE, SLOW_TOUCH, SLOW_TOUCHES, TIMED_STEP
 
@@ -20,10 +21,11 @@ SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PR_GET_THP_DISABLE = 42
 _MADV_COLLAPSE = 25  # Linux 6.1
 
-# With the interpreter held: waiting for it would be timed, too.
-_memset = ctypes.PyDLL(None).memset
-_memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-_memset.restype = None
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_NEIGHBOURS = 2 * mmap.PAGESIZE  # apart at most: malloc maps large pieces of memory side by side
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def gather_pages(address: int, nbytes: int) -> None:
@@ -46,7 +48,7 @@ class HugePages:
         return self._slow >= SLOW_TOUCHES
 
     def advise(self, address: int, nbytes: int) -> None:
-        """Let memory whose bytes nobody needs come on huge pages, but for its unaligned ends.
+        """Let memory come on huge pages, but for its unaligned ends.
 
         Direct reads to small pages were seen to take about one and a half times as long.
         """
@@ -56,9 +58,38 @@ class HugePages:
             if self.are_slow:
                 return
             _advise(start, min(stop - start, TIMED_STEP), mmap.MADV_HUGEPAGE)
-            began = perf_counter()
-            _memset(start, 0, 1)
-            self._slow += perf_counter() - began > SLOW_TOUCH
+            self._time(start, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+
+    def advise_all(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Let memory of malloc's come on huge pages: (address, bytes), neighbours count as one.
+
+        malloc has touched the edges, which makes the kernel map small pages beside them. 96 MB in
+        pieces of 300 KB were read in 21 ms with the edges put on huge pages first, else in 57.
+        """
+        run: list[tuple[int, int]] = []
+        for address, nbytes in sorted(ranges):
+            if run and address - sum(run[-1]) > _NEIGHBOURS:
+                self._advise_run(run)
+                run = []
+            run.append((address, nbytes))
+        if run:
+            self._advise_run(run)
+
+    def _advise_run(self, run: Sequence[tuple[int, int]]) -> None:
+        first, stop = run[0][0], sum(run[-1])
+        self.advise(first, stop - first)
+        done = first - 1
+        for address, nbytes in run:
+            for edge in (address - 1, address + nbytes):
+                page = edge - edge % HUGE_PAGE
+                if done < page <= stop - HUGE_PAGE and not self.are_slow:
+                    self._time(page, HUGE_PAGE, _MADV_COLLAPSE)
+                    done = page
+
+    def _time(self, address: int, nbytes: int, advice: int) -> None:
+        began = thread_time()  # to wait for the interpreter's lock does not count
+        _madvise(address, nbytes, advice)
+        self._slow += thread_time() - began > SLOW_TOUCH
 
 
 def refused() -> str | None:
@@ -76,7 +107,5 @@ def _advise(address: int, nbytes: int, *advices: int) -> None:
     start = -(-address // HUGE_PAGE) * HUGE_PAGE
     length = (address + nbytes) // HUGE_PAGE * HUGE_PAGE - start
     if length > 0:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for advice in advices:  # a refusal does no harm
-            madvise(start, length, advice)
+            _madvise(start, length, advice)

@@ -132,9 +132,10 @@ def switch_on(strict: bool = False) -> str | None:
     """
     # imports come before our lock: another thread may hold their locks and wait for ours
     torch = importlib.import_module("torch")
-    hooks = importlib.import_module("fastserial.patching.save_hooks")
-    with _lock:
-        reason = _install(str(torch.__version__), hooks)
+    with paused_collection():  # what is made stays; it need not bring a collection nearer
+        hooks = importlib.import_module("fastserial.patching.save_hooks")
+        with _lock:
+            reason = _install(str(torch.__version__), hooks)
     if reason is None:
         hide_from_compiler()
     elif strict:

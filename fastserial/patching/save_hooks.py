@@ -26,6 +26,7 @@ from fastserial.files.targets import (
 from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.interrupts import Background
+from fastserial.memory.gc_pause import paused_collection
 from fastserial.memory.storages import device_types
 from fastserial.patching.self_check import self_check
 from fastserial.saving import torch_writer
@@ -101,11 +102,17 @@ def _hooks_load() -> Any:
     name = "fastserial.patching.load_hooks"
     if not _complete:
         importing = Background()
-        importing.start(importlib.import_module, name)
+        importing.start(_import, name)
         importing.join()
     module = importlib.import_module(name)
     _complete.add(name)
     return module
+
+
+def _import(name: str) -> None:
+    """Import a module without bringing a collection of all objects nearer: it may take 0.1 s."""
+    with paused_collection():
+        importlib.import_module(name)
 
 
 def save_zip_storages(

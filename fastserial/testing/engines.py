@@ -209,6 +209,22 @@ class EngineTests:
             (completion,) = drive(engine, pool, [read(fd, 2 * BLOCK, size)])
             assert completion.request.tag == data
 
+    def test_reads_into_pieces(
+        self, engine: Engine, opener: Opener, capabilities: Capabilities
+    ) -> None:
+        """Bytes go to pieces of memory one after the other, up to the end of the file."""
+        self.needs(capabilities.scatters, "scatters")
+        data = noise(BLOCK)
+        opener.create("file", data)
+        fd = opener.buffered("file")
+        for length in (BLOCK, BLOCK + 5000):
+            pieces = [memoryview(bytearray(size)) for size in (1, 4099, length - 4100)]
+            request = Request(Op.READ, fd, 0, length, no_buffer(), pieces=pieces)
+            engine.submit([request])
+            (completion,) = wait_for(engine, 1)
+            assert (completion.error, completion.transferred) == (None, BLOCK)
+            assert b"".join(pieces)[:BLOCK] == data
+
     # -- preparing -----------------------------------------------------------------------------
 
     def test_prepares_once_in_order(self, engine: Engine, pool: BufferPool, fd: int) -> None:

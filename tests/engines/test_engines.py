@@ -95,3 +95,12 @@ def test_survey_names_every_engine() -> None:
     assert found["threads"].missing is None
     for status in found.values():
         assert (status.missing is None) == (status.capabilities is not None)
+
+
+def test_where_the_rest_of_a_read_into_pieces_goes() -> None:
+    memory = [memoryview(bytearray(size)) for size in (3, 5, 2)]
+    request = Request(Op.READ, 0, 0, 10, None, pieces=memory)  # type: ignore[arg-type]
+    for done in range(11):
+        assert sum(map(len, request.rest(done))) == 10 - done
+    request.rest(4)[0][0] = 7
+    assert bytes(memory[1]) == b"\0\7\0\0\0"

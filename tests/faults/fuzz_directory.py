@@ -25,7 +25,8 @@ with atheris.instrument_imports(include=["fastserial"]):
 from damage import originals
 
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.formats.pickles import ByteStream, Limits, decode
+from fastserial.formats.byte_stream import ByteStream
+from fastserial.formats.pickles import Limits, decode
 
 _CONFIG = Config(block_size=4096, queue_depth=1, threads=1)
 _LIMITS = Limits(memory=64 << 20, seconds=5, visits=100_000)

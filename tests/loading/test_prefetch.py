@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import random
 import time
@@ -21,9 +22,10 @@ from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.records import read_places, storage_records
 from fastserial.loading import prefetch as prefetch_module
-from fastserial.loading import prefetch_plan
+from fastserial.loading import prefetch_plan, units
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.reader import FastFileReader
+from fastserial.loading.units import AsItLies, Scattered
 from fastserial.memory import huge_pages
 from fastserial.reports import last_load_report
 
@@ -97,19 +99,23 @@ def test_records_that_nobody_asks_for(path: Path) -> None:
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
 def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 3 * MIB)
+    monkeypatch.setattr(prefetch_plan, "SCATTERED_UNIT", MIB)
     path = tmp_path / "f.pt"
     with stock():
         torch.save([noise(MIB) for _ in range(20)], path)
     waiting: list[int] = []
-    arrive = Prefetch._arrive
+    note = Prefetch.note
 
-    def arrived(self: Prefetch, *arguments: Any) -> None:
-        arrive(self, *arguments)
-        waiting.append(len(self._ready))
+    def there(ahead: Prefetch) -> int:
+        return sum(unit.is_there for unit, _ in list(ahead._places.values()))
 
-    monkeypatch.setattr(Prefetch, "_arrive", arrived)
+    def noted(self: Prefetch, *arguments: Any) -> None:
+        note(self, *arguments)
+        waiting.append(there(self))
+
+    monkeypatch.setattr(Prefetch, "note", noted)
     with opened(path, direct=False) as (ahead, records):
-        while len(ahead._ready) < 2:  # or pytest's time limit ends it
+        while there(ahead) < 2:  # or pytest's time limit ends it
             time.sleep(0.01)
         names = list(records) if order == "forwards" else list(records)[::-1]
         for name in names:
@@ -118,12 +124,15 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
     assert 2 <= max(waiting) <= 3
 
 
-def test_memory_is_handed_on(path: Path) -> None:
+@pytest.mark.parametrize("options", [{"direct": True}, {"direct": False}])
+def test_memory_is_handed_on(path: Path, options: dict[str, Any]) -> None:
     """A storage that was taken and dropped frees its memory at once."""
-    with opened(path) as (ahead, records):
+    with opened(path, **options) as (ahead, records):
         storage = ahead.take("data/9", records["data/9"].size)
-        unit = next(unit for unit in ahead._units if unit.records[0].name == "data/9")
-        assert unit.memory == []
+        unit = next(unit for unit in ahead._units if records["data/9"] in unit.records)
+        assert isinstance(unit, Scattered if options.get("direct") is False else AsItLies)
+        kept = unit._storages if isinstance(unit, Scattered) else unit._memory or {}
+        assert "data/9" not in kept
         assert storage is not None
 
 
@@ -182,13 +191,14 @@ def test_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> torch.UntypedStorage:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(prefetch_plan, "new_storage", refuse)
+    monkeypatch.setattr(units, "new_storage", refuse)
     with opened(path) as (ahead, records), pytest.raises(RuntimeError, match="allocate"):
         ahead.take("data/0", records["data/0"].size)
 
 
+@pytest.mark.parametrize(("options", "good"), [({"direct": True}, 3), ({"direct": False}, 0)])
 def test_an_engine_that_fails_leaves_the_rest_to_torch(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, options: dict[str, Any], good: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fastserial.engines import threads
 
@@ -196,17 +206,17 @@ def test_an_engine_that_fails_leaves_the_rest_to_torch(
 
     def failing(request: Any, done: int = 0) -> int:
         calls.append(1)
-        if len(calls) > 3:
+        if len(calls) > good:
             raise OSError(5, "Input/output error")
         return real(request, done)
 
     with stock():
         want = digest(torch.load(path))
-    with fast(small_file=0, block_size=65536, threads=1):
+    with fast(small_file=0, block_size=65536, threads=1, **options):
         monkeypatch.setattr(threads, "transfer", failing)
         found = torch.load(path)
     assert digest(found) == want
-    assert len(calls) > 3
+    assert len(calls) > good
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 512, 4096])
@@ -301,3 +311,23 @@ def test_huge_pages_that_are_slow_are_asked_for_no_more(
     assert pages.are_slow is (slow < 0)
     pages.advise(start, 32 * MIB)
     assert len(advised) == (asked if slow < 0 else 2 * asked)
+
+
+@pytest.mark.parametrize("edges", [0, 1, 3])
+def test_pieces_of_malloc_come_on_huge_pages(monkeypatch: pytest.MonkeyPatch, edges: int) -> None:
+    """Pages that malloc itself touched are gathered; what lies beside the run is left alone."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        huge_pages,
+        "_madvise",
+        lambda address, nbytes, advice: told.append((advice, address // (2 * MIB))),
+    )
+    page = 2 * MIB
+    base = 100 * page
+    cuts = [base + page // 2 + page * (1 + k) for k in range(edges)]
+    places = [base - 5000, *cuts, base + 6 * page + 5000]
+    ranges = [(a, b - a - 16) for a, b in itertools.pairwise(places)]
+    huge_pages.HugePages().advise_all(reversed(ranges))
+    gathered = [number for advice, number in told if advice == huge_pages._MADV_COLLAPSE]
+    assert gathered == [101 + k for k in range(edges)]
+    assert all(100 <= number < 106 for _, number in told)

@@ -11,8 +11,9 @@ import os
 from dataclasses import dataclass
 
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
+from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.layout import COUNT
-from fastserial.formats.pickles import ByteStream, Decoded, Limits, Mapping, decode
+from fastserial.formats.pickles import Decoded, Limits, Mapping, decode
 from fastserial.formats.storages import StorageEntry, storage_table
 from fastserial.formats.zip.directory import read_exactly
 

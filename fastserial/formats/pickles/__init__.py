@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles.machine import Limits, Machine
 from fastserial.formats.pickles.opcodes import TABLE
-from fastserial.formats.pickles.stream import ByteStream
 from fastserial.formats.pickles.symbols import Call, Elided, Global, Mapping, Persistent
 
 __all__ = [
-    "ByteStream",
     "Call",
     "Decoded",
     "Elided",

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.formats.pickles.stream import ByteStream
+from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles.symbols import Elided, Global, Persistent
 
 __all__ = ["CONTAINER_BYTES", "PUSH_BYTES", "Limits", "Machine", "Stop"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.formats.pickles import ByteStream
+from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.zip.directory import (
     Directory,
     RecordEntry,
