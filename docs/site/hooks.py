@@ -17,27 +17,33 @@ _PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+_NOTE = re.compile(r"^ *<!-- (?:not run|needs): .+ -->\n", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside."""
     for source, page in _PAGES.items():
-        text = (_ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=_LINK.sub(_from_root, text)))
+        text = from_root((_ROOT / source).read_text(encoding="utf-8"))
+        files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turn links that leave docs/ into links to the pages made of their targets."""
-    return _LINK.sub(_from_docs, markdown)
+    """Fit links to the site, and leave out what the tests are told about blocks."""
+    return _NOTE.sub("", from_docs(markdown))
 
 
-def _from_root(match: re.Match[str]) -> str:
-    target = match[1].removeprefix("docs/")
-    return _PAGES.get(target, target)
+def from_root(text: str) -> str:
+    """Return a text of the repository's root with links as a page of docs/ has them."""
+
+    def linked(match: re.Match[str]) -> str:
+        target = match[1].removeprefix("docs/")
+        return _PAGES.get(target, target)
+
+    return _LINK.sub(linked, text)
 
 
-def _from_docs(match: re.Match[str]) -> str:
-    target = match[1]
-    return _PAGES.get(target.removeprefix("../"), target) if target.startswith("../") else target
+def from_docs(text: str) -> str:
+    """Return a text of docs/ with links to the pages that are made of files outside."""
+    return _LINK.sub(lambda match: _PAGES.get(match[1].removeprefix("../"), match[1]), text)

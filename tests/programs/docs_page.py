@@ -16,6 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.blocks import blocks_of
 
 
+def _alone() -> dict[str, str]:
+    """The environment without what says that this is one rank of several."""
+    mine = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+
+
 def main(page: Path, before: Path | None) -> None:
     first = int(os.environ.get("RANK", "0")) == 0
     names = runpy.run_path(str(before)) if before is not None else {}
@@ -31,7 +37,9 @@ def main(page: Path, before: Path | None) -> None:
         elif block.language == "sh":
             if first:
                 print(f"{page.name}:{block.line}: {block.text}", flush=True)
-                subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], check=True)
+                subprocess.run(
+                    ["bash", "-euo", "pipefail", "-c", block.text], check=True, env=_alone()
+                )
         else:
             text = "\n" * (block.line - 1) + block.text  # tracebacks show the page's lines
             exec(compile(text, str(page), "exec"), names)
