@@ -181,19 +181,14 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def package(session: nox.Session) -> None:
     """Wheel and sdist: what is in them, and installed in empty environments (about 10 minutes)."""
-    session.install("build", "twine", "pytest>=8", "packaging", "tomli")
+    session.install("build", "twine", "packaging", "tomli", "pytest>=8", "pytest-timeout>=2.3")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist")
     session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))
     session.run(
         "pytest",
         "--confcutdir=tests/package",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=",
-        "-o",
-        "timeout=",
+        "--timeout=1800",
         "tests/package",
         *session.posargs,
         env={"FASTSERIAL_PACKAGE": str(Path("dist").resolve()), "FASTSERIAL_TORCH": TORCH},
