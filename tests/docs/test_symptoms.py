@@ -102,9 +102,7 @@ def test_cut_file(ours: bool, tmp_path: Path, legacy: bool, text: str) -> None:
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", pickle.UnpicklingError),
     ],
 )
-def test_no_checkpoint(
-    ours: bool, tmp_path: Path, content: bytes, error: type[Exception]
-) -> None:
+def test_no_checkpoint(ours: bool, tmp_path: Path, content: bytes, error: type[Exception]) -> None:
     path = tmp_path / "no.pt"
     path.write_bytes(content)
     with pytest.raises(error):
