@@ -10,6 +10,9 @@ import pytest
 from markdown import Markdown
 from markdown_it import MarkdownIt
 
+import fastserial
+from fastserial import distributed, errors
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
 EXTENSIONS = ["admonition", "attr_list", "tables", "toc", "pymdownx.superfences"]
@@ -49,3 +52,17 @@ def test_links_reach_files_in_the_repository() -> None:
         if not (page.parent / target).exists()
     ]
     assert not broken, "\n".join(broken)
+
+
+def test_api_page_names_all_that_is_public() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
+    public = {f"fastserial.distributed.{name}" for name in distributed.__all__}
+    for name in fastserial.__all__:
+        value = getattr(fastserial, name)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            assert name in errors.__all__  # shown as a whole
+        elif name != "__version__":
+            public.add(f"fastserial.{name}")
+    assert "fastserial.errors" in shown
+    assert public <= shown
