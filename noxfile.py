@@ -180,7 +180,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Wheel and sdist: what is in them, and installed in empty environments (about 10 minutes)."""
+    """Wheel and sdist: what is in them, and installed in empty environments (some minutes)."""
     session.install("build", "twine", "packaging", "tomli", "pytest>=8", "pytest-timeout>=2.3")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist")
