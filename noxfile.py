@@ -164,3 +164,32 @@ def demo(session: nox.Session) -> None:
     folder = Path(session.create_tmp()) / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     session.run("fastserial", "demo", "--folder", str(folder), *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site of docs/, where warnings are errors, and every block of code that claims to run."""
+    install(session, TORCH, "test")
+    # Material for MkDocs gets repairs until May 2027; its successor reads the same settings.
+    session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3")
+    session.run(
+        "mkdocs", "build", "-q", "-f", "docs/site/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"}
+    )
+    session.run("pytest", "tests/docs", *session.posargs, env={"FASTSERIAL_DOCS": "1"})
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Wheel and sdist: what is in them, and installed in empty environments (some minutes)."""
+    session.install("build", "twine", "packaging", "tomli", "pytest>=8", "pytest-timeout>=2.3")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist")
+    session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))
+    session.run(
+        "pytest",
+        "--confcutdir=tests/package",
+        "--timeout=1800",
+        "tests/package",
+        *session.posargs,
+        env={"FASTSERIAL_PACKAGE": str(Path("dist").resolve()), "FASTSERIAL_TORCH": TORCH},
+    )

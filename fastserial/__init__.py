@@ -11,6 +11,7 @@ TYPE_CHECKING = False  # `typing` itself takes longer to import than all of this
 if TYPE_CHECKING:
     from typing import Any
 
+    from fastserial import distributed as distributed
     from fastserial.checkpoints.convert import convert
     from fastserial.checkpoints.inspect import inspect
     from fastserial.checkpoints.lazy import open_checkpoint as open
@@ -143,7 +144,7 @@ def __getattr__(name: str) -> Any:
         module = import_module(home)
         value = globals()[name] = getattr(module, _CALLED.get(name, name))
         return value
-    if name in _HOMES:
+    if name in _HOMES or name == "distributed":
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

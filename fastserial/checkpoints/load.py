@@ -22,7 +22,8 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
 
     Args:
         f: a path or a file object.
-        args, kwargs: as `torch.load`.
+        args: as `torch.load`.
+        kwargs: as `torch.load`.
         verify: check the CRC-32 of every record that is read: zip files that are regular files
             and were written with checksums, not with `mmap=True`. `last_load_report().verified`
             says whether it was possible. By default as the option `verify_on_load`.

@@ -55,7 +55,10 @@ def save_async(
 
     Args:
         obj: as `save`. Everything that is no tensor is pickled at the call.
-        path, group, writers, merge: as `save`.
+        path: as `save`.
+        group: as `save`.
+        writers: as `save`.
+        merge: as `save`.
         snapshot: `copy`: what this rank writes and sends is copied; all may be changed as soon as
             the call returns. `in_place`: what it writes itself is read while the program goes on;
             optimizers wait before a step until what they change is taken. Copied are small pieces,

@@ -1,0 +1,6 @@
+import os
+import pickle
+
+import torch
+
+import fastserial

@@ -1,0 +1,6 @@
+import torch
+
+import fastserial
+
+fastserial.install()
+state = {"weights": torch.randn(4, 1 << 20)}

@@ -1,0 +1,81 @@
+"""Every block of the documentation that claims to run runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.blocks import RUN, BadPage, blocks_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+BEFORE = Path(__file__).parent / "before"
+RANKS = {"dcp": 2, "distributed": 2}  # pages whose code is that of one rank of several
+
+
+def _with_code() -> list[Path]:
+    return [page for page in PAGES if any(block.runs for block in blocks_of(page))]
+
+
+@pytest.mark.parametrize("page", _with_code(), ids=lambda page: page.stem)
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    start = [sys.executable]
+    if page.stem in RANKS:
+        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        start += [*torchrun, f"--nproc-per-node={RANKS[page.stem]}"]
+    command = [*start, str(ROOT / "tests" / "programs" / "docs_page.py"), str(page)]
+    before = BEFORE / f"{page.stem.replace('-', '_').lower()}.py"
+    if before.exists():
+        command.append(str(before))
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    print(ended.stdout)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+
+
+def test_what_comes_before_belongs_to_a_page() -> None:
+    pages = {page.stem.replace("-", "_").lower() for page in _with_code()}
+    assert {before.stem for before in BEFORE.glob("*.py")} <= pages
+
+
+def test_blocks_say_what_they_are() -> None:
+    """A fence without a language is neither run nor known not to be."""
+    known = {*RUN, "text", "yaml", "toml"}
+    odd = [
+        f"{page.name}:{block.line}: {block.language or 'no language'}"
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language not in known
+    ]
+    assert not odd, "\n".join(odd)
+
+
+def test_a_failing_block_fails_its_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nfalse | true\n```\n")
+    program = ROOT / "tests" / "programs" / "docs_page.py"
+    ended = subprocess.run([sys.executable, program, page], cwd=tmp_path, capture_output=True)
+    assert ended.returncode != 0
+
+
+@pytest.mark.parametrize(
+    "text", ["```python\nx = 1\n", "<!-- not run: slow -->\nText.\n\n```sh\nfalse\n```\n"]
+)
+def test_a_page_with_a_slip_is_refused(tmp_path: Path, text: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(BadPage):
+        blocks_of(page)
