@@ -11,13 +11,13 @@ TYPE_CHECKING = False  # `typing` itself takes longer to import than all of this
 if TYPE_CHECKING:
     from typing import Any
 
-    from fastserial.checkpoints.convert import convert
     from fastserial.checkpoints.inspect import inspect
     from fastserial.checkpoints.lazy import open_checkpoint as open
     from fastserial.checkpoints.load import load
     from fastserial.checkpoints.load_into import load_into
     from fastserial.checkpoints.verify import verify
     from fastserial.config import Config, options
+    from fastserial.distributed.convert import convert
     from fastserial.errors import (
         CheckpointKeyError,
         ConfigError,
@@ -87,13 +87,13 @@ __all__ = [
 # By module, so that `import fastserial` alone costs nothing: with `FASTSERIAL=1` every process of
 # a job imports it at its start.
 _HOMES = {
-    "checkpoints.convert": "convert",
     "checkpoints.inspect": "inspect",
     "checkpoints.lazy": "open",
     "checkpoints.load": "load",
     "checkpoints.load_into": "load_into",
     "checkpoints.verify": "verify",
     "config": "Config options",
+    "distributed.convert": "convert",
     "errors": (
         "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError DistributedError "
         "EngineUnavailableError FastserialError LoadMismatchError PatchError StorageChangedError "

@@ -346,7 +346,7 @@ class Schedule:
 
 
 def _place(move: Move) -> tuple[int, tuple[int, ...]]:
-    """Return which elements a move is of, whatever the piece: within them the file's order holds."""
+    """Return which elements a move is of, whatever its piece: they come in the file's order."""
     return move.piece.record, move.box.offsets if move.box is not None else ()
 
 

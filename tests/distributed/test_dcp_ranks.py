@@ -100,7 +100,7 @@ def killed(chance: random.Random, folder: Path, who: str) -> tuple[bool, bool]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, storage_reader=reader, no_dist=True)
+            dcp.load(state, storage_reader=reader)
     except Exception:
         return hit, False
     return hit, all(bool(torch.all(state[key] == state["step"])) for key in ("rows", "all"))
