@@ -85,7 +85,7 @@ def convert(
         OSError: the source cannot be read.
     """
     name = os.fspath(source)
-    to = container_of(os.fspath(target), to, shard_nbytes)
+    container = container_of(os.fspath(target), to, shard_nbytes)
     if verify and not os.path.isdir(name) and not name.endswith(INDEX):
         refuse_damaged(name)
     opened = open_source(name)
@@ -93,7 +93,7 @@ def convert(
         return write_source(
             opened,
             os.fspath(target),
-            to,
+            container,
             key=key,
             copy_shared=copy_shared,
             shard_nbytes=shard_nbytes,
@@ -144,7 +144,8 @@ def write_source(
         if shard_nbytes is not None:
             nbytes = write_shards(tensors, opened, path, shard_nbytes, text, config)
             return Converted(opened.container, to, nbytes)
-    with StreamWriter(path, config, opened, to) as writer:
+    writer = StreamWriter(path, config, opened, to)
+    with writer:
         if to == "safetensors":
             write_safetensors(tensors, writer, text)
         elif to == "legacy":

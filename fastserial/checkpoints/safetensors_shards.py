@@ -48,7 +48,8 @@ def write_shards(
     for number, shard in enumerate(shards, 1):
         name = f"{_STEM}-{number:05}-of-{len(shards):05}.safetensors"
         path = os.path.join(folder, name)
-        with StreamWriter(path, config, source, "safetensors") as writer:
+        writer = StreamWriter(path, config, source, "safetensors")
+        with writer:
             write_safetensors(shard, writer, metadata)
             total += writer.tell()
             writer.release_sources()

@@ -122,7 +122,7 @@ class StreamWriter(FastFileWriter):
 
 
 class _StreamArchive(ZipArchive):
-    """A zip whose storages come from the source file."""
+    """A zip whose storages come from the source."""
 
     def __init__(self, writer: StreamWriter, archive: str) -> None:
         super().__init__(writer, archive, owns_writer=False)
@@ -132,7 +132,7 @@ class _StreamArchive(ZipArchive):
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
         if isinstance(data, torch.UntypedStorage):
-            self._add_memory(name, self._places.memory(data))
+            self._add_memory(name, memory_of(self._places, data))
         else:
             super().write_record(name, data, size)
 

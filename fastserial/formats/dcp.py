@@ -322,10 +322,9 @@ def _fields(value: Call) -> dict[str, Any]:
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    items = value.items if type(value) in (Mapping, Call) else None
-    if items is None:
+    if not isinstance(value, Mapping | Call):
         raise TypeError("it is no dictionary")
-    return items
+    return value.items
 
 
 def _size(value: Any) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def init_process(*_: Any) -> None:
 
 
 @dataclass
-class FastStorageConfig(StorageConfig):  # type: ignore[misc]
+class FastStorageConfig(StorageConfig):
     """What makes the storage in each process.
 
     Attributes:
@@ -59,7 +59,7 @@ class FastStorageConfig(StorageConfig):  # type: ignore[misc]
         return FastStorage(self)
 
 
-class FastStorage(LocalFileSystemStorage):  # type: ignore[misc]
+class FastStorage(LocalFileSystemStorage):
     """Files of the local file system, written and read by fastserial."""
 
     def __init__(self, config: FastStorageConfig) -> None:
@@ -172,7 +172,8 @@ class _Stream(io.RawIOBase):
             del anchor
             self._reader.read_into([ReadExtent(self._at, length, sink)])
             if self._verify and length == self.nbytes:
-                self._check(view[:length])
+                with view[:length] as data:  # tracebacks must not hold the caller's memory
+                    self._check(data)
             self._at += length
             return length
 

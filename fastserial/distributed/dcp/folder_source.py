@@ -241,5 +241,5 @@ def _put(inside: Any, part: str | int, new: Any, key: str) -> Any:
         inside.extend([None] * (part + 1 - len(inside)))
     elif not isinstance(inside, dict):
         raise ConvertError(f"entry {key!r}: what is around it is a value of its own")
-    inside[part] = new  # type: ignore[index]
+    inside[part] = new
     return new
