@@ -149,7 +149,10 @@ def test_a_sparse_tensor_is_left_to_torch(tmp_path: Path) -> None:
     save(state, FastStorageWriter(tmp_path))
     data = (tmp_path / "__0_0.distcp").read_bytes()
     (tmp_path / "item.pt").write_bytes(data)
-    assert torch.equal(torch.load(tmp_path / "item.pt").to_dense(), torch.eye(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.15: that it checks the indices
+        loaded = torch.load(tmp_path / "item.pt")
+    assert torch.equal(loaded.to_dense(), torch.eye(4))
 
 
 @pytest.mark.parametrize("small_file", [0, 8 * MIB])
