@@ -87,7 +87,8 @@ def faults(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """One file from many ranks: identity, failures, kills, memory, in their long forms."""
     install(session, TORCH, "test")
-    default = ["tests/distributed"]
+    session.install("torch-checkpointing")
+    default = ["tests/distributed", "tests/integrations/test_torch_checkpointing.py"]
     session.run("pytest", *(session.posargs or default), env={"FASTSERIAL_DISTRIBUTED": "full"})
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastserial.checkpoints.load_into import load_into
     from fastserial.checkpoints.verify import verify
     from fastserial.config import Config, options
+    from fastserial.distributed.convert import convert
     from fastserial.errors import (
         CheckpointKeyError,
         ConfigError,
@@ -88,13 +89,13 @@ __all__ = [
 # By module, so that `import fastserial` alone costs nothing: with `FASTSERIAL=1` every process of
 # a job imports it at its start.
 _HOMES = {
-    "checkpoints.convert": "convert",
     "checkpoints.inspect": "inspect",
     "checkpoints.lazy": "open",
     "checkpoints.load": "load",
     "checkpoints.load_into": "load_into",
     "checkpoints.verify": "verify",
     "config": "Config options",
+    "distributed.convert": "convert",
     "errors": (
         "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError DistributedError "
         "EngineUnavailableError FastserialError LoadMismatchError PatchError StorageChangedError "

@@ -6,41 +6,29 @@ their bytes from the source while it fills its staging buffers.
 
 from __future__ import annotations
 
-import ctypes
-import io
 import itertools
 import os
-import pickle
-import shlex
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import torch
-
-from fastserial.checkpoints.mapped import Mapped, map_checkpoint
-from fastserial.checkpoints.tensor_read import is_dense
+from fastserial.checkpoints.mapped_source import INDEX, Source, open_source
+from fastserial.checkpoints.safetensors_shards import write_shards
+from fastserial.checkpoints.streaming import (
+    StreamWriter,
+    flat_tensors,
+    refuse_shared,
+    write_legacy,
+    write_safetensors,
+    write_zip,
+)
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.files.file_stamp import stamp
-from fastserial.formats.extents import Data, Extent
-from fastserial.formats.legacy.layout import element_counts, storage_extents
-from fastserial.formats.safetensors import TYPE_NAMES, header_bytes, read_metadata
-from fastserial.formats.storages import reach
-from fastserial.formats.zip.layout import archive_name
-from fastserial.interrupts import Descriptors
-from fastserial.memory.batch import batch_of
-from fastserial.memory.storages import HostMemory, Memory, storage_memory
-from fastserial.patching.install import get_original, patched
-from fastserial.saving.archive import ZipArchive
-from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["Container", "Converted", "convert"]
+__all__ = ["Container", "Converted", "container_of", "convert", "part_of", "write_source"]
 
 Container = Literal["zip", "legacy", "safetensors"]
-_PROTOCOL = 2  # torch's default
 _SHOWN_KEYS = 8
 
 
@@ -50,7 +38,7 @@ class Converted:
 
     Attributes:
         source, target: the containers of both sides.
-        nbytes: size of the new file.
+        nbytes: size of the new file, or of the new files.
         dropped: names of the source's metadata (safetensors), for which a file of torch has no
             place; empty between two safetensors files, which keep it.
     """
@@ -68,6 +56,7 @@ def convert(
     *,
     key: str = "",
     copy_shared: bool = False,
+    shard_nbytes: int | None = None,
     verify: bool = False,
     config: Config | None = None,
 ) -> Converted:
@@ -76,12 +65,15 @@ def convert(
     Locations of storages become `cpu`.
 
     Args:
-        source: a zip, legacy or safetensors file.
-        target: the new file.
+        source: a zip, legacy or safetensors file, or the index of several safetensors files, or
+            their folder.
+        target: the new file; with `shard_nbytes` a new folder.
         to: its container; by default safetensors or zip, by the target's name.
         key: convert the part of it under this key, such as `model`; nested keys and places in
             lists joined by dots, as `inspect` shows them.
         copy_shared: write tensors that share memory, which safetensors cannot tell, several times.
+        shard_nbytes: write several safetensors files with an index, none with more than so many
+            bytes of tensors, if one tensor has not more.
         verify: check every CRC-32 of the source first (zip).
         config: options of the writer; by default those in force.
 
@@ -92,40 +84,82 @@ def convert(
         WriteError: the target cannot be written; what was there is intact.
         OSError: the source cannot be read.
     """
-    name, path = os.fspath(source), os.fspath(target)
-    to = to or ("safetensors" if path.endswith(".safetensors") else "zip")
-    if verify:
+    name = os.fspath(source)
+    container = container_of(os.fspath(target), to, shard_nbytes)
+    if verify and not os.path.isdir(name) and not name.endswith(INDEX):
         refuse_damaged(name)
-    files = Descriptors()
+    opened = open_source(name)
     try:
-        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
-        before = stamp(fd)
-        mapped = map_checkpoint(fd, name)
-        value = _part(mapped.value, key)
-        metadata = read_metadata(fd) if mapped.container == "safetensors" else {}
-        places = _Places(fd, mapped)
-        writer = _StreamWriter(path, config or current(), places, to)
-        with writer:
-            if to == "safetensors":
-                _write_safetensors(value, writer, copy_shared, {"format": "pt", **metadata})
-            elif to == "legacy":
-                _write_legacy(value, writer)
-            else:
-                _write_zip(value, writer)
-            nbytes = writer.tell()
-            writer.release_sources()
-            if not before.holds_for(fd):
-                raise CorruptCheckpointError("the file changed while it was read", path=name)
+        return write_source(
+            opened,
+            os.fspath(target),
+            container,
+            key=key,
+            copy_shared=copy_shared,
+            shard_nbytes=shard_nbytes,
+            config=config or current(),
+        )
     except CorruptCheckpointError as error:
         error.path = error.path or name
         raise
     finally:
-        files.close()
-    dropped = tuple(name for name in metadata if name != "format" and to != "safetensors")
-    return Converted(mapped.container, to, nbytes, dropped)
+        opened.close()
 
 
-def _part(value: Any, key: str) -> Any:
+def container_of(target: str, to: str | None, shard_nbytes: int | None) -> str:
+    """Return in which container a target is to be written.
+
+    Raises:
+        ConvertError: `shard_nbytes` is none, or the container has no shards.
+    """
+    if shard_nbytes is None:
+        return to or ("safetensors" if target.endswith(".safetensors") else "zip")
+    if to not in (None, "safetensors") or shard_nbytes <= 0:
+        raise ConvertError("shard_nbytes is the most bytes of one of several safetensors files")
+    return "safetensors"
+
+
+def write_source(
+    opened: Source,
+    path: str,
+    to: str,
+    *,
+    key: str,
+    copy_shared: bool,
+    shard_nbytes: int | None,
+    config: Config,
+) -> Converted:
+    """Write what is under a key of an open source to a file, or to a folder of shards.
+
+    Raises:
+        ConvertError, CorruptCheckpointError, WriteError: as `convert`.
+    """
+    value = part_of(opened.value, key)
+    free = opened.metadata
+    if to == "safetensors":
+        tensors = flat_tensors(value)
+        if not copy_shared:
+            refuse_shared(tensors)
+        text = {"format": "pt", **free}
+        if shard_nbytes is not None:
+            nbytes = write_shards(tensors, opened, path, shard_nbytes, text, config)
+            return Converted(opened.container, to, nbytes)
+    writer = StreamWriter(path, config, opened, to)
+    with writer:
+        if to == "safetensors":
+            write_safetensors(tensors, writer, text)
+        elif to == "legacy":
+            write_legacy(value, writer)
+        else:
+            write_zip(value, writer)
+        nbytes = writer.tell()
+        writer.release_sources()
+        opened.check_unchanged()
+    dropped = tuple(name for name in free if name != "format" and to != "safetensors")
+    return Converted(opened.container, to, nbytes, dropped)
+
+
+def part_of(value: Any, key: str) -> Any:
     """Return what is under a key; names in it may hold dots themselves.
 
     Raises:
@@ -172,261 +206,3 @@ def _offers(value: Any) -> str:
     names = [repr(key) for key in itertools.islice(value, _SHOWN_KEYS)]
     more = ", ..." if len(value) > _SHOWN_KEYS else ""
     return f"; there are: {', '.join(names)}{more}"
-
-
-# -- bytes from the source -----------------------------------------------------------------------
-
-
-class FileMemory:
-    """`nbytes` bytes at `offset` of a file, as the writer wants to see a storage."""
-
-    __slots__ = ("_fd", "_offset", "nbytes")
-
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        self._fd = fd
-        self._offset = offset
-        self.nbytes = nbytes
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        """Read bytes [start, start + length) into host memory at `address`."""
-        view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-        done = 0
-        while done < length:
-            got = os.preadv(self._fd, [view[done:]], self._offset + start + done)
-            if got == 0:
-                raise CorruptCheckpointError("the file became shorter while it was read")
-            done += got
-
-
-class _Places:
-    """Finds the bytes of mapped storages in the file."""
-
-    def __init__(self, fd: int, mapped: Mapped) -> None:
-        self.fd = fd
-        self.mapped = mapped
-
-    def memory(self, storage: torch.UntypedStorage) -> Memory:
-        """Return where a storage's bytes come from: the file, if it is of the mapping."""
-        offset = self.mapped.offset_of(storage) if storage.nbytes() else None
-        if offset is None:
-            return storage_memory(storage)
-        return FileMemory(self.fd, offset, storage.nbytes())
-
-
-class _RowsMemory:
-    """A tensor's elements in order, some rows at a time: for those that are not contiguous."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.nbytes = tensor.numel() * tensor.itemsize
-        while tensor.dim() > 1 and tensor.shape[0] == 1:
-            tensor = tensor[0]
-        self._tensor = tensor if tensor.dim() else tensor.reshape(1)
-        self._row = self.nbytes // self._tensor.shape[0]
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy bytes [start, start + length) of the contiguous form to `address`."""
-        first, last = start // self._row, -(-(start + length) // self._row)
-        rows = self._tensor[first:last].resolve_conj().resolve_neg().contiguous()
-        ctypes.memmove(address, rows.data_ptr() + start - first * self._row, length)
-
-
-# -- writing -------------------------------------------------------------------------------------
-
-
-class _StreamWriter(FastFileWriter):
-    """A writer that takes storages from the source file, not from the mapping."""
-
-    def __init__(self, path: str, config: Config, places: _Places, to: str) -> None:
-        super().__init__(path, config, container=to)
-        self.places = places
-
-    def save_torch_storage_object_list(
-        self,
-        storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
-        save_size: bool = True,
-    ) -> int:
-        batch = batch_of([self.places.memory(storage) for storage, _ in storage_obj_list])
-        element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
-        counts = element_counts(batch.sizes, element_sizes, save_size)
-        extents = storage_extents(batch, counts)
-        self.write_extents(extents)
-        return sum(extent.length for extent in extents)
-
-    def write_extents(self, extents: Sequence[Extent]) -> None:
-        """Append extents without checksums."""
-        self._write_extents(extents, sum(extent.length for extent in extents), None)
-
-
-class _StreamArchive(ZipArchive):
-    """A zip whose storages come from the source file."""
-
-    def __init__(self, writer: _StreamWriter, archive: str) -> None:
-        super().__init__(writer, archive, owns_writer=False)
-        self._places = writer.places
-
-    def write_record(
-        self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
-    ) -> None:
-        if isinstance(data, torch.UntypedStorage):
-            self._add_memory(name, self._places.memory(data))
-        else:
-            super().write_record(name, data, size)
-
-    def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
-        for name, storage in zip(names, storages, strict=True):
-            self._add_memory(name, self._places.memory(storage))
-
-
-def _write_zip(value: Any, writer: _StreamWriter) -> None:
-    save = patched("_save") or get_original("_save")
-    with _StreamArchive(writer, archive_name(writer.name) or "archive") as archive:
-        save(value, archive, pickle, _PROTOCOL, False)
-
-
-def _write_legacy(value: Any, writer: _StreamWriter) -> None:
-    _refuse_in_legacy(value)
-    # without a patch torch copies the storages from the mapping: the same bytes, more memory
-    save = patched("_legacy_save") or get_original("_legacy_save")
-    save(value, writer, pickle, _PROTOCOL)
-
-
-class _LegacyProbe(pickle.Pickler):
-    """Pickles into nothing, and stops at what a legacy file cannot give back."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), _PROTOCOL)
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, torch.UntypedStorage):
-            raise ConvertError("it has a dtype without a storage type, such as float8 or uint16")
-        return "storage" if isinstance(obj, torch.storage.TypedStorage) else None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.is_nested and obj.layout is torch.strided:
-            raise ConvertError("a nested tensor needs its sizes while it is unpickled")
-        return NotImplemented
-
-
-def _refuse_in_legacy(value: Any) -> None:
-    for key, item in value.items() if type(value) in (dict, OrderedDict) else [("", value)]:
-        try:
-            _LegacyProbe().dump(item)
-        except ConvertError as error:
-            where = f"entry {key!r}" if key != "" else "it"
-            raise ConvertError(
-                f"{where} cannot be represented in the legacy container: {error}"
-            ) from None
-
-
-def _write_safetensors(
-    value: Any, writer: _StreamWriter, copy_shared: bool, metadata: Mapping[str, str]
-) -> None:
-    tensors = _flat_tensors(value)
-    if not copy_shared:
-        _refuse_shared(tensors)
-    # large elements first: all are aligned then, as the format wants it
-    order = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    rows = [
-        (key, _type_name(tensor), tuple(tensor.shape), tensor.numel() * tensor.itemsize)
-        for key, tensor in order
-    ]
-    writer.write(header_bytes(rows, metadata))
-    extents: list[Extent] = []
-    at = 0
-    for _, tensor in order:
-        memory = _in_order(tensor, writer.places)
-        if memory.nbytes:
-            extents.append(Extent(at, memory.nbytes, Data(memory, memory.nbytes, None)))
-            at += memory.nbytes
-    writer.write_extents(extents)
-
-
-def _type_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _flat_tensors(value: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a flat dictionary.
-
-    Raises:
-        ConvertError: it holds anything else.
-    """
-    if not isinstance(value, Mapping):
-        raise ConvertError(
-            f"safetensors holds a dictionary of tensors, nothing of type {type(value).__name__}"
-        )
-    found: dict[str, torch.Tensor] = {}
-    for key, item in value.items():
-        problem = None
-        if not isinstance(key, str):
-            problem = f"its key is of type {type(key).__name__}, not a string"
-        elif _is_no_unicode(key):
-            problem = "its key is no valid Unicode (a lone surrogate)"
-        elif isinstance(item, Mapping):
-            problem = "it is a dictionary"
-        elif type(item) not in (torch.Tensor, torch.nn.Parameter):
-            problem = f"it is of type {type(item).__name__}, not a tensor"
-        elif item.layout is not torch.strided or item.is_quantized or item.is_nested:
-            problem = "it is no plain tensor"
-        elif item.device.type != "cpu":
-            problem = f"it has no bytes (device {item.device.type})"
-        elif _type_name(item) not in TYPE_NAMES:
-            problem = f"safetensors has no dtype {_type_name(item)}"
-        if problem:
-            raise ConvertError(
-                f"entry {key!r} cannot be represented in safetensors: {problem}{_advice(value)}"
-            )
-        found[key] = cast("torch.Tensor", item).detach()
-    return found
-
-
-def _is_no_unicode(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _advice(value: Mapping[Any, Any]) -> str:
-    """Name the entry that most likely is wanted: the one with the most tensors."""
-    counts = {
-        key: sum(isinstance(one, torch.Tensor) for one in item.values())
-        for key, item in value.items()
-        if isinstance(key, str) and isinstance(item, Mapping)
-    }
-    best = max(counts, key=lambda key: counts[key], default="")
-    if not counts.get(best):
-        return ""
-    return f"; to convert the tensors in {best!r} alone: key={best!r} (--key {shlex.quote(best)})"
-
-
-def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
-    spans: list[tuple[int, int, str]] = []
-    for key, tensor in tensors.items():
-        if tensor.numel():
-            start = tensor.data_ptr()
-            length = reach(tensor.shape, tensor.stride()) * tensor.itemsize
-            spans.append((start, start + length, key))
-    spans.sort()
-    stop, owner = 0, ""
-    for start, end, key in spans:
-        if start < stop:
-            raise ConvertError(
-                f"entries {owner!r} and {key!r} share memory, which safetensors cannot tell; "
-                "copy_shared=True (--copy-shared) writes them twice"
-            )
-        if end > stop:
-            stop, owner = end, key
-
-
-def _in_order(tensor: torch.Tensor, places: _Places) -> Memory:
-    """Return a tensor's bytes in the order of its elements."""
-    if not tensor.numel():
-        return HostMemory(0, 0, None)
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
-        return cast("Memory", _RowsMemory(tensor))
-    storage = tensor.untyped_storage()
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    offset = places.mapped.offset_of(storage)
-    nbytes = tensor.numel() * tensor.itemsize
-    if offset is None:
-        return HostMemory(tensor.data_ptr(), nbytes, tensor)
-    return FileMemory(places.fd, offset + start, nbytes)

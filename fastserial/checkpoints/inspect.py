@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any
 
+from fastserial.checkpoints.dcp_folder import is_dcp_folder
+from fastserial.checkpoints.folder_inspection import inspect_folder
+from fastserial.checkpoints.inspection import Inspection, StorageUse
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
@@ -26,115 +27,11 @@ _MOST_NOTES = 100
 _HINTS = (".format_version", ".storage_alignment", "byteorder", "version")
 
 
-@dataclass(frozen=True, slots=True)
-class StorageUse:
-    """A storage and who is in it.
-
-    Attributes:
-        key: its name (`data/<key>` in a zip).
-        dtype: type of its elements; `uint8` where torch keeps bytes only.
-        nbytes: its size (bytes).
-        offset: its first byte in the file, None if it is not there.
-        location: the device it came from.
-        tensors: keys of the tensors in it.
-        needed_bytes: what would do if each of its tensors were saved alone, once.
-    """
-
-    key: str
-    dtype: str
-    nbytes: int
-    offset: int | None
-    location: str
-    tensors: tuple[str, ...]
-    needed_bytes: int
-
-    @property
-    def wasted_bytes(self) -> int:
-        """Bytes that are saved only because a view drags its whole storage along."""
-        return max(0, self.nbytes - self.needed_bytes)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several tensors are in it."""
-        return len(self.tensors) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """What a checkpoint holds.
-
-    Attributes:
-        path: the file.
-        format: `zip`, `legacy` or `safetensors`.
-        bytes: size of the file.
-        hints: what the file says about the torch that wrote it.
-        archive_name: the folder in the names of the records (zip).
-        records: (name, offset of the data, bytes) of each record (zip).
-        tensors: in the order of the pickle.
-        storages: in the order of the file.
-        imports: the names that unpickling would import.
-        values: how many other values (numbers, strings, ...) there are.
-        notes: what is odd, and what could not be found out.
-    """
-
-    path: str
-    format: str
-    bytes: int
-    hints: tuple[str, ...]
-    archive_name: str | None
-    records: tuple[tuple[str, int, int], ...]
-    tensors: tuple[TensorEntry, ...]
-    storages: tuple[StorageUse, ...]
-    imports: tuple[str, ...]
-    values: int
-    notes: tuple[str, ...]
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of all tensors, shared ones counted each time."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def wasted_bytes(self) -> int:
-        """Bytes that could be saved by cloning views before saving them."""
-        return sum(storage.wasted_bytes for storage in self.storages)
-
-    def offset_of(self, tensor: TensorEntry) -> int | None:
-        """Return where the tensor's first element lies in the file (bytes), None if nowhere."""
-        for storage in self.storages:
-            if storage.key == tensor.storage and storage.offset is not None:
-                return storage.offset + tensor.span[0]
-        return None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the inspection as plain JSON values."""
-        places = {storage.key: storage.offset for storage in self.storages}
-        tensors, storages = list(map(_values, self.tensors)), list(map(_values, self.storages))
-        for row, tensor in zip(tensors, self.tensors, strict=True):
-            start = places.get(tensor.storage or "")
-            row["offset"] = None if start is None else start + tensor.span[0]
-            row["contiguous"] = tensor.is_contiguous
-        for row, storage in zip(storages, self.storages, strict=True):
-            row["wasted_bytes"] = storage.wasted_bytes
-        return {
-            **_values(self),
-            "tensors": tensors,
-            "storages": storages,
-            "tensor_bytes": self.tensor_bytes,
-            "wasted_bytes": self.wasted_bytes,
-        }
-
-
-def _values(one: Inspection | StorageUse | TensorEntry) -> dict[str, Any]:
-    """Return the attributes of one object. (`asdict` copies them: three times as long.)"""
-    return {field.name: getattr(one, field.name) for field in fields(one)}
-
-
 def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspection:
     """Read a checkpoint's structure and pickle; the bytes of its tensors are not read.
 
     Args:
-        path: the file.
+        path: the file, or a folder of torch.distributed.checkpoint.
         limits: what reading the pickle may take (bytes, seconds).
 
     Raises:
@@ -148,11 +45,13 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         with Descriptors() as files, paused_collection():
             return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
     except CorruptCheckpointError as error:
-        error.path = name
+        error.path = error.path or name
         raise
 
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
+    if is_dcp_folder(name):
+        return inspect_folder(name)
     found, size = checkpoint_format(fd, name), os.fstat(fd).st_size
     if found is Format.ZIP:
         return _inspect_zip(name, fd, size, limits)

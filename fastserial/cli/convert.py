@@ -21,11 +21,19 @@ class Target(str, Enum):
     zip = "zip"
     legacy = "legacy"
     safetensors = "safetensors"
+    dcp = "dcp"
+    packed = "packed"
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A zip, legacy or safetensors checkpoint.")],
-    target: Annotated[Path, typer.Argument(help="The new file.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A zip, legacy or safetensors checkpoint, an index of safetensors files, "
+            "or a DCP folder."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="The new file or folder.")],
     to: Annotated[
         Target | None, typer.Option("--to", help="Default: by the target's name, else zip.")
     ] = None,
@@ -33,20 +41,32 @@ def convert(
     copy_shared: Annotated[
         bool, typer.Option("--copy-shared", help="Write shared tensors several times.")
     ] = False,
+    shard_size: Annotated[
+        str, typer.Option(help="Write safetensors files of this size at most, with an index.")
+    ] = "",
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Check every checksum first.")
     ] = True,
 ) -> None:
     """Write a checkpoint in another container. Runs no code of untrusted pickles.
 
+    `dcp` and `packed` are folders for torch.distributed.checkpoint.
+
     Exit status 2 if it cannot be represented there; what was at the target is intact then.
     """
-    from fastserial.checkpoints.convert import convert as run
+    from fastserial.config.settings import parse_size
+    from fastserial.distributed.convert import convert as run
 
     # torch's warning is about what either goes well or is an error of ours, with a remedy
     warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
     done = run(
-        source, target, to.value if to else None, key=key, copy_shared=copy_shared, verify=verify
+        source,
+        target,
+        to.value if to else None,
+        key=key,
+        copy_shared=copy_shared,
+        shard_nbytes=parse_size(shard_size) if shard_size else None,
+        verify=verify,
     )
     say(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
     if done.dropped:

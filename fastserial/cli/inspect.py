@@ -23,14 +23,17 @@ __all__ = ["inspect"]
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A zip, legacy or safetensors checkpoint.")
+        Path,
+        typer.Argument(
+            metavar="FILE|DIR", help="A zip, legacy or safetensors checkpoint, or a DCP folder."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    records: Annotated[bool, typer.Option("--records", help="List the zip records, too.")] = False,
+    records: Annotated[bool, typer.Option("--records", help="List records or items, too.")] = False,
 ) -> None:
     """Show what a checkpoint holds. Reads no tensor's bytes and executes nothing.
 
-    Exit status: 0, 1 if the file is damaged, 2 if it cannot be read.
+    Exit status: 0, 1 if it is damaged, 2 if it cannot be read.
     """
     from fastserial.checkpoints.inspect import inspect as look
     from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
@@ -50,7 +53,7 @@ def inspect(
 
 
 def _print_inspection(console: Console, found: Inspection, records: bool) -> None:
-    name = os.path.basename(found.path)
+    name = os.path.basename(os.path.abspath(found.path))
     console.print(
         f"{escape(name)}: {found.format}, {format_bytes(found.bytes)}, "
         f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.storages), 'storage')}, "

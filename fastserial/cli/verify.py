@@ -88,7 +88,7 @@ def _print_report(console: Console, report: VerifyReport) -> None:
     color = _COLORS[report.status]
     facts: list[str] = []
     if report.format is not None:
-        records = counted(report.records, "record")
+        records = counted(report.records, "item" if "dcp" in report.format else "record")
         facts = [report.format, records, format_bytes(report.bytes), *_speed([report])]
     console.print(
         f"[{color}]{report.status:10}[/] {escape(report.path)}  {', '.join(facts)}".rstrip(),
@@ -97,9 +97,11 @@ def _print_report(console: Console, report: VerifyReport) -> None:
     for note in report.notes:
         console.print(f"           {escape(note)}", soft_wrap=True)
     if report.problems:
+        files = any(problem.file for problem in report.problems)
         rows = [
             (
                 problem.kind,
+                *((problem.file or "-",) if files else ()),
                 problem.record or "-",
                 "-" if problem.offset is None else problem.offset,
                 some(problem.tensors),
@@ -107,7 +109,8 @@ def _print_report(console: Console, report: VerifyReport) -> None:
             )
             for problem in report.problems
         ]
-        print_table(console, "", ("kind", "record", "byte", "tensors", "what is wrong"), rows)
+        where = ("file", "item") if files else ("record",)
+        print_table(console, "", ("kind", *where, "byte", "tensors", "what is wrong"), rows)
         if report.found > len(report.problems):
             console.print(f"... and {report.found - len(report.problems)} more")
 
@@ -123,7 +126,7 @@ def _print_sum(console: Console, reports: list[VerifyReport]) -> None:
     nbytes = sum(report.bytes for report in reports)
     texts = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     facts = ", ".join((format_bytes(nbytes), *_speed(reports)))
-    console.print(f"{len(reports)} files: {texts}; {facts}")
+    console.print(f"{len(reports)} checkpoints: {texts}; {facts}")
 
 
 def _speed(reports: Sequence[VerifyReport]) -> Iterator[str]:

@@ -15,8 +15,9 @@ import torch
 from fastserial.distributed.boxes import Box, Overlap
 from fastserial.distributed.group import Traffic
 
-__all__ = ["Exchange", "as_integers", "view_in_range"]
+__all__ = ["Exchange", "as_integers", "packed", "view_in_range"]
 
+_ALIGN = 16  # bytes of the largest elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -63,9 +64,9 @@ class Exchange:
         Args:
             sends: for each rank that gets something from this one, views of any strides, on any
                 device.
-            receives: for each rank that this one gets something from, views of the same shapes
-                and element sizes, in the same order. What a rank sends to itself goes without a
-                detour.
+            receives: for each rank that this one gets something from, views of the same elements
+                in the same order; those of one size may be cut elsewhere. What a rank sends to
+                itself goes without a detour, in views of the same shapes.
 
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
@@ -99,8 +100,8 @@ class Exchange:
         self, name: str, views: Mapping[int, Sequence[torch.Tensor]]
     ) -> dict[int, torch.Tensor]:
         """Return a part of a buffer for each rank's views."""
-        sizes = {rank: sum(map(_padded, rows)) for rank, rows in views.items()}
-        total = sum(sizes.values())
+        sizes = {rank: packed(rows) for rank, rows in views.items()}
+        total = sum(nbytes + -nbytes % _ALIGN for nbytes in sizes.values())
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < total:
             buffer = self._buffers[name] = torch.empty(total, dtype=torch.uint8, device="cpu")
@@ -108,24 +109,32 @@ class Exchange:
         at = 0
         for rank, nbytes in sizes.items():
             parts[rank] = buffer[at : at + nbytes]
-            at += nbytes
+            at += nbytes + -nbytes % _ALIGN
         return parts
 
 
-def _padded(view: torch.Tensor) -> int:
-    """Return what a view takes on the way: so that the next one is aligned, whatever it is."""
-    nbytes = view.numel() * view.element_size()
-    return nbytes + -nbytes % 16
+def packed(views: Sequence[torch.Tensor]) -> int:
+    """Return what views take on the way: one behind the other, each aligned to its elements.
+
+    So it does not matter where elements of one size are cut into views.
+    """
+    at = 0
+    for view in views:
+        if view.numel():
+            item = view.element_size()
+            at += -at % item + view.numel() * item
+    return at
 
 
 def _pass(view: torch.Tensor, buffer: torch.Tensor, at: int, out: bool) -> int:
     """Copy between a view and the buffer's byte `at`; return where the next one begins."""
     nbytes = view.numel() * view.element_size()
     if nbytes:
+        at += -at % view.element_size()
         view = as_integers(view)
         there = buffer[at : at + nbytes].view(view.dtype).view(view.shape)
         if out:
             there.copy_(view)
         else:
             view.copy_(there)
-    return at + nbytes + -nbytes % 16
+    return at + nbytes

@@ -196,6 +196,9 @@ class Schedule:
                         found.pieces.append((piece, at))
                     self._note(found, piece, at, owner)
                     at += piece.length + -piece.length % _ALIGN
+        for moves in (*found.sends.values(), *found.receives.values()):
+            # Sender and owner cut pieces at different places, so the order must not depend on that.
+            moves.sort(key=_place)
         return found
 
     def sources(self) -> Iterator[int]:
@@ -340,6 +343,11 @@ class Schedule:
             mine = [held for held in cover.held if self._rank in held.ranks]
             found = self._covers[id(spec)] = cover, mine
         return found
+
+
+def _place(move: Move) -> tuple[int, tuple[int, ...]]:
+    """Return which elements a move is of, whatever its piece: they come in the file's order."""
+    return move.piece.record, move.box.offsets if move.box is not None else ()
 
 
 @lru_cache(maxsize=4096)  # tensors of a model are alike

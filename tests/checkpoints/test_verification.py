@@ -462,7 +462,7 @@ def test_tables(tmp_path: Path) -> None:
     path.write_bytes(ZIP[:-30] + b"?" + ZIP[-29:])
     _, text = command("verify", path, path)
     assert "damaged" in text
-    assert "2 files: 2 damaged" in text
+    assert "2 checkpoints: 2 damaged" in text
     path.write_bytes(ZIP)
     _, text = command("inspect", path, "--records")
     assert "data/0" in text

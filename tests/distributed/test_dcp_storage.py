@@ -37,13 +37,13 @@ MIB = 1 << 20
 def save(state: dict[str, Any], writer: Any, planner: Any = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process
-        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save(state, storage_writer=writer, planner=planner)
 
 
 def load(state: dict[str, Any], reader: Any, planner: Any = None) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        dcp.load(state, storage_reader=reader, planner=planner)
     return state
 
 
@@ -119,7 +119,8 @@ def test_a_rank_writes_the_bytes_of_stock(alignment: int, checksums: bool, tmp_p
     a, b = (dcp.FileSystemReader(tmp_path / who).read_metadata() for who in ("ours", "stock"))
     assert a.state_dict_metadata == b.state_dict_metadata
     assert a.planner_data == b.planner_data
-    assert a.version == b.version
+    if hasattr(b, "version"):  # since torch 2.7
+        assert a.version == b.version
     places = [{k: (p.offset, p.length) for k, p in m.storage_data.items()} for m in (a, b)]
     assert places[0] == places[1]
 
@@ -148,7 +149,10 @@ def test_a_sparse_tensor_is_left_to_torch(tmp_path: Path) -> None:
     save(state, FastStorageWriter(tmp_path))
     data = (tmp_path / "__0_0.distcp").read_bytes()
     (tmp_path / "item.pt").write_bytes(data)
-    assert torch.equal(torch.load(tmp_path / "item.pt").to_dense(), torch.eye(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.15: that it checks the indices
+        loaded = torch.load(tmp_path / "item.pt")
+    assert torch.equal(loaded.to_dense(), torch.eye(4))
 
 
 @pytest.mark.parametrize("small_file", [0, 8 * MIB])
@@ -334,12 +338,7 @@ def test_checkpoints_of_ranks_on_their_own(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            dcp.save(
-                state,
-                storage_writer=FastStorageWriter(tmp_path),
-                no_dist=True,
-                use_collectives=False,
-            )
+            dcp.save(state, storage_writer=FastStorageWriter(tmp_path), use_collectives=False)
         except TypeError:
             pytest.skip("dcp.save of this torch has no use_collectives")
     assert sorted(os.listdir(tmp_path)) == ["__0.metadata", "__0_0.distcp"]

@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.ranks import join
-from support.sharded import noise
+from support.sharded import noise, split
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from fastserial import distributed
 from fastserial.distributed import FlatShard, saver
@@ -51,7 +51,7 @@ class Maker:
         if self.whole:
             return full
         mesh = self.meshes[options.get("mesh", 0)]
-        return distribute_tensor(full, mesh, placement or [Shard(0)], src_data_rank=None)
+        return split(full, mesh, list(placement) or [Shard(0)])
 
     def flat(self, seed: int, cut: int) -> Any:
         full = noise([60], torch.float32, seed)

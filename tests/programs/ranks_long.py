@@ -115,7 +115,7 @@ def growth(folder: Path) -> None:
             assert step % 10 == 5
     after = use()
     assert after[0] - before[0] < 16 * MIB, (before, after)
-    assert after[1] == before[1], (before, after)
+    assert after[1] <= before[1], (before, after)
     # Those of connections that failed end a little later.
     assert after[2] - before[2] < 4, (before, after)
 

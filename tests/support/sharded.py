@@ -17,6 +17,7 @@ __all__ = [
     "random_placements",
     "random_tensor",
     "same_bytes",
+    "split",
     "strided",
 ]
 
@@ -89,6 +90,11 @@ def random_dtensor(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) 
     placements = random_placements(chance, full.dim(), mesh)
     if full.dim() and chance.random() < 0.4:
         return strided(chance, full, mesh)
+    return split(full, mesh, placements)
+
+
+def split(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
+    """Return a tensor distributed; each rank takes its part of the whole that it has."""
     if _SPLITS_LOCALLY:
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
     local = full
@@ -108,9 +114,9 @@ def strided(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTen
     factor = 1
     local = full
     for axis in [*range(1, mesh.ndim), 0]:
-        split = dim if axis == 0 else placements[axis].dim
-        local = _chunk(local, mesh, axis, split)
-        if axis and split == dim:
+        at = dim if axis == 0 else placements[axis].dim
+        local = _chunk(local, mesh, axis, at)
+        if axis and at == dim:
             factor *= mesh.size(axis)
     placements[0] = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
     local = local.contiguous()

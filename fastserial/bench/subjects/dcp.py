@@ -18,13 +18,13 @@ def write(tensors: Mapping[str, torch.Tensor], path: Path, sync_files: bool = Tr
     """Save tensors to a new directory with `FileSystemWriter`."""
     with _checkpoint() as dcp:
         writer = dcp.FileSystemWriter(path, sync_files=sync_files)
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        dcp.save(dict(tensors), storage_writer=writer)
 
 
 def read(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Load the tensors of these names, into these tensors."""
     with _checkpoint() as dcp:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
 
 
 def names_in(path: Path) -> set[str]:

@@ -9,12 +9,14 @@ import os
 from collections.abc import Iterator
 from time import perf_counter
 
+from fastserial.checkpoints.dcp_folder import is_dcp_folder
+from fastserial.checkpoints.verify.folder import FolderResult, verify_folder
 from fastserial.checkpoints.verify.legacy import verify_legacy
 from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
 from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.files.file_stamp import stamp
+from fastserial.files.file_stamp import FileStamp, stamp
 from fastserial.formats.detect import Format, detect, format_of_head
 from fastserial.interrupts import Descriptors
 
@@ -23,6 +25,7 @@ __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verif
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 _REASONS = {
     Format.FOLDER: "a directory: verify the files in it (`checkpoints_in`)",
+    Format.SHARD: f"{Format.SHARD.value}: verify its folder",
     Format.SAFETENSORS: "neither a zip nor a legacy checkpoint",
     Format.OTHER: "neither a zip nor a legacy checkpoint",
 }
@@ -30,12 +33,13 @@ _OTHERS = (".distcp", ".npz", ".safetensors", ".zip", ".whl", ".jar", ".tmp")
 
 
 def verify(path: str | os.PathLike[str], config: Config | None = None) -> VerifyReport:
-    """Check a checkpoint file: CRC-32 of every record, and the structure of the container.
+    """Check a checkpoint: CRC-32 of every record, and the structure of the container.
 
-    A legacy file has no checksums; its structure is checked, which the report says.
+    A legacy file has no checksums; its structure is checked, which the report says. In a folder of
+    torch.distributed.checkpoint every item of every file is checked.
 
     Args:
-        path: the file.
+        path: the file, or the folder.
         config: block size, queue depth and threads; by default the options in force.
 
     Returns:
@@ -45,7 +49,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     began = perf_counter()
     findings = Findings()
     kind: str | None = None
-    result = ZipResult()
+    result: ZipResult | FolderResult = ZipResult()
     size = 0
     reason: str | None = None
     changed = False
@@ -55,19 +59,23 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
             before = os.fstat(fd)
             size = before.st_size
             found = detect(fd, name)
-            seen = stamp(fd, before)
+            seen: FileStamp | None = stamp(fd, before)
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
                 kind = "zip"
-                result = verify_zip(fd, size, config or current(), findings)
-                reason = result.no_checkpoint
+                result = zip_result = verify_zip(fd, size, config or current(), findings)
+                reason = zip_result.no_checkpoint
             elif found is Format.LEGACY:
                 kind = "legacy"
                 result.records = verify_legacy(fd, size, findings)
+            elif found is Format.FOLDER and is_dcp_folder(name):
+                result = folder = verify_folder(name, config or current(), findings)
+                kind, size, seen = folder.format, folder.nbytes, None
+                changed = folder.changed
             else:
                 reason = _REASONS.get(found, found.value)
-            changed = not seen.holds_for(fd)
+            changed = changed or (seen is not None and not seen.holds_for(fd))
         if changed:
-            reason = "the file changed while it was read: verify it again"
+            reason = "it changed while it was read: verify it again"
     except CorruptCheckpointError as error:
         findings.add(Problem("truncated", error.message, error.record, error.offset))
     except PickleLimitError as error:
@@ -106,10 +114,11 @@ def refuse_damaged(path: str | os.PathLike[str]) -> None:
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the checkpoint files in a directory and those below, sorted.
+    """Yield the checkpoints in a directory and those below, sorted.
 
-    Checkpoints are what starts as one, and what is called like one. Symbolic links are not
-    followed; temporary files and other formats are passed over.
+    Checkpoints are what starts as one, and what is called like one, and the folders of
+    torch.distributed.checkpoint. Symbolic links are not followed; temporary files and other formats
+    are passed over.
 
     Raises:
         OSError: a directory cannot be read.
@@ -120,6 +129,8 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
 
     for parent, folders, files in os.walk(folder, onerror=refuse):
         folders.sort()
+        if is_dcp_folder(parent):
+            yield parent
         for name in sorted(files):
             path = os.path.join(parent, name)
             if not os.path.islink(path) and os.path.isfile(path) and _is_checkpoint(path):

@@ -17,11 +17,12 @@ class Problem:
 
     Attributes:
         kind: `checksum`, `header`, `descriptor`, `directory`, `id`, `pickle`, `storage`,
-            `truncated`, `unaccounted` or `read`.
+            `truncated`, `unaccounted`, `missing` or `read`.
         message: what, in a sentence.
-        record: the record (zip) or storage (legacy), None if it is the container.
+        record: the record (zip), storage (legacy) or item (DCP), None if it is the container.
         offset: where in the file (bytes), None where unknown.
         tensors: keys of the tensors in that record, as far as the pickle says.
+        file: which one of a folder, None if the checkpoint is a file.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Problem:
     record: str | None = None
     offset: int | None = None
     tensors: tuple[str, ...] = ()
+    file: str | None = None
 
 
 @dataclass(slots=True)
@@ -52,17 +54,17 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The verification of one file.
+    """The verification of one checkpoint.
 
     Attributes:
-        path: the file.
+        path: the file, or the folder of torch.distributed.checkpoint.
         status: `ok`: whole, and a checkpoint or another archive of torch; `damaged`: some reader
             gets other bytes than were written, or torch cannot load it; `unreadable` if it cannot
             be told (no permission, or no checkpoint: an archive like that is checked all the same).
-        format: `zip`, `legacy` or None.
-        bytes: size of the file.
+        format: `zip`, `legacy`, `dcp`, `dcp packed` or None.
+        bytes: size of the file, or of the folder's files.
         seconds: time it took.
-        records: number of records (zip) or storages (legacy).
+        records: number of records (zip), storages (legacy) or items (DCP).
         checked_bytes: bytes whose CRC-32 was compared with the one in the file.
         unchecked: records without a checksum.
         problems: what is wrong, at most 1000.

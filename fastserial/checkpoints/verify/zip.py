@@ -7,6 +7,7 @@ import os
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastserial.checkpoints.verify.ends import (
@@ -31,10 +32,13 @@ from fastserial.formats.zip.records import PICKLE
 from fastserial.formats.zip.structs import DEFLATED, DESCRIPTOR_SIGNATURE
 from fastserial.loading.scan import scan
 
-__all__ = ["ZipResult", "verify_zip"]
+__all__ = ["Feed", "ZipResult", "verify_zip"]
 
 _HEAD = 8
 _LONGEST_TAIL = 128 * 1024
+
+# Told how many bytes are wanted: from the first on, as `scan` delivers them.
+Feed = Callable[[int, Callable[[int, memoryview], None], Callable[[int, int, OSError], None]], None]
 
 
 @dataclass(slots=True)
@@ -54,8 +58,13 @@ class ZipResult:
     no_checkpoint: str | None = None
 
 
-def verify_zip(fd: int, size: int, config: Config, findings: Findings) -> ZipResult:
+def verify_zip(
+    fd: int, size: int, config: Config, findings: Findings, feed: Feed | None = None
+) -> ZipResult:
     """Check every record's CRC-32 and the whole structure of a zip archive.
+
+    Args:
+        feed: gives the bytes of the records, if the descriptor has only the archive's ends.
 
     Raises:
         OSError: the file's directory cannot be read.
@@ -76,7 +85,11 @@ def verify_zip(fd: int, size: int, config: Config, findings: Findings) -> ZipRes
     for problem in check_end(directory, _tail(fd, directory), torch_made, remarks.append):
         findings.add(problem)
     check = _Pass(fd, directory, torch_made)
-    scan(fd, 0, directory.end.directory_offset, check.visit, check.fail, config)
+    end = directory.end.directory_offset
+    if feed is not None:
+        feed(end, check.visit, check.fail)
+    else:
+        scan(fd, 0, end, check.visit, check.fail, config)
     result = _conclude(fd, directory, check, torch_made, findings)
     for text, count in Counter((*check.remarks, *remarks)).items():
         findings.note(text if count == 1 else f"{text} ({count} times)")

@@ -50,6 +50,10 @@ class LocalRows(NamedTuple):
     rows: list[Row]
     properties: list[TensorProperties]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle columns: a third of the time that so many rows take."""
+        return _from_columns, (list(zip(*self.rows, strict=True)), self.properties)
+
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> LocalRows:
         """Return the rows of a flattened state.
@@ -80,6 +84,10 @@ class LocalRows(NamedTuple):
                 size=torch.Size(row.size),
             ),
         )
+
+
+def _from_columns(columns: list[Any], properties: list[TensorProperties]) -> LocalRows:
+    return LocalRows(list(map(Row._make, zip(*columns, strict=True))), properties)
 
 
 class _Rows:

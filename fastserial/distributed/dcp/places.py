@@ -7,27 +7,15 @@ values, which stock ignores.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-__all__ = ["Known", "known_of", "place_of"]
+from fastserial.formats.dcp import Known
+
+__all__ = ["known_of", "place_of"]
 
 _ATTRIBUTE = "fastserial"
-
-
-class Known(NamedTuple):
-    """What the writer knew of an item.
-
-    Attributes:
-        start: where its bytes begin, from the item's first on; None: `torch.load` has to find out.
-        crc: CRC-32 of the tensor's bytes, or without `start` of the whole item; None: not wanted.
-        strides: of a tensor that is not contiguous.
-    """
-
-    start: int | None
-    crc: int | None
-    strides: tuple[int, ...] | None = None
 
 
 def place_of(file: str, offset: int, length: int, known: Known) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.distributed.dcp.item_layout import NO_CONTAINER, Frame, frame_of
-from fastserial.distributed.dcp.places import Known, place_of
+from fastserial.distributed.dcp.places import place_of
 from fastserial.distributed.dcp.tensor_bytes import TensorBytes, bytes_of
 from fastserial.errors import LayoutError
+from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, Extent, Literal, Made
 from fastserial.formats.zip.layout import lookalike_of
 from fastserial.memory.storages import bytes_at, host_bytes
@@ -87,13 +89,20 @@ class _Pending:
 class ShardLayout:
     """Lays items out one after the other. `take` gives what is to be written next."""
 
-    def __init__(self, name: str, packed: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        packed: bool,
+        bytes_of: Callable[[torch.Tensor], TensorBytes | None] = bytes_of,
+    ) -> None:
         """Begin an empty file.
 
         Args:
             name: of the file, as `.metadata` gives it.
             packed: tensors as they are, and no archives.
+            bytes_of: says where the bytes of tensors are.
         """
+        self._bytes_of = bytes_of
         self._name = name
         self._packed = packed
         self._checksums = torch_writer.checksums_wanted()
@@ -120,7 +129,7 @@ class ShardLayout:
             self._add_known(item, bytes(data.getbuffer()), 0)
             return
         tensor = data.detach()
-        found = bytes_of(tensor) if self._frames_known else None
+        found = self._bytes_of(tensor) if self._frames_known else None
         if found is None or (self._packed and not _is_as_planned(item, tensor)):
             self._add_known(item, _saved_by_torch(tensor), None)
             return

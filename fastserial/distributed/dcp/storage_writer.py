@@ -175,11 +175,15 @@ class FastStorageWriter(StorageWriter, AsyncStager):
 
     # -- the rest ------------------------------------------------------------------------------
 
+    def _layout(self, name: str) -> ShardLayout:
+        """Return an empty layout of a file."""
+        return ShardLayout(name, self._packed)
+
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not plan.items:
             return []
         name = Folder(self.path).new_shard(plan.storage_data.prefix)
-        layout = ShardLayout(name, self._packed)
+        layout = self._layout(name)
         container = "dcp packed" if self._packed else "dcp"
         with FastFileWriter(os.path.join(self.path, name), container=container) as out:
             for items in _groups(plan.items, planner):

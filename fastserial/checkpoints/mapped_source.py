@@ -1,0 +1,160 @@
+"""What is converted from a file, or from safetensors files with an index: mapped, not read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from fastserial.checkpoints.mapped import Mapped, map_checkpoint
+from fastserial.checkpoints.streaming import FileMemory, Places
+from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.files.file_stamp import FileStamp, stamp
+from fastserial.formats.safetensors import read_metadata
+from fastserial.interrupts import Descriptors
+from fastserial.memory.storages import Memory
+
+__all__ = ["INDEX", "MappedSource", "Source", "open_source"]
+
+INDEX = ".safetensors.index.json"
+_MOST_INDEX = 1 << 30  # bytes
+
+
+class Source(Places, Protocol):
+    """What is converted.
+
+    Attributes:
+        container: the name of its format.
+        value: what was saved.
+        metadata: free text (safetensors).
+    """
+
+    container: str
+    value: Any
+    metadata: dict[str, str]
+
+    def check_unchanged(self) -> None:
+        """Raise if it was written to since it was opened.
+
+        Raises:
+            CorruptCheckpointError: it was.
+        """
+
+    def close(self) -> None:
+        """Close its files; its objects must not be used any more."""
+
+
+class MappedSource:
+    """Files that are mapped."""
+
+    def __init__(self, container: str) -> None:
+        self.container = container
+        self.value: Any = None
+        self.metadata: dict[str, str] = {}
+        self._files = Descriptors()
+        self._maps: list[tuple[int, Mapped, FileStamp, str]] = []
+
+    def add(self, name: str) -> Mapped:
+        """Map a file.
+
+        Raises:
+            ConvertError, CorruptCheckpointError, OSError: as `map_checkpoint`.
+        """
+        fd = self._files.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
+        before = stamp(fd)
+        mapped = map_checkpoint(fd, name)
+        if mapped.container == "safetensors":
+            self.metadata.update(read_metadata(fd))
+        self._maps.append((fd, mapped, before, name))
+        return mapped
+
+    def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
+        """Return where bytes of a storage come from, None if it is in no mapping."""
+        for fd, mapped, _, _ in self._maps:
+            offset = mapped.offset_of(storage)
+            if offset is not None:
+                return FileMemory(fd, offset + start, nbytes)
+        return None
+
+    def in_order(self, _: torch.Tensor) -> Memory | None:
+        """Return None: they are read from the mapping."""
+        return None
+
+    def check_unchanged(self) -> None:
+        """Raise if a file was written to.
+
+        Raises:
+            CorruptCheckpointError: one was.
+        """
+        for fd, _, before, name in self._maps:
+            if not before.holds_for(fd):
+                raise CorruptCheckpointError("the file changed while it was read", path=name)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+def open_source(name: str) -> MappedSource:
+    """Open a file, or safetensors files with an index: given that, or the folder.
+
+    Raises:
+        ConvertError: the pickle needs more than `weights_only` allows.
+        CorruptCheckpointError: it is damaged, or no checkpoint.
+        OSError: it cannot be read.
+    """
+    index = _index_of(name)
+    if index is None:
+        return _opened(MappedSource(""), lambda source: _fill(source, name))
+    return _opened(MappedSource("safetensors"), lambda source: _fill_from_index(source, index))
+
+
+def _opened(source: MappedSource, fill: Callable[[MappedSource], None]) -> MappedSource:
+    try:
+        fill(source)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def _fill(source: MappedSource, name: str) -> None:
+    mapped = source.add(name)
+    source.container, source.value = mapped.container, mapped.value
+
+
+def _index_of(name: str) -> str | None:
+    """Return the path of the index, None if it is none."""
+    if name.endswith(INDEX):
+        return name
+    if not os.path.isdir(name):
+        return None
+    found = [one for one in sorted(os.listdir(name)) if one.endswith(INDEX)]
+    if len(found) > 1:
+        raise ConvertError(f"{name}: there are several indices: give one of {', '.join(found)}")
+    return os.path.join(name, found[0]) if found else None
+
+
+def _fill_from_index(source: MappedSource, index: str) -> None:
+    with open(index, "rb") as file:
+        text = file.read(_MOST_INDEX)
+    try:
+        files = json.loads(text)["weight_map"]
+        keys_of: dict[str, list[str]] = {}
+        for key, name in files.items():
+            keys_of.setdefault(os.fspath(name), []).append(key)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError("it is no index of safetensors files", path=index) from error
+    tensors: dict[str, torch.Tensor] = {}
+    for name, keys in keys_of.items():
+        if os.path.basename(name) != name:
+            raise CorruptCheckpointError(f"it names {name!r}, which is not beside it", path=index)
+        found = source.add(os.path.join(os.path.dirname(index), name)).value
+        for key in keys:
+            if key not in found:
+                raise CorruptCheckpointError(f"{name} has no tensor {key!r}", path=index)
+            tensors[key] = found[key]
+    source.value = {key: tensors[key] for key in files}

@@ -1,0 +1,341 @@
+"""Verifying a folder of torch.distributed.checkpoint: every item of every file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+from fastserial.checkpoints.dcp_folder import list_folder, read_metadata
+from fastserial.checkpoints.verify.report import Findings, Problem
+from fastserial.checkpoints.verify.zip import verify_zip
+from fastserial.checksums import crc32, crc32_combine
+from fastserial.config import Config
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.dcp import Item, Metadata
+from fastserial.formats.tensors import zip_outline
+from fastserial.formats.zip.records import read_places
+from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.interrupts import Descriptors
+from fastserial.loading.scan import scan
+
+__all__ = ["FolderResult", "verify_folder"]
+
+_SMALL = 1024 * 1024  # bytes of an item that is read at once
+_EDGE = 64 * 1024  # bytes before and behind the data of a large one, at most
+_DESCRIPTOR_BYTES = 8
+_SHOWN = 3
+
+
+@dataclass(slots=True)
+class FolderResult:
+    """What came of a folder.
+
+    Attributes:
+        format: `dcp` or `dcp packed`, None if there is no `.metadata` that can be read.
+        records: how many items there are.
+        checked_bytes: bytes whose CRC-32 was compared.
+        unchecked: items without one.
+        nbytes: of all files.
+        changed: another checkpoint was completed meanwhile.
+    """
+
+    format: str | None = None
+    records: int = 0
+    checked_bytes: int = 0
+    unchecked: int = 0
+    nbytes: int = 0
+    changed: bool = False
+
+
+def verify_folder(path: str, config: Config, findings: Findings) -> FolderResult:
+    """Check the metadata, and the CRC-32 and the structure of all items.
+
+    Raises:
+        OSError: the folder cannot be read.
+        PickleLimitError: its metadata takes too long to read.
+    """
+    found = list_folder(path)
+    result = FolderResult()
+    before = _versions(path, found.metadata)
+    for name in (*found.metadata, *found.shards):
+        with contextlib.suppress(FileNotFoundError):
+            result.nbytes += os.stat(os.path.join(path, name)).st_size
+    if not found.metadata:
+        findings.add(Problem("missing", "there is none: the save was not completed", ".metadata"))
+        return result
+    needed: set[str] = set()
+    for name in found.metadata:
+        try:
+            metadata = read_metadata(path, name)
+        except CorruptCheckpointError as error:
+            findings.add(Problem("directory", error.message, file=name))
+            continue
+        result.format = "dcp packed" if metadata.packed else "dcp"
+        _check_metadata(metadata, name, findings)
+        needed |= _Folder(path, metadata, config, findings, result).check()
+    spare = [name for name in found.shards if name not in needed]
+    if spare and result.format is not None:
+        shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
+        findings.note(f"{len(spare)} files belong to no checkpoint, but to a failed save: {shown}")
+    result.changed = _versions(path, found.metadata) != before
+    return result
+
+
+def _versions(path: str, names: list[str]) -> list[tuple[int, int] | None]:
+    """Return what tells a file from the one that replaces it."""
+    found: list[tuple[int, int] | None] = []
+    for name in names:
+        try:
+            state = os.stat(os.path.join(path, name))
+        except FileNotFoundError:
+            found.append(None)
+        else:
+            found.append((state.st_ino, state.st_mtime_ns))
+    return found
+
+
+def _check_metadata(metadata: Metadata, name: str, findings: Findings) -> None:
+    """Look whether all parts of all tensors have a place, and make up the tensors."""
+    for item in metadata.missing:
+        findings.add(Problem("missing", "its place is not told", item, file=name))
+    for key, stored in metadata.tensors.items():
+        held = sum(prod(chunk.sizes) for chunk in stored.chunks)
+        if held != prod(stored.shape):
+            text = f"its parts have {held} elements, the tensor {prod(stored.shape)}"
+            findings.add(Problem("missing", text, key, None, (key,), name))
+    if not metadata.ours:
+        findings.note(f"{name} has no checksum: fastserial did not write it")
+
+
+class _Folder:
+    """Checks the files that a `.metadata` names."""
+
+    def __init__(
+        self,
+        path: str,
+        metadata: Metadata,
+        config: Config,
+        findings: Findings,
+        result: FolderResult,
+    ) -> None:
+        self._path = path
+        self._metadata = metadata
+        self._config = config
+        self._findings = findings
+        self._result = result
+        self._extended = 0
+        self._bare = 0
+
+    def check(self) -> set[str]:
+        """Check all files; return their names."""
+        files: dict[str, list[Item]] = {}
+        for item in self._metadata.items:
+            files.setdefault(item.file, []).append(item)
+        for name, items in sorted(files.items()):
+            self._result.records += len(items)
+            if os.path.basename(name) != name:
+                text = "the metadata names a file outside of the folder"
+                self._findings.add(Problem("directory", text, None, file=name))
+                continue
+            try:
+                with Descriptors() as opened:
+                    path = os.path.join(self._path, name)
+                    fd = opened.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                    self._check_file(fd, sorted(items, key=lambda item: item.offset))
+            except FileNotFoundError:
+                keys = tuple(dict.fromkeys(item.key for item in items))
+                text = f"it is not there, and {len(items)} items are in it"
+                self._findings.add(Problem("missing", text, None, None, keys, name))
+            except OSError as error:
+                text = f"it cannot be read: {error.strerror}"
+                self._findings.add(Problem("read", text, None, file=name))
+        if self._extended:
+            self._findings.note(
+                f"{self._extended} items went through an extension (a compression): not checked"
+            )
+        if self._bare:
+            self._findings.note(f"{self._bare} items have no checksum: not checked")
+        self._result.unchecked += self._extended + self._bare
+        return set(files)
+
+    def _check_file(self, fd: int, items: list[Item]) -> None:
+        size = os.fstat(fd).st_size
+        for item in items:
+            if item.offset + item.length > size:
+                text = f"the file ends at {size}, before the item does"
+                self._add(item, "truncated", text)
+            elif item.is_extended:
+                self._extended += 1
+            else:
+                self._check_item(fd, item)
+
+    def _add(self, item: Item, kind: str, message: str, offset: int = 0) -> None:
+        keys = (item.key,)
+        where = item.offset + offset
+        self._findings.add(Problem(kind, message, item.name, where, keys, item.file))
+
+    # -- one item ------------------------------------------------------------------------------
+
+    def _check_item(self, fd: int, item: Item) -> None:
+        nbytes = item.nbytes
+        if nbytes is not None and nbytes > item.length:
+            self._add(item, "storage", "it has not as many bytes as its shape says")
+            return
+        if item.length <= _SMALL:
+            data = os.pread(fd, item.length, item.offset)
+            if len(data) < item.length:
+                self._add(item, "truncated", "the file became shorter")
+                return
+            ends = data[: len(LOCAL_SIGNATURE)], data[-END.size :]
+        else:
+            data = None
+            last = item.offset + item.length - END.size
+            ends = os.pread(fd, len(LOCAL_SIGNATURE), item.offset), os.pread(fd, END.size, last)
+        if self._metadata.packed and item.known is not None and item.known.start is not None:
+            self._check_bytes(fd, item, data)
+        elif ends[0] == LOCAL_SIGNATURE or ends[1].startswith(END_SIGNATURE):
+            self._check_archive(fd, item, data)
+        else:
+            self._check_bytes(fd, item, data)
+
+    def _check_bytes(self, fd: int, item: Item, data: bytes | None) -> None:
+        """Compare the CRC-32 of an item that is no archive."""
+        known = item.known
+        if known is None or known.crc is None:
+            self._bare += 1
+            return
+        length = item.length if item.nbytes is None or known.start is None else item.nbytes
+        start = known.start or 0
+        if start + length > item.length:
+            self._add(item, "storage", "it has not as many bytes as its shape says")
+            return
+        if data is not None:
+            crc = crc32(data[start : start + length])
+        else:
+            crc = self._scanned_crc(fd, item, start, length)
+        if crc == known.crc:
+            self._result.checked_bytes += length
+        else:
+            text = f"damaged: CRC-32 is {crc:08x}, should be {known.crc:08x}"
+            self._add(item, "checksum", text, start)
+
+    def _scanned_crc(self, fd: int, item: Item, start: int, length: int) -> int:
+        parts: list[tuple[int, int, int]] = []
+
+        def visit(offset: int, view: memoryview) -> None:
+            parts.append((offset, len(view), crc32(view)))
+
+        self._scan(fd, item, start, start + length, visit, self._failing(item))
+        crc = 0
+        for _, count, part in sorted(parts):
+            crc = crc32_combine(crc, part, count)
+        return crc
+
+    def _failing(self, item: Item) -> Callable[[int, int, OSError], None]:
+        def fail(offset: int, length: int, error: OSError) -> None:
+            self._add(item, "read", f"{length} bytes cannot be read: {error.strerror}", offset)
+
+        return fail
+
+    def _scan(
+        self,
+        fd: int,
+        item: Item,
+        start: int,
+        end: int,
+        visit: Callable[[int, memoryview], None],
+        fail: Callable[[int, int, OSError], None],
+    ) -> None:
+        """Read bytes [start, end) of an item; offsets are those in the item."""
+        base = item.offset
+        scan(
+            fd,
+            base + start,
+            base + end,
+            lambda offset, view: visit(offset - base, view),
+            lambda offset, length, error: fail(offset - base, length, error),
+            self._config,
+        )
+
+    def _check_archive(self, fd: int, item: Item, data: bytes | None) -> None:
+        """Check an item that is an archive of `torch.save`."""
+        if data is None and item.chunk is None:
+            data = os.pread(fd, item.length, item.offset)  # whoever loads a value reads it whole
+        found = Findings()
+
+        def feed(
+            end: int,
+            visit: Callable[[int, memoryview], None],
+            fail: Callable[[int, int, OSError], None],
+        ) -> None:
+            if data is not None:
+                visit(0, memoryview(data)[:end])
+            else:
+                self._scan(fd, item, 0, end, visit, fail)
+
+        with _as_file(fd, item, data) as copy:
+            try:
+                zip_result = verify_zip(copy, item.length, self._config, found, feed)
+                if not found.found:
+                    self._compare(copy, fd, item)
+            except CorruptCheckpointError as error:
+                found.add(Problem("directory", error.message, error.record, error.offset))
+                zip_result = None
+        for problem in found.problems:
+            where = f"{problem.record}: " if problem.record else ""
+            self._add(item, problem.kind, where + problem.message, problem.offset or 0)
+        if zip_result is not None and not found.found:
+            self._result.checked_bytes += zip_result.checked_bytes
+            if zip_result.unchecked:
+                self._bare += 1
+
+    def _compare(self, copy: int, fd: int, item: Item) -> None:
+        """Compare what is in a whole archive with what the metadata says of it."""
+        known = item.known
+        if item.chunk is None:
+            if known is not None and known.crc is not None:
+                size = os.fstat(copy).st_size
+                crc = crc32(os.pread(copy, size, 0))
+                if crc != known.crc:
+                    self._add(item, "checksum", f"{_OF_ANOTHER}: its CRC-32 is {crc:08x}")
+            return
+        outline = zip_outline(copy, read_places(copy, item.length))
+        tensors = outline.tensors if outline is not None and not outline.problems else []
+        if len(tensors) == 1 and not tensors[0].key:
+            one = tensors[0]
+            if (one.dtype, one.shape) != (item.dtype, item.chunk.sizes):
+                text = f"{_OF_ANOTHER}: a {one.dtype} {list(one.shape)}, the metadata says"
+                self._add(item, "storage", f"{text} {item.dtype} {list(item.chunk.sizes)}")
+                return
+        if known is None or known.start is None or not known.crc or not item.nbytes:
+            return
+        end = item.offset + known.start + item.nbytes
+        descriptor = os.pread(fd, _DESCRIPTOR_BYTES, end)
+        crc = int.from_bytes(descriptor[len(DESCRIPTOR_SIGNATURE) :], "little")
+        if descriptor.startswith(DESCRIPTOR_SIGNATURE) and crc != known.crc:
+            text = f"{_OF_ANOTHER}: its CRC-32 is {crc:08x}, the metadata says {known.crc:08x}"
+            self._add(item, "checksum", text)
+
+
+_OF_ANOTHER = "it is that of another checkpoint"
+
+
+@contextmanager
+def _as_file(fd: int, item: Item, data: bytes | None) -> Iterator[int]:
+    """Give an item as a file of its own; of a large one only its ends, with nothing between."""
+    copy = os.memfd_create("fastserial item", os.MFD_CLOEXEC)
+    try:
+        if data is not None:
+            os.pwrite(copy, data, 0)
+        else:
+            os.ftruncate(copy, item.length)
+            for first in (0, max(0, item.length - _EDGE)):
+                count = min(_EDGE, item.length - first)
+                os.pwrite(copy, os.pread(fd, count, item.offset + first), first)
+        yield copy
+    finally:
+        os.close(copy)

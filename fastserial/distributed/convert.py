@@ -1,0 +1,108 @@
+"""`fastserial.convert`: between files, and folders of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from fastserial.checkpoints.convert import Converted, container_of, write_source
+from fastserial.checkpoints.convert import convert as convert_file
+from fastserial.checkpoints.dcp_folder import is_dcp_folder
+from fastserial.checkpoints.mapped_source import INDEX, Source, open_source
+from fastserial.checkpoints.verify import refuse_damaged
+from fastserial.config import Config, current
+from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.patching.install import patched
+
+__all__ = ["Container", "Converted", "convert"]
+
+Container = Literal["zip", "legacy", "safetensors", "dcp", "packed"]
+_FOLDERS = ("dcp", "packed")
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: Container | None = None,
+    *,
+    key: str = "",
+    copy_shared: bool = False,
+    shard_nbytes: int | None = None,
+    verify: bool = False,
+    config: Config | None = None,
+) -> Converted:
+    """Write a checkpoint in another container; the target is replaced as a whole, or not at all.
+
+    Bytes of tensors go from file to file, a block at a time. Pickles are read under the rules of
+    `weights_only`. Locations of storages become `cpu`.
+
+    Args:
+        source: a zip, legacy or safetensors file; the index of several safetensors files, or their
+            folder; or a folder of torch.distributed.checkpoint.
+        target: the new file or folder.
+        to: its container; by default safetensors or zip, by the target's name. `dcp` and `packed`
+            are the formats of `FastStorageWriter`.
+        key: convert the part of it under this key, such as `model`; nested keys and places in
+            lists joined by dots, as `inspect` shows them.
+        copy_shared: write tensors that share memory, which safetensors cannot tell, several times.
+        shard_nbytes: write several safetensors files with an index to a new folder, none with more
+            than so many bytes of tensors, if one tensor has not more.
+        verify: check every CRC-32 of the source first (zip, folders).
+        config: options of the writer; by default those in force.
+
+    Raises:
+        ConvertError: a pickle needs more than `weights_only` allows, or something in it cannot
+            be represented in the other container; names the entry.
+        CorruptCheckpointError: the source is damaged, or no checkpoint.
+        WriteError: the target cannot be written; what was there is intact.
+        OSError: the source cannot be read.
+    """
+    name, path = os.fspath(source), os.fspath(target)
+    from_folder = is_dcp_folder(name)
+    if not from_folder and to not in _FOLDERS:
+        return convert_file(
+            name,
+            path,
+            to,  # type: ignore[arg-type]
+            key=key,
+            copy_shared=copy_shared,
+            shard_nbytes=shard_nbytes,
+            verify=verify,
+            config=config,
+        )
+    container = container_of(path, to, shard_nbytes)
+    if from_folder and container == "legacy" and patched("_legacy_save") is None:
+        raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
+    if verify and (from_folder or not (os.path.isdir(name) or name.endswith(INDEX))):
+        refuse_damaged(name)
+    if os.path.abspath(name) == os.path.abspath(path):
+        raise ConvertError(f"{path}: source and target are the same")
+    opened = _opened(name, from_folder)
+    try:
+        settings = config or current()
+        if container in _FOLDERS:
+            from fastserial.distributed.dcp.convert import write_folder
+
+            return write_folder(opened, path, container, key, settings)
+        return write_source(
+            opened,
+            path,
+            container,
+            key=key,
+            copy_shared=copy_shared,
+            shard_nbytes=shard_nbytes,
+            config=settings,
+        )
+    except CorruptCheckpointError as error:
+        error.path = error.path or name
+        raise
+    finally:
+        opened.close()
+
+
+def _opened(name: str, from_folder: bool) -> Source:
+    if not from_folder:
+        return open_source(name)
+    from fastserial.distributed.dcp.folder_source import FolderSource
+
+    return FolderSource(name)

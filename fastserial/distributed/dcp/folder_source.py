@@ -1,0 +1,245 @@
+"""What is converted from a folder of torch.distributed.checkpoint: tensors over untouched memory.
+
+Their bytes are fetched from the ranks' files while they are written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import torch
+
+from fastserial.checkpoints.dcp_folder import one_metadata
+from fastserial.checkpoints.streaming import FileMemory
+from fastserial.distributed.boxes import Box
+from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
+from fastserial.distributed.dcp.item_structure import Content, Structures
+from fastserial.distributed.untouched import Untouched
+from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.files.file_stamp import FileStamp, stamp
+from fastserial.formats.dcp import Item, Metadata, Stored
+from fastserial.formats.storages import contiguous_stride
+from fastserial.interrupts import Descriptors
+from fastserial.memory.storages import Memory
+
+__all__ = ["FolderSource"]
+
+
+class FolderSource:
+    """A folder, whose state is made without its tensors' bytes."""
+
+    def __init__(self, path: str) -> None:
+        """Open a folder.
+
+        Raises:
+            ConvertError: a value needs more than `weights_only` allows, or an item went through
+                an extension of stock's writer.
+            CorruptCheckpointError: it is damaged, or no save was completed.
+            OSError: it cannot be read.
+        """
+        self.metadata: dict[str, str] = {}
+        self._path = path
+        self._files = Descriptors()
+        self._opened: dict[str, tuple[int, FileStamp]] = {}
+        self._sources: dict[int, Memory] = {}  # by the address of the storage
+        self._rows: dict[int, Memory] = {}
+        self._structures = Structures()
+        self._untouched: Untouched | None = None
+        try:
+            found = one_metadata(path)
+            self.container = "dcp packed" if found.packed else "dcp"
+            self.value = self._state(found)
+        except BaseException:
+            self.close()
+            raise
+
+    def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
+        """Return where bytes of a storage come from, None if it has them itself."""
+        found = self._sources.get(storage.data_ptr())
+        if found is None or (start == 0 and nbytes == found.nbytes):
+            return found
+        return _Part(found, start, nbytes)
+
+    def in_order(self, tensor: torch.Tensor) -> Memory | None:
+        """Return where the bytes of a tensor come from, in the order of its elements."""
+        return self._rows.get(tensor.untyped_storage().data_ptr())
+
+    def check_unchanged(self) -> None:
+        """Raise if a file was written to, which no save does.
+
+        Raises:
+            CorruptCheckpointError: one was.
+        """
+        for name, (fd, before) in self._opened.items():
+            if not before.holds_for(fd):
+                path = os.path.join(self._path, name)
+                raise CorruptCheckpointError("the file changed while it was read", path=path)
+
+    def close(self) -> None:
+        """Close the files; the tensors must not be used any more."""
+        self._files.close()
+
+    # -- the state -----------------------------------------------------------------------------
+
+    def _state(self, found: Metadata) -> Any:
+        items: dict[str, list[Item]] = {}
+        for item in found.items:
+            items.setdefault(item.key, []).append(item)
+        if found.missing:
+            raise self._damaged(found.missing[0], "`.metadata` does not tell its place")
+        sizes = [_nbytes(stored) for stored in found.tensors.values()]
+        self._untouched = untouched = Untouched(sum(sizes), len(sizes))
+        flat: dict[str, Any] = {}
+        for key, stored in found.tensors.items():
+            flat[key] = self._tensor(key, stored, items.get(key, []), untouched)
+        for key in found.values:
+            flat[key] = self._value(items[key][0])
+        order = [*found.paths, *flat]
+        ordered = {key: flat[key] for key in dict.fromkeys(order) if key in flat}
+        return _nested(ordered, found.paths)
+
+    def _tensor(
+        self, key: str, stored: Stored, items: list[Item], untouched: Untouched
+    ) -> torch.Tensor:
+        dtype = getattr(torch, stored.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConvertError(f"entry {key!r}: this torch has no dtype {stored.dtype}")
+        nbytes = _nbytes(stored)
+        filed = [self._filed(item, dtype) for item in items if item.nbytes]
+        if sum(part.box.numel for part in filed) != nbytes:
+            raise self._damaged(key, "its parts do not make it up")
+        memory: Memory = ChunkedMemory((*stored.shape, dtype.itemsize), filed)
+        strides = contiguous_stride(stored.shape)
+        storage = untouched.storage(nbytes)
+        rows = memory
+        if len(filed) == 1 and filed[0].strides is not None:  # as it was saved
+            strides = filed[0].strides
+            memory = FileMemory(filed[0].fd, filed[0].offset, nbytes)
+        if nbytes:
+            self._sources[storage.data_ptr()] = memory
+            self._rows[storage.data_ptr()] = rows
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, stored.shape, strides)
+
+    def _filed(self, item: Item, dtype: torch.dtype) -> Filed:
+        fd = self._open(item)
+        chunk = item.chunk
+        content = self._content(fd, item, dtype)
+        nbytes = item.nbytes or 0
+        if chunk is None or content is None or content.nbytes != nbytes:
+            raise ConvertError(
+                f"entry {item.name!r}: only torch knows how it is saved: load it with dcp.load"
+            )
+        last = dtype.itemsize
+        box = Box((*chunk.offsets, 0), (*chunk.sizes, last))
+        plain = content.strides == contiguous_stride(chunk.sizes)
+        return Filed(fd, item.offset + content.start, box, None if plain else content.strides)
+
+    def _content(self, fd: int, item: Item, dtype: torch.dtype) -> Content | None:
+        if item.is_extended:
+            raise ConvertError(
+                f"entry {item.name!r} went through an extension: load it with dcp.load"
+            )
+        known, nbytes = item.known, item.nbytes or 0
+        shape = item.chunk.sizes if item.chunk is not None else ()
+        if known is not None and known.start is not None:
+            if known.start + nbytes > item.length:
+                raise self._damaged(item.name, "it has not as many bytes as its shape says")
+            strides = known.strides or contiguous_stride(shape)
+            return Content(known.start, nbytes, dtype, shape, strides, known.crc)
+
+        def peek(first: int, count: int) -> bytes:
+            return os.pread(fd, min(count, item.length - first), item.offset + first)
+
+        try:
+            found = self._structures.content(peek, item.length, dtype, shape)
+        except CorruptCheckpointError as error:
+            raise self._damaged(item.name, error.message) from error
+        if found is not None and (found.dtype, found.shape) != (dtype, shape):
+            raise self._damaged(item.name, "it is that of another checkpoint")
+        return found
+
+    def _value(self, item: Item) -> Any:
+        if item.is_extended:
+            raise ConvertError(
+                f"entry {item.name!r} went through an extension: load it with dcp.load"
+            )
+        data = os.pread(self._open(item), item.length, item.offset)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            what = str(error).partition("\n")[0]
+            raise ConvertError(
+                f"entry {item.name!r} cannot be loaded under the rules of weights_only: {what}"
+            ) from error
+
+    def _open(self, item: Item) -> int:
+        found = self._opened.get(item.file)
+        if found is None:
+            if os.path.basename(item.file) != item.file:
+                raise self._damaged(item.name, f"its file {item.file!r} is not in the folder")
+            path = os.path.join(self._path, item.file)
+            fd = self._files.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            found = self._opened[item.file] = fd, stamp(fd)
+        fd, _ = found
+        if item.offset + item.length > os.fstat(fd).st_size:
+            raise self._damaged(item.name, f"{item.file} ends before it does")
+        return fd
+
+    def _damaged(self, record: str, message: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(message, path=self._path, record=record)
+
+
+class _Part:
+    """Some of a memory's bytes."""
+
+    def __init__(self, whole: Memory, start: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._whole = whole
+        self._start = start
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        self._whole.copy_to(address, self._start + start, length)
+
+
+def _nbytes(stored: Stored) -> int:
+    dtype = getattr(torch, stored.dtype, None)
+    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+    return int(torch.Size(stored.shape).numel()) * itemsize
+
+
+def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
+    """Return the nest of dictionaries and lists in which values were before they were flattened.
+
+    Raises:
+        ConvertError: two of them are at one place.
+    """
+    root: dict[Any, Any] = {}
+    for key, value in flat.items():
+        path = paths.get(key, (key,))
+        inside: Any = root
+        for part, following in zip(path, (*path[1:], None), strict=True):
+            new: Any = value
+            if following is not None:
+                new = _at(inside, part)
+                if new is None:
+                    new = [] if isinstance(following, int) else {}
+            inside = _put(inside, part, new, key)
+    return root
+
+
+def _at(inside: Any, part: str | int) -> Any:
+    if isinstance(inside, list):
+        return inside[part] if isinstance(part, int) and part < len(inside) else None
+    return inside.get(part) if isinstance(inside, dict) else None
+
+
+def _put(inside: Any, part: str | int, new: Any, key: str) -> Any:
+    if isinstance(inside, list) and isinstance(part, int):
+        inside.extend([None] * (part + 1 - len(inside)))
+    elif not isinstance(inside, dict):
+        raise ConvertError(f"entry {key!r}: what is around it is a value of its own")
+    inside[part] = new
+    return new

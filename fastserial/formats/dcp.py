@@ -1,0 +1,338 @@
+"""`.metadata` of torch.distributed.checkpoint: what it says, without unpickling it.
+
+It is a pickle of torch's classes. Ours has a checksum behind it, and one more attribute for each
+item (`Known`); packed, it is compressed, after the names of the files it needs.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from fastserial.checksums import crc32
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.pickles import ByteStream, Call, Global, Limits, Mapping, decode
+from fastserial.formats.storages import ITEM_BYTES
+
+__all__ = [
+    "HEADS",
+    "Chunk",
+    "Item",
+    "Known",
+    "Metadata",
+    "Stored",
+    "Wrapped",
+    "framed",
+    "parse",
+    "unframed",
+]
+
+_PACKED = b"fastserial packed checkpoint\n"
+_MARK = b"fastserial"
+HEADS = (b"\x80", _PACKED)  # what such a file begins with
+_TRAILER = struct.Struct("<10sI")
+_LEVEL = 6
+_LARGEST = 1 << 32  # bytes of a pickle that was compressed
+_SECONDS = 600.0
+_BYTES_EACH = 512  # no opcode of one byte costs as many: so the length of the file is the limit
+_CLASSES = "torch.distributed.checkpoint."
+
+
+class Wrapped(NamedTuple):
+    """The pickle in the file.
+
+    Attributes:
+        pickled: its bytes.
+        packed: the items are in the packed format.
+        ours: there was a checksum, and it is right.
+    """
+
+    pickled: bytes
+    packed: bool
+    ours: bool
+
+
+def framed(pickled: bytes, packed: bool, files: list[str]) -> bytes:
+    """Return the contents of the file.
+
+    Args:
+        files: that the checkpoint needs; told if it is packed.
+    """
+    text = pickled
+    if packed:
+        names = "".join(f"{name}\n" for name in files).encode()
+        text = b"".join((_PACKED, names, b"\n", zlib.compress(text, _LEVEL)))
+    return text + _TRAILER.pack(_MARK, crc32(text))
+
+
+def unframed(data: bytes, path: str) -> Wrapped:
+    """Return the pickle in the file.
+
+    Raises:
+        CorruptCheckpointError: the checksum is not that of the contents.
+    """
+    at = len(data) - _TRAILER.size
+    mark, crc = _TRAILER.unpack_from(data, at) if at >= 0 else (b"", 0)
+    ours = mark == _MARK
+    if ours and crc32(data[:at]) != crc:
+        raise CorruptCheckpointError("damaged: its checksum is wrong", path=path)
+    if not data.startswith(_PACKED):
+        return Wrapped(data, False, ours)
+    if not ours:
+        raise CorruptCheckpointError("damaged: it has no checksum", path=path)
+    start = data.find(b"\n\n") + 2
+    try:
+        inflater = zlib.decompressobj()
+        pickled = inflater.decompress(data[start:at], _LARGEST)
+    except zlib.error as error:
+        raise CorruptCheckpointError(f"damaged: {error}", path=path) from error
+    if not inflater.eof:
+        raise CorruptCheckpointError("damaged: it does not come to an end", path=path)
+    return Wrapped(pickled, True, True)
+
+
+class Known(NamedTuple):
+    """What our writer knew of an item.
+
+    Attributes:
+        start: where its bytes begin, from the item's first on; None: `torch.load` has to find out.
+        crc: CRC-32 of the tensor's bytes, or without `start` of the whole item; None: not wanted.
+        strides: of a tensor that is not contiguous.
+    """
+
+    start: int | None
+    crc: int | None
+    strides: tuple[int, ...] | None = None
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor: the elements from `offsets` on, `sizes` of them in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """A tensor: name of its dtype (`float32`), shape, and the parts it is in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class Item(NamedTuple):
+    """A part of a tensor, or a value, and where it is.
+
+    Attributes:
+        key: of the tensor or value.
+        chunk: which part; None: it is a value, pickled.
+        dtype: of the tensor; None: it is a value.
+        file: name of the file in the folder.
+        offset, length: of the item there (bytes).
+        known: what our writer knew of it, None if it was another one.
+        is_extended: it went through an extension of stock's writer, such as a compression.
+    """
+
+    key: str
+    chunk: Chunk | None
+    dtype: str | None
+    file: str
+    offset: int
+    length: int
+    known: Known | None
+    is_extended: bool
+
+    @property
+    def name(self) -> str:
+        """What to call it in errors."""
+        if self.chunk is None or not any(self.chunk.offsets):
+            return self.key
+        return f"{self.key} at {list(self.chunk.offsets)}"
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the tensor's elements; None if it is a value."""
+        if self.chunk is None or self.dtype is None:
+            return None
+        return prod(self.chunk.sizes) * ITEM_BYTES.get(self.dtype, 0)
+
+
+@dataclass(slots=True)
+class Metadata:
+    """What `.metadata` says.
+
+    Attributes:
+        tensors: by key, in the order of the file.
+        values: keys of what is no tensor.
+        paths: where in the nested state the keys are, as far as it says.
+        items: all parts and values that have a place.
+        missing: names of parts and values that have none.
+        version: of the layout, as it says.
+        packed: the items are in the packed format.
+        ours: it has a checksum (which is right).
+        globals: the names that unpickling it would import.
+    """
+
+    tensors: dict[str, Stored]
+    values: list[str]
+    paths: dict[str, tuple[str | int, ...]]
+    items: list[Item]
+    missing: list[str]
+    version: str | None
+    packed: bool
+    ours: bool
+    globals: tuple[str, ...]
+
+
+def parse(data: bytes, path: str) -> Metadata:
+    """Return what the contents of a `.metadata` say. Nothing is imported or called.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or nothing of torch.distributed.checkpoint.
+        PickleLimitError: it takes too long.
+    """
+    pickled, packed, ours = unframed(data, path)
+    stream = ByteStream(lambda at, length: pickled[at : at + length], 0, len(pickled))
+    limits = Limits(memory=max(1 << 30, _BYTES_EACH * len(pickled)), seconds=_SECONDS)
+    try:
+        found = decode(stream, limits)
+        tensors, values, paths, places, version = _contents(found.value)
+    except CorruptCheckpointError as error:
+        error.path = path
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            "it is damaged, or no metadata of torch.distributed.checkpoint", path=path
+        ) from error
+    items: list[Item] = []
+    missing: list[str] = []
+    for key, stored in tensors.items():
+        for chunk in stored.chunks:
+            place = places.pop((key, chunk.offsets), None)
+            item = Item(key, chunk, stored.dtype, *(place or ("", 0, 0, None, False)))
+            if place is None:
+                missing.append(item.name)
+            else:
+                items.append(item)
+    for key in values:
+        place = places.pop((key, None), None)
+        if place is None:
+            missing.append(key)
+        else:
+            items.append(Item(key, None, None, *place))
+    names = tuple(sorted(map(str, found.globals)))
+    return Metadata(tensors, values, paths, items, missing, version, packed, ours, names)
+
+
+_Place = tuple[str, int, int, "Known | None", bool]
+_Places = dict[tuple[str, "tuple[int, ...] | None"], _Place]
+
+
+def _contents(
+    value: Any,
+) -> tuple[dict[str, Stored], list[str], dict[str, tuple[str | int, ...]], _Places, str | None]:
+    whole = _attributes(value, "Metadata")
+    tensors: dict[str, Stored] = {}
+    values: list[str] = []
+    for key, entry in _pairs(whole["state_dict_metadata"]):
+        if type(key) is not str:
+            raise TypeError("a key is no string")
+        if _class(entry) == "BytesStorageMetadata":
+            values.append(key)
+        else:
+            tensors[key] = _stored(entry)
+    places: _Places = {}
+    for index, place in _pairs(whole.get("storage_data") or Mapping()):
+        named = _attributes(index, "MetadataIndex")
+        offset = named.get("offset")
+        places[named["fqn"], None if offset is None else _size(offset)] = _place(place)
+    version = whole.get("version")
+    paths = _paths(whole.get("planner_data"))
+    return tensors, values, paths, places, version if type(version) is str else None
+
+
+def _stored(entry: Any) -> Stored:
+    fields = _attributes(entry, "TensorStorageMetadata")
+    properties = fields["properties"]
+    state = properties.state[-1]
+    dtype = state[0] if type(state) is tuple else _fields(properties)["dtype"]
+    if type(dtype) is not Global or dtype.module != "torch":
+        raise TypeError("a dtype is none of torch")
+    shape = _size(fields["size"])
+    chunks = tuple(_chunk(chunk, len(shape)) for chunk in fields["chunks"])
+    return Stored(dtype.name, shape, chunks)
+
+
+def _chunk(value: Any, dimensions: int) -> Chunk:
+    fields = _attributes(value, "ChunkStorageMetadata")
+    found = Chunk(_size(fields["offsets"]), _size(fields["sizes"]))
+    if not len(found.offsets) == len(found.sizes) == dimensions:
+        raise ValueError("a part has other dimensions than its tensor")
+    return found
+
+
+def _place(value: Any) -> _Place:
+    fields = _attributes(value, "_StorageInfo")
+    file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    if type(file) is not str or not (_is_size(offset) and _is_size(length)):
+        raise TypeError("a place is none")
+    ours, known = fields.get("fastserial"), None
+    if type(ours) is tuple and len(ours) == len(Known._fields):
+        start, crc, strides = ours
+        sound = (start is None or _is_size(start)) and (crc is None or _is_size(crc))
+        if not sound or not (strides is None or all(map(_is_size, strides))):
+            raise TypeError("what the writer knew is damaged")
+        known = Known(start, crc, strides)
+    return file, offset, length, known, bool(fields.get("transform_descriptors"))
+
+
+def _paths(value: Any) -> dict[str, tuple[str | int, ...]]:
+    """Return where keys are in the nested state; other planners keep what they like."""
+    if type(value) is not Mapping:
+        return {}
+    return {
+        key: path
+        for key, path in value.items
+        if type(key) is str
+        and type(path) is tuple
+        and path
+        and all(type(part) in (str, int) for part in path)
+    }
+
+
+def _class(value: Any) -> str:
+    """Return the name of a class of torch.distributed.checkpoint, of which a value is."""
+    function = value.function
+    if not function.module.startswith(_CLASSES):
+        raise TypeError(f"{function} is no class of torch.distributed.checkpoint")
+    return str(function.name)
+
+
+def _attributes(value: Any, name: str) -> dict[str, Any]:
+    if type(value) is not Call or _class(value) != name:
+        raise TypeError(f"it is no {name}")
+    return _fields(value)
+
+
+def _fields(value: Call) -> dict[str, Any]:
+    return {key: one for state in value.state for key, one in state.items if type(key) is str}
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, Mapping | Call):
+        raise TypeError("it is no dictionary")
+    return value.items
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    numbers = value.arguments[0] if type(value) is Call else value
+    if type(numbers) is not tuple or not all(map(_is_size, numbers)):
+        raise TypeError("it is no size")
+    return numbers
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

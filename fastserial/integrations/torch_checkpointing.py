@@ -1,0 +1,200 @@
+"""A storage for torch_checkpointing: durable, checked on load, at disk speed.
+
+`CheckpointManager.Config(storage_config=FastStorageConfig(), subprocess_init_fn=init_process)`.
+The package is imported with this module, and it with nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_checkpointing.storage.base_storage import StorageConfig
+from torch_checkpointing.storage.filesystem import (
+    LocalFileSystemStorage,
+    LocalFileSystemStorageConfig,
+)
+
+from fastserial.checksums import crc32
+from fastserial.config import options
+from fastserial.errors import CorruptCheckpointError
+from fastserial.files.durable import sync_folders
+from fastserial.formats.zip.records import read_places
+from fastserial.formats.zip.structs import LOCAL_SIGNATURE
+from fastserial.loading.reader import FastFileReader
+from fastserial.loading.sinks import HostSink, ReadExtent
+from fastserial.patching.install import install
+from fastserial.saving.writer import FastFileWriter
+
+__all__ = ["FastStorage", "FastStorageConfig", "init_process"]
+
+
+def init_process(*_: Any) -> None:
+    """Install fastserial in the process that writes: the manager's `subprocess_init_fn`.
+
+    Not needed with `FASTSERIAL=1`. Without either, its files are written correctly, but torch
+    copies and checksums what is in them.
+    """
+    install()
+
+
+@dataclass
+class FastStorageConfig(StorageConfig):
+    """What makes the storage in each process.
+
+    Attributes:
+        durable: files and folders are synced before they count as written.
+        verify: the CRC-32s of a file that is loaded as a whole are compared.
+    """
+
+    durable: bool = True
+    verify: bool = True
+
+    def create_storage(self) -> FastStorage:
+        """Return a storage."""
+        return FastStorage(self)
+
+
+class FastStorage(LocalFileSystemStorage):
+    """Files of the local file system, written and read by fastserial."""
+
+    def __init__(self, config: FastStorageConfig) -> None:
+        super().__init__(LocalFileSystemStorageConfig(use_direct_io=False))
+        self._durable = config.durable
+        self._verify = config.verify
+
+    @property
+    def mmap_fill_workers(self) -> int:
+        """1: a read of ours is many at once."""
+        return 1
+
+    def stream_read(self, path: Path, read_args: Any = None) -> Any:
+        """Return a stream of a file; of a copy in memory, if that is asked for.
+
+        Raises:
+            CorruptCheckpointError: a record is damaged.
+            OSError: the file cannot be read.
+        """
+        stream = _Stream(path, self._verify)
+        if read_args is not None and not read_args.pre_read_full_file:
+            return stream
+        with stream:
+            data = bytearray(stream.nbytes)
+            stream.readinto(data)
+        return io.BytesIO(data)
+
+    def stream_write(self, path: Path) -> Any:
+        """Return a stream that replaces a file when it is closed.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        with options(durable=self._durable):
+            return FastFileWriter(path, container="zip")
+
+    def write(self, path: Path, data: Any) -> None:
+        """Replace a file.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        with self.stream_write(path) as file:
+            file.write(data)
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Make a folder."""
+        super().mkdir(path, recursive)
+        self._sync(path)
+
+    def rename(
+        self,
+        src_path: Path,
+        dst_path: Path,
+        is_directory: bool = False,
+        background_cleanup: bool = False,
+    ) -> None:
+        """Rename a file or folder; it has its name for good when this returns.
+
+        Raises:
+            OSError: the destination is occupied.
+        """
+        super().rename(src_path, dst_path, is_directory, background_cleanup)
+        self._sync(os.path.dirname(os.path.abspath(dst_path)))
+
+    def _sync(self, folder: str | os.PathLike[str]) -> None:
+        if self._durable:
+            sync_folders([os.fspath(folder)])
+
+
+class _Stream(io.RawIOBase):
+    """A file, read in batches straight into the caller's memory."""
+
+    def __init__(self, path: Path, verify: bool) -> None:
+        super().__init__()
+        self._at = 0
+        self._verify = verify
+        self._reader = FastFileReader(path)
+        self.nbytes = self._reader.size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative seek position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as much as there is room for; a file that is read at once is checked.
+
+        Raises:
+            CorruptCheckpointError: a record is damaged.
+            OSError: the file cannot be read.
+        """
+        with memoryview(buffer).cast("B") as view:
+            length = max(0, min(len(view), self.nbytes - self._at))
+            if not length:
+                return 0
+            anchor = ctypes.c_char.from_buffer(view)
+            sink = HostSink(ctypes.addressof(anchor), length, buffer)
+            del anchor
+            self._reader.read_into([ReadExtent(self._at, length, sink)])
+            if self._verify and length == self.nbytes:
+                with view[:length] as data:  # tracebacks must not hold the caller's memory
+                    self._check(data)
+            self._at += length
+            return length
+
+    def _check(self, data: memoryview) -> None:
+        """Compare the CRC-32s of a zip archive with its records; anything else has none."""
+        if data[: len(LOCAL_SIGNATURE)] != LOCAL_SIGNATURE:
+            return
+        reader = self._reader
+        with reader.translated():
+            for record in read_places(reader.fd, reader.size).records:
+                if not record.crc or not record.is_stored:
+                    continue
+                crc = crc32(data[record.data_offset : record.data_end])
+                if crc != record.crc:
+                    raise CorruptCheckpointError(
+                        f"damaged: CRC-32 is {crc:08x}, should be {record.crc:08x}",
+                        record=record.name,
+                        offset=record.data_offset,
+                    )
+
+    def close(self) -> None:
+        if not self.closed:
+            self._reader.close()
+        super().close()

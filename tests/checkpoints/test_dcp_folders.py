@@ -1,0 +1,373 @@
+"""Folders of torch.distributed.checkpoint in `verify`, `inspect` and `convert`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from typer.testing import CliRunner
+
+from fastserial import convert, inspect, options, verify
+from fastserial.checkpoints.verify import checkpoints_in
+from fastserial.cli.main import app
+from fastserial.distributed import FastStorageReader, FastStorageWriter
+from fastserial.distributed.boxes import Box
+from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
+from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
+
+WRITERS = ["dcp", "packed", "stock"]
+
+
+def a_state() -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {
+        "model": {
+            "small": torch.randn(10, 3),
+            "large": torch.randn(700, 500),
+            "turned": torch.randn(600, 500).t(),
+            "half": torch.randn(33).bfloat16(),
+            "empty": torch.empty(0, 4),
+            "scalar": torch.tensor(3.0),
+        },
+        "optimizer": {"groups": [{"lr": 0.1, "m": torch.arange(5)}, {"lr": 0.2}]},
+        "step": 7,
+        "text": "x" * 3000,
+    }
+
+
+def save(state: dict[str, Any], path: Path, who: str) -> None:
+    writer: Any = dcp.FileSystemWriter(path)
+    if who != "stock":
+        writer = FastStorageWriter(path, format=who)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.save(state, storage_writer=writer)
+
+
+def load(state: dict[str, Any], reader: Any) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=reader)
+    return state
+
+
+def assert_same(found: Any, expected: Any, key: str = "") -> None:
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), key
+        for name in expected:
+            assert_same(found[name], expected[name], f"{key}.{name}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other, key)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, key
+        assert torch.equal(found, expected), key
+    else:
+        assert found == expected, key
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", WRITERS)
+def test_a_whole_folder(who: str, tmp_path: Path) -> None:
+    state = a_state()
+    folder = tmp_path / "folder"
+    save(state, folder, who)
+    report = verify(folder)
+    assert report.status == "ok", report
+    assert report.format == ("dcp packed" if who == "packed" else "dcp")
+    assert report.records == 11
+    assert report.unchecked == 0
+    assert report.checked_bytes > 1_800_000
+    assert report.bytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert list(checkpoints_in(tmp_path)) == [str(folder)]
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "11 items" in result.output
+
+
+@pytest.mark.parametrize("who", WRITERS)
+def test_any_flipped_bit_is_found_and_named(who: str, tmp_path: Path) -> None:
+    save(a_state(), tmp_path, who)
+    file = tmp_path / "__0_0.distcp"
+    chance = random.Random(who)
+    items = FastStorageReader(tmp_path).read_metadata().storage_data
+    inside = {index.fqn: place for index, place in items.items() if place.length}
+    if who == "packed":  # nothing is between its tensors but padding
+        assert "model.empty" not in inside
+    for key, place in inside.items():
+        for _ in range(5):
+            at = place.offset + chance.randrange(place.length)
+            flip(file, at)
+            report = verify(tmp_path)
+            assert report.status == "damaged", (key, at - place.offset)
+            assert {problem.record for problem in report.problems} == {key}
+            assert {problem.file for problem in report.problems} == {"__0_0.distcp"}
+            flip(file, at)
+    assert verify(tmp_path).status == "ok"
+
+
+def test_what_the_command_says_of_damage(tmp_path: Path) -> None:
+    save(a_state(), tmp_path, "dcp")
+    places = FastStorageReader(tmp_path).read_metadata().storage_data
+    place = places[MetadataIndex("model.large", torch.Size([0, 0]))]
+    flip(tmp_path / "__0_0.distcp", place.offset + 5000)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "__0_0.distcp" in result.output
+    assert "model.large" in result.output
+    text = CliRunner().invoke(app, ["verify", "--json", str(tmp_path)]).output
+    problem = json.loads(text)["files"][0]["problems"][0]
+    assert (problem["file"], problem["tensors"]) == ("__0_0.distcp", ["model.large"])
+
+
+def test_metadata_that_is_damaged_missing_or_of_another_checkpoint(tmp_path: Path) -> None:
+    for who in WRITERS:
+        save(a_state(), tmp_path / who, who)
+    for who in ("dcp", "packed"):
+        flip(tmp_path / who / ".metadata", 200)
+        report = verify(tmp_path / who)
+        assert [problem.file for problem in report.problems] == [".metadata"]
+        with pytest.raises(CorruptCheckpointError, match="checksum"):
+            inspect(tmp_path / who)
+        flip(tmp_path / who / ".metadata", 200)
+    (tmp_path / "dcp" / "__0_0.distcp").rename(tmp_path / "dcp" / "__0_9.distcp")
+    report = verify(tmp_path / "dcp")
+    assert [(p.kind, p.file) for p in report.problems] == [("missing", "__0_0.distcp")]
+    assert "__0_9.distcp" in report.notes[-1]
+    other = a_state()
+    other["model"]["large"] += 1
+    save(other, tmp_path / "other", "dcp")
+    (tmp_path / "other" / "__0_0.distcp").rename(tmp_path / "dcp" / "__0_0.distcp")
+    report = verify(tmp_path / "dcp")
+    assert [problem.record for problem in report.problems] == ["model.large"]
+    assert "another checkpoint" in report.problems[0].message
+    (tmp_path / "stock" / ".metadata").unlink()
+    assert [problem.kind for problem in verify(tmp_path / "stock").problems] == ["missing"]
+
+
+def test_short_files(tmp_path: Path) -> None:
+    save(a_state(), tmp_path, "dcp")
+    file = tmp_path / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 5)
+    assert {problem.kind for problem in verify(tmp_path).problems} == {"truncated"}
+    os.truncate(file, 0)
+    assert len(verify(tmp_path).problems) == 11
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_pickle_is_executed(tmp_path: Path) -> None:
+    trap = Trap(tmp_path / "trapped")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(trap))
+    (tmp_path / "a" / "__0_0.distcp").write_bytes(b"x")
+    assert verify(tmp_path / "a").status == "damaged"
+    with pytest.raises(CorruptCheckpointError):
+        inspect(tmp_path / "a")
+    with pytest.raises(CorruptCheckpointError):
+        convert(tmp_path / "a", tmp_path / "a.pt")
+    save({"a": torch.ones(3), "b": trap}, tmp_path / "b", "stock")
+    assert verify(tmp_path / "b").status == "ok"
+    assert "posix.mkdir" not in inspect(tmp_path / "b").imports
+    with pytest.raises(ConvertError, match="'b' cannot be loaded under the rules of weights_only"):
+        convert(tmp_path / "b", tmp_path / "b.pt")
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_a_file_outside_of_the_folder_is_not_opened(tmp_path: Path) -> None:
+    save({"a": torch.ones(3)}, tmp_path / "c", "stock")
+    (tmp_path / "c" / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
+    path = tmp_path / "c" / ".metadata"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\x0c__0_0.distcp", b"\x0f../__0_0.distcp"))
+    report = verify(tmp_path / "c")
+    assert report.status == "damaged"
+    assert "outside" in report.problems[0].message
+    with pytest.raises(CorruptCheckpointError):
+        convert(tmp_path / "c", tmp_path / "c.pt")
+
+
+# -- inspect ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", WRITERS)
+def test_what_is_in_a_folder(who: str, tmp_path: Path) -> None:
+    save(a_state(), tmp_path, who)
+    found = inspect(tmp_path)
+    assert found.format == ("dcp packed" if who == "packed" else "dcp")
+    shapes = {tensor.key: (tensor.dtype, tensor.shape) for tensor in found.tensors}
+    assert shapes["model.turned"] == ("float32", (500, 600))
+    assert shapes["model.half"] == ("bfloat16", (33,))
+    assert len(shapes) == 7
+    assert found.values == 4
+    assert len(found.records) == 11
+    assert not found.notes
+    result = CliRunner().invoke(app, ["inspect", "--records", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "optimizer.groups.0.m" in result.output
+    assert "__0_0.distcp: step" in result.output
+    assert CliRunner().invoke(app, ["inspect", "--json", str(tmp_path)]).exit_code == 0
+
+
+# -- convert ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", WRITERS)
+def test_to_one_file_and_back(who: str, tmp_path: Path) -> None:
+    state = a_state()
+    save(state, tmp_path / "folder", who)
+    for to in ("zip", "legacy"):
+        done = convert(tmp_path / "folder", tmp_path / f"{to}.pt", to, verify=True)  # type: ignore[arg-type]
+        assert done.nbytes == (tmp_path / f"{to}.pt").stat().st_size
+        found = torch.load(tmp_path / f"{to}.pt", weights_only=True)
+        assert_same(found, state)
+        assert found["model"]["turned"].stride() == state["model"]["turned"].stride()
+    assert verify(tmp_path / "zip.pt").status == "ok"
+    for to in ("dcp", "packed"):
+        target = tmp_path / f"new {to}"
+        convert(tmp_path / "zip.pt", target, to)  # type: ignore[arg-type]
+        assert verify(target).status == "ok"
+        found = load(a_state() | {"step": None}, FastStorageReader(target))
+        assert_same(found, state)
+        convert(target, tmp_path / "again.pt")
+        assert_same(torch.load(tmp_path / "again.pt"), state)
+    assert_same(load(a_state(), dcp.FileSystemReader(tmp_path / "new dcp")), state)
+    convert(tmp_path / "folder", tmp_path / "folder 2", "packed")
+    assert_same(load(a_state(), FastStorageReader(tmp_path / "folder 2")), state)
+
+
+@pytest.mark.parametrize("who", WRITERS)
+def test_to_safetensors_and_back(who: str, tmp_path: Path) -> None:
+    state = a_state()["model"]
+    save({"model": state}, tmp_path / "folder", who)
+    convert(tmp_path / "folder", tmp_path / "one.safetensors", key="model")
+    assert_same(dict(sorted(load_file(tmp_path / "one.safetensors").items())),
+                dict(sorted(state.items())))  # fmt: skip
+    done = convert(tmp_path / "folder", tmp_path / "many", key="model", shard_nbytes=1_300_000)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    files = set(index["weight_map"].values())
+    assert len(files) == 3
+    assert done.nbytes == sum(path.stat().st_size for path in (tmp_path / "many").iterdir())
+    for name in files:
+        for key, tensor in load_file(tmp_path / "many" / name).items():
+            assert index["weight_map"][key] == name
+            assert torch.equal(tensor, state[key])
+    for source in (tmp_path / "many", tmp_path / "many" / "model.safetensors.index.json"):
+        convert(source, tmp_path / "back.pt")
+        assert_same(dict(sorted(torch.load(tmp_path / "back.pt").items())),
+                    dict(sorted(state.items())))  # fmt: skip
+        convert(source, tmp_path / "back", "dcp")
+        assert_same(load(a_state()["model"], dcp.FileSystemReader(tmp_path / "back")), state)
+
+
+def test_what_cannot_be_converted(tmp_path: Path) -> None:
+    save(a_state(), tmp_path / "folder", "dcp")
+    with pytest.raises(ConvertError, match="--key model"):
+        convert(tmp_path / "folder", tmp_path / "x.safetensors")
+    with pytest.raises(ConvertError, match="not empty"):
+        convert(tmp_path / "folder", tmp_path, key="model", shard_nbytes=10)
+    with pytest.raises(ConvertError, match="the same"):
+        convert(tmp_path / "folder", tmp_path / "folder", "packed")
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ConvertError, match="dictionary"):
+        convert(tmp_path / "list.pt", tmp_path / "y", "dcp")
+    file = tmp_path / "folder" / "__0_0.distcp"
+    flip(file, file.stat().st_size // 2)
+    with pytest.raises(CorruptCheckpointError):
+        convert(tmp_path / "folder", tmp_path / "x.pt", verify=True)
+    (tmp_path / "taken").write_text("")
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    with pytest.raises((WriteError, OSError)):
+        convert(tmp_path / "a.safetensors", tmp_path / "taken", "dcp")
+    assert (tmp_path / "taken").read_text() == ""
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    save({"a": torch.zeros(3)}, tmp_path / "folder", "dcp")
+    convert(tmp_path / "a.safetensors", tmp_path / "folder", "packed")
+    assert sorted(os.listdir(tmp_path / "folder")) == [".metadata", "__0_1.distcp"]
+    assert_same(load({"a": torch.zeros(3)}, FastStorageReader(tmp_path / "folder")),
+                {"a": torch.ones(3)})  # fmt: skip
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tensor_from_its_parts(turned: bool, tmp_path: Path) -> None:
+    """Parts in several files, in any order of their elements; bytes from anywhere to anywhere."""
+    chance = random.Random(3)
+    for case in range(20):
+        shape = [chance.randrange(1, 7) for _ in range(chance.randrange(1, 4))]
+        whole = torch.randint(0, 2**15, shape, dtype=torch.int16)
+        axis, parts = chance.randrange(len(shape)), []
+        for number, part in enumerate(whole.split(chance.randrange(1, 5), axis)):
+            order = list(range(part.dim()))
+            chance.shuffle(order)
+            stored = part.permute(order).contiguous() if turned else part.contiguous()
+            path = tmp_path / f"{case} {number}"
+            path.write_bytes(b"head" + stored.numpy().tobytes())
+            back = [order.index(dim) for dim in range(part.dim())]
+            strides = tuple(stored.permute(back).stride()) if turned else None
+            offsets = [0] * len(shape)
+            offsets[axis] = number * whole.split(parts[0].box.sizes[axis], axis)[0].shape[axis] \
+                if parts else 0  # fmt: skip
+            box = Box((*offsets, 0), (*part.shape, 2))
+            parts.append(Filed(os.open(path, os.O_RDONLY), 4, box, strides))
+        memory = ChunkedMemory((*shape, 2), parts)
+        data = whole.numpy().tobytes()
+        for _ in range(10):
+            first = chance.randrange(len(data))
+            length = chance.randrange(1, len(data) - first + 1)
+            out = torch.zeros(length, dtype=torch.uint8)
+            memory.copy_to(out.data_ptr(), first, length)
+            assert out.numpy().tobytes() == data[first : first + length]
+        for filed in parts:
+            os.close(filed.fd)
+
+
+def test_memory_stays_small(tmp_path: Path) -> None:
+    """A block of the file at a time, whatever the size: the writer's buffers are all."""
+    save({"a": torch.ones(6 << 20), "b": torch.ones(2 << 20)}, tmp_path / "folder", "dcp")
+    asked: list[int] = []
+    made = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> Any:
+        out = made(*args, **kwargs)
+        asked.append(out.untyped_storage().nbytes() if out.device.type == "cpu" else 0)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch, options(block_size=1 << 20):
+        patch.setattr(torch, "empty", empty)
+        convert(tmp_path / "folder", tmp_path / "file.pt")
+        convert(tmp_path / "file.pt", tmp_path / "new", "dcp")
+    assert max(asked) <= 12 << 20
+    assert verify(tmp_path / "new").status == "ok"

@@ -1,0 +1,111 @@
+"""The storage for torch_checkpointing (`pip install torch-checkpointing`)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+
+package = pytest.importorskip("torch_checkpointing", reason="torch-checkpointing is not installed")
+
+from fastserial.integrations.torch_checkpointing import (  # noqa: E402
+    FastStorageConfig,
+    init_process,
+)
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"weights": torch.randn(300, 1000), "small": torch.arange(7), "step": 3}
+
+
+def same(found: Any, expected: Any) -> bool:
+    return all(
+        torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+        for key, value in expected.items()
+    )
+
+
+def manager(how: str, **more: Any) -> Any:
+    config = getattr(package.CheckpointManager.Config, f"with_{how}_save")()
+    config.storage_config = FastStorageConfig()
+    for name, value in more.items():
+        setattr(config, name, value)
+    return config.build()
+
+
+def test_files_are_those_of_torch(tmp_path: Path) -> None:
+    storage = FastStorageConfig().create_storage()
+    with storage.get_write_stream(tmp_path / "a.pt", state()) as file:
+        torch.save(state(), file)
+    report = fastserial.last_save_report()
+    assert report is not None
+    assert report.durable
+    assert same(torch.load(tmp_path / "a.pt"), state())
+    assert fastserial.verify(tmp_path / "a.pt").ok
+    for whole in (True, False):
+        arguments = package.storage.base_storage.ReadArgs(pre_read_full_file=whole)
+        with storage.stream_read(tmp_path / "a.pt", arguments) as file:
+            assert same(torch.load(file), state())
+    storage.write(tmp_path / "raw", b"bytes")
+    assert storage.read(tmp_path / "raw") == b"bytes"
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    storage = FastStorageConfig().create_storage()
+    storage.write(tmp_path / "a", b"old")
+    with pytest.raises(ArithmeticError), storage.stream_write(tmp_path / "a") as file:
+        file.write(b"new")
+        raise ArithmeticError
+    assert storage.read(tmp_path / "a") == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_renames(tmp_path: Path) -> None:
+    storage = FastStorageConfig().create_storage()
+    for name in ("new", "taken"):
+        storage.mkdir(tmp_path / name / "inside")
+    storage.rename(tmp_path / "new", tmp_path / "named", is_directory=True)
+    assert storage.isdir(tmp_path / "named" / "inside")
+    with pytest.raises(OSError, match="occupied"):
+        storage.rename(tmp_path / "named", tmp_path / "taken", is_directory=True)
+
+
+def test_a_manager_saves_and_loads_and_finds_damage(tmp_path: Path) -> None:
+    one = manager("sync")
+    one.save(str(tmp_path / "1"), {"model": state()})
+    (file,) = (tmp_path / "1").glob("model*")
+    assert same(torch.load(file), state())
+    assert same(one.load(str(tmp_path / "1"), {"model": None})["model"], state())
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(Exception, match="CRC-32") as caught:
+        one.load(str(tmp_path / "1"), {"model": None})
+    assert str(file) in str(caught.value)
+    one.close()
+
+
+@pytest.mark.skipif(
+    os.environ.get("FASTSERIAL_DISTRIBUTED") != "full",
+    reason="not FASTSERIAL_DISTRIBUTED=full: starts another interpreter",
+)
+def test_a_manager_with_a_process_of_its_own(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one = manager("async", subprocess_init_fn=init_process)
+        try:
+            for step in range(3):
+                done = one.save(str(tmp_path / str(step)), {"model": {**state(), "step": step}})
+                done.result(timeout=120)
+        finally:
+            one.close()
+        for step in range(3):
+            found = manager("sync").load(str(tmp_path / str(step)), {"model": None})["model"]
+            assert same(found, {**state(), "step": step})
