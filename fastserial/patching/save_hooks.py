@@ -50,8 +50,12 @@ _BODILESS = frozenset({"meta"})
 _complete: set[str] = set()  # modules that are imported
 
 
-def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
+def open_zip_writer(target: Any, prefix: str | None = None) -> AbstractContextManager[Any] | None:
     """Return what stands in for `_open_zipfile_writer(target)`, or None for torch's own.
+
+    Args:
+        target: a path or a file object.
+        prefix: what is put before the records' names; by default the file's name, as torch does.
 
     Raises:
         WriteError: the target cannot be written.
@@ -65,7 +69,7 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
         return ZipArchive(SequentialWriter(target), "archive", owns_writer=False)
     found = _classify(target)
     if isinstance(found, PathTarget | InPlaceTarget):
-        archive = archive_name(found.name)
+        archive = archive_name(found.name) if prefix is None else prefix
         if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
             return None
     elif isinstance(found, FileTarget) and not torch.serialization._serialization_tls.skip_data:
