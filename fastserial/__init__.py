@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastserial.checkpoints.load_into import load_into
     from fastserial.checkpoints.verify import verify
     from fastserial.config import Config, options
+    from fastserial.diagnosis.totals import Summary, summary
     from fastserial.errors import (
         CheckpointKeyError,
         ConfigError,
@@ -61,6 +62,7 @@ __all__ = [
     "PendingSave",
     "SaveReport",
     "StorageChangedError",
+    "Summary",
     "TornSnapshotError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
@@ -79,6 +81,7 @@ __all__ = [
     "options",
     "save_async",
     "status",
+    "summary",
     "uninstall",
     "verify",
     "wait_all",
@@ -94,6 +97,7 @@ _HOMES = {
     "checkpoints.load_into": "load_into",
     "checkpoints.verify": "verify",
     "config": "Config options",
+    "diagnosis.totals": "Summary summary",
     "errors": (
         "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError DistributedError "
         "EngineUnavailableError FastserialError LoadMismatchError PatchError StorageChangedError "
@@ -150,3 +154,28 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
+
+
+def _tell_at_exit() -> None:
+    """Let the interpreter print the summary when it exits, if the environment asks for it."""
+    import os
+
+    if os.environ.get("FASTSERIAL_SUMMARY"):
+        from fastserial.startup import switch
+
+        if switch("FASTSERIAL_SUMMARY"):
+            import atexit
+
+            atexit.register(_summarize)
+
+
+def _summarize() -> None:
+    import sys
+
+    if f"{__name__}.tally" in sys.modules:  # else nothing of torch came by
+        from fastserial.diagnosis.totals import print_summary
+
+        print_summary()
+
+
+_tell_at_exit()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fastserial.reports import LoadReport, SaveReport
 
 MAX_BLOCK = 1024 * MiB
+SUMMARY = "FASTSERIAL_SUMMARY"  # no option: see `fastserial.diagnosis.totals`
 
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
@@ -251,6 +252,7 @@ def unknown_variables() -> dict[str, str | None]:
     """Return the `FASTSERIAL_*` variables that set no option, each with the nearest that does."""
     known = [os.fsdecode(variable) for variable in _VARIABLES]
     prefix = "FASTSERIAL_"
+    known.append(SUMMARY)
     found = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if not found:
         return {}

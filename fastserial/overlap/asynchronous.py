@@ -270,7 +270,7 @@ class _Told:
             waited=taken.waited,
         )
         self.report = replace(report, snapshot=snapshot)
-        publish_save(self.report)
+        publish_save(self.report, again=True)
         if self._on_report is not None:
             self._on_report(self.report)
 
@@ -347,7 +347,7 @@ def _blocking(
             )
         snapshot = SnapshotReport(kind="blocking", stall=seconds)
         report = replace(told, fallback=told.fallback or reason, snapshot=snapshot)
-        publish_save(report)
+        publish_save(report, again=True)
         if then is not None:
             then()
         return report

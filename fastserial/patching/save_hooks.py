@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastserial import tally
 from fastserial.errors import WriteError
 from fastserial.files.targets import (
     FileTarget,
@@ -154,6 +155,7 @@ def _writer(found: Target, container: str) -> FastFileWriter | None:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         _log.debug("torch writes %r itself: %s", found.name, error)
+        tally.SAVES.add_torchs("too few file descriptors are left")
         return None
 
 
@@ -165,5 +167,6 @@ def _classify(target: Any) -> Target | None:
     found = target_of(target)
     if isinstance(found, StockWay):
         _log.debug("torch writes %r itself: %s", target, found.reason)
+        tally.SAVES.add_torchs(found.reason)
         return None
     return found
