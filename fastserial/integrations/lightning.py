@@ -27,6 +27,7 @@ from fastserial.checkpoints.save import save
 from fastserial.config import current
 from fastserial.errors import ConfigError
 from fastserial.files.durable import sync_folders
+from fastserial.files.links import part_from_link
 from fastserial.import_hook import when_imported
 from fastserial.overlap.asynchronous import KINDS, Kind, start_save
 from fastserial.overlap.pending import PendingSave
@@ -76,7 +77,7 @@ class FastCheckpointIO:
             self._save_elsewhere(checkpoint, path, storage_options)
             return
         _make_folder(place)
-        _part_from_link(place)
+        part_from_link(place)
         self._write(checkpoint, place)
 
     def load_checkpoint(
@@ -340,24 +341,6 @@ def _make_folder(place: str) -> None:
     os.makedirs(os.path.dirname(place), exist_ok=True)
     if missing and current().durable:
         sync_folders(missing)
-
-
-def _part_from_link(place: str) -> None:
-    """Make a name a file of its own, if it is a link: not what it leads to is to be replaced.
-
-    `last.ckpt` may be a link to another checkpoint. Lightning replaces the link.
-    """
-    if not os.path.islink(place):
-        return
-    folder, name = os.path.split(place)
-    beside = os.path.join(folder, f".{name}.{os.getpid()}.fastserial")
-    try:
-        os.link(os.path.realpath(place), beside)
-        os.replace(beside, place)
-    except OSError:  # it leads nowhere, or to another file system
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        os.unlink(place)
 
 
 def _remove(place: str) -> None:
