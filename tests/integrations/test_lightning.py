@@ -279,6 +279,32 @@ def test_teardown_raises_and_the_plugin_is_as_new(small_files: None, tmp_path: P
     assert weight(tmp_path / "2.ckpt") == 3.0
 
 
+@pytest.mark.parametrize("steps", [2, 4], ids=["at the end", "at the next save"])
+def test_fit_raises_what_was_not_saved(small_files: None, steps: int, tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Large(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = torch.nn.Linear(300, 300)
+
+    trainer = pl.Trainer(
+        plugins=[FastAsyncCheckpointIO()],
+        callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)],
+        max_steps=steps,
+        limit_val_batches=0,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(fastserial.WriteError, match="step=2"):
+        trainer.fit(Large())
+    assert os.listdir(tmp_path) == []
+
+
 def test_an_error_with_a_url_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     io = FastAsyncCheckpointIO()
     with monkeypatch.context() as patch:
