@@ -85,9 +85,10 @@ class CheckpointCallback(CallbackBase):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Mark what a signal had the Trainer save (`JITCheckpointCallback`), without `on_save`."""
-        folder = _folder_of(args, state)
-        if _anywhere(state.is_world_process_zero and self._is_new(folder)):
-            self._complete(args, state, folder)
+        for step in (state.global_step - 1, state.global_step):  # it may come before a step ends
+            folder = Path(args.output_dir) / f"checkpoint-{step}"
+            if _anywhere(state.is_world_process_zero and self._is_new(folder)):
+                self._complete(args, state, folder)
         if self._limit is not None:
             args.save_total_limit, self._limit = self._limit, None
 
