@@ -115,6 +115,14 @@ def deepspeed(session: nox.Session) -> None:
 
 
 @nox.session
+def integrations(session: nox.Session) -> None:
+    """Lightning, Hugging Face's Trainer and accelerate for real, killed in saves and resumed."""
+    install(session, TORCH, "test,lightning,transformers")
+    default = [*PARALLEL, "tests/integrations"]
+    session.run("pytest", *(session.posargs or default))
+
+
+@nox.session
 @nox.parametrize("torch", RELEASES)
 def patches(session: nox.Session, torch: str) -> None:
     """Patches and byte identity against one torch release (about 5 GB, removed after)."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastserial.checkpoints.load_into import load_into
     from fastserial.checkpoints.verify import verify
     from fastserial.config import Config, options
+    from fastserial.diagnosis.totals import Summary, summary
     from fastserial.distributed.convert import convert
     from fastserial.errors import (
         CheckpointKeyError,
@@ -63,6 +64,7 @@ __all__ = [
     "PendingSave",
     "SaveReport",
     "StorageChangedError",
+    "Summary",
     "TornSnapshotError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
@@ -81,6 +83,7 @@ __all__ = [
     "options",
     "save_async",
     "status",
+    "summary",
     "uninstall",
     "verify",
     "wait_all",
@@ -96,6 +99,7 @@ _HOMES = {
     "checkpoints.verify": "verify",
     "config": "Config options",
     "distributed.convert": "convert",
+    "diagnosis.totals": "Summary summary",
     "errors": (
         "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError DistributedError "
         "EngineUnavailableError FastserialError LoadMismatchError PatchError StorageChangedError "
@@ -152,3 +156,28 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
+
+
+def _tell_at_exit() -> None:
+    """Let the interpreter print the summary when it exits, if the environment asks for it."""
+    import os
+
+    if os.environ.get("FASTSERIAL_SUMMARY"):
+        from fastserial.startup import switch
+
+        if switch("FASTSERIAL_SUMMARY"):
+            import atexit
+
+            atexit.register(_summarize)
+
+
+def _summarize() -> None:
+    import sys
+
+    if f"{__name__}.tally" in sys.modules:  # else nothing of torch came by
+        from fastserial.diagnosis.totals import print_summary
+
+        print_summary()
+
+
+_tell_at_exit()

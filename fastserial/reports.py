@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from fastserial import tally
 from fastserial.printable import printable
 
 __all__ = [
@@ -224,10 +225,21 @@ class SaveReport(Report):
 _last_save: SaveReport | None = None
 
 
-def publish_save(report: SaveReport, on_report: Callable[[SaveReport], None] | None = None) -> None:
-    """Make a report the process's last one, and hand it to `on_report`."""
+def publish_save(
+    report: SaveReport,
+    on_report: Callable[[SaveReport], None] | None = None,
+    *,
+    again: bool = False,
+) -> None:
+    """Make a report the process's last one, and hand it to `on_report`.
+
+    Args:
+        again: there was one of this save, which told less.
+    """
     global _last_save
     _last_save = report
+    if not again:
+        tally.SAVES.add(report.bytes, report.seconds, report.fallback)
     _hand_over(report, on_report, "on_report")
 
 
@@ -281,6 +293,10 @@ def publish_load(report: LoadReport, on_load: Callable[[LoadReport], None] | Non
     """Make a report the process's last one, and hand it to `on_load`."""
     global _last_load
     _last_load = report
+    if report.engine == "torch":
+        tally.LOADS.add_torchs(report.fallback)
+    else:
+        tally.LOADS.add(report.bytes, report.seconds, report.fallback)
     _hand_over(report, on_load, "on_load")
 
 

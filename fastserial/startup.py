@@ -16,9 +16,9 @@ VARIABLE = "FASTSERIAL"
 PROBE = "import sys; sys.exit('fastserial.startup' not in sys.modules)"
 
 
-def switch() -> bool | None:
+def switch(variable: str = VARIABLE) -> bool | None:
     """Return what the environment asks for: on, off, or (None) nothing."""
-    value = os.environ.get(VARIABLE, "").strip().lower()
+    value = os.environ.get(variable, "").strip().lower()
     if value in ("1", "true", "yes", "on"):
         return True
     return False if value in ("0", "false", "no", "off") else None

@@ -27,12 +27,15 @@ def save(
     zip_container: bool = True,
     pickle_module: Any = pickle,
     pickle_protocol: int = 2,
+    prefix: str | None = None,
     config: Config | None = None,
 ) -> FastFileWriter | None:
     """Write what `torch.save(obj, path)` would write, byte for byte.
 
     Args:
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
+        prefix: what is put before the records' names in the archive; by default, and where torch
+            writes the file itself, the file's name.
         config: options; by default those in force.
 
     Returns:
@@ -44,8 +47,10 @@ def save(
     """
     values = {f.name: getattr(config, f.name) for f in fields(config)} if config else {}
     with options(**values):
-        write = _save_zip if zip_container else _save_legacy
-        writer = write(obj, path, pickle_module, pickle_protocol)
+        if zip_container:
+            writer = _save_zip(obj, path, pickle_module, pickle_protocol, prefix)
+        else:
+            writer = _save_legacy(obj, path, pickle_module, pickle_protocol)
         if writer is None:
             torch.save(
                 obj,
@@ -57,9 +62,11 @@ def save(
     return writer
 
 
-def _save_zip(obj: object, path: str, pickle_module: Any, protocol: int) -> FastFileWriter | None:
+def _save_zip(
+    obj: object, path: str, pickle_module: Any, protocol: int, prefix: str | None
+) -> FastFileWriter | None:
     function = patched("_save")
-    archive = save_hooks.open_zip_writer(path) if function is not None else None
+    archive = save_hooks.open_zip_writer(path, prefix) if function is not None else None
     if function is None or not isinstance(archive, ZipArchive):
         return None
     with archive:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fastserial.reports import LoadReport, SaveReport
 
 MAX_BLOCK = 1024 * MiB
+SUMMARY = "FASTSERIAL_SUMMARY"  # no option: see `fastserial.diagnosis.totals`
 
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
@@ -43,7 +44,15 @@ _NUMBERS = {
     "small_file": "a number of bytes",
 }
 _CACHES = ("auto", "keep", "drop")
-_SWITCHES = ("durable", "preallocate", "tuned", "read_back", "progress", "verify_on_load")
+_SWITCHES = (
+    "durable",
+    "preallocate",
+    "tuned",
+    "read_back",
+    "progress",
+    "verify_on_load",
+    "safetensors",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,8 @@ class Config:
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
         on_load: called with the `LoadReport` after each load, in the loading thread.
+        safetensors: `safetensors.torch.save_file` and `save_model` write through fastserial, too,
+            where `install()` was called with it.
     """
 
     engine: str | EngineFactory = "threads"
@@ -92,6 +103,7 @@ class Config:
     on_report: Callable[[SaveReport], None] | None = None
     verify_on_load: bool = False
     on_load: Callable[[LoadReport], None] | None = None
+    safetensors: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str) and not callable(self.engine):
@@ -212,6 +224,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "read_back": parse_bool,
     "progress": parse_bool,
     "verify_on_load": parse_bool,
+    "safetensors": parse_bool,
 }
 
 
@@ -251,6 +264,7 @@ def unknown_variables() -> dict[str, str | None]:
     """Return the `FASTSERIAL_*` variables that set no option, each with the nearest that does."""
     known = [os.fsdecode(variable) for variable in _VARIABLES]
     prefix = "FASTSERIAL_"
+    known.append(SUMMARY)
     found = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if not found:
         return {}

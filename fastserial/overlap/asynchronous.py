@@ -105,6 +105,7 @@ def start_save(
     steady: Set[int] | None = None,
     then: Callable[[], object] | None = None,
     began: float | None = None,
+    prefix: str | None = None,
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
@@ -112,6 +113,7 @@ def start_save(
         steady: identities of the storages that may be read in place; None: all that are watched.
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
+        prefix: what is put before the records' names in the archive; by default the file's name.
     """
     began = perf_counter() if began is None else began
     torch.serialization._check_dill_version(arguments["pickle_module"])
@@ -127,7 +129,7 @@ def start_save(
         return _blocking(obj, name, target, arguments, reason, then)
     told = _Told(config.current().on_report)
     with options(on_report=told):
-        archive = save_hooks.open_zip_writer(name)
+        archive = save_hooks.open_zip_writer(name, prefix)
     writer = archive.writer if isinstance(archive, ZipArchive) else None
     if not isinstance(archive, ZipArchive) or not isinstance(writer, FastFileWriter):
         return _blocking(obj, name, target, arguments, "not a file that can be replaced", then)
@@ -268,7 +270,7 @@ class _Told:
             waited=taken.waited,
         )
         self.report = replace(report, snapshot=snapshot)
-        publish_save(self.report)
+        publish_save(self.report, again=True)
         if self._on_report is not None:
             self._on_report(self.report)
 
@@ -345,7 +347,7 @@ def _blocking(
             )
         snapshot = SnapshotReport(kind="blocking", stall=seconds)
         report = replace(told, fallback=told.fallback or reason, snapshot=snapshot)
-        publish_save(report)
+        publish_save(report, again=True)
         if then is not None:
             then()
         return report

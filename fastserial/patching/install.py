@@ -108,7 +108,8 @@ def install(*, strict: bool = False, **options: Any) -> bool:
     config = importlib.import_module("fastserial.config")
     # wrong options are reported now, not hours later by the first checkpoint
     chosen = config.chosen(**options)
-    config.Config.resolve(chosen)
+    if config.Config.resolve(chosen).safetensors:
+        importlib.import_module("fastserial.patching.safetensors_hooks").switch_on()
     if isinstance(chosen.get("engine"), str):
         importlib.import_module("fastserial.engines").load(chosen["engine"])
     if options:
@@ -166,6 +167,9 @@ def uninstall() -> bool:
         vars(sys.modules[_HOME]).pop(_KEY, None)
         _installation, _reason = None, "uninstall() was called"
         config.set_installed()
+        hooks = sys.modules.get("fastserial.patching.safetensors_hooks")
+        if hooks is not None:
+            hooks.switch_off()
     if foreign:
         names = ", ".join(item.full_name for item in foreign)
         warnings.warn(

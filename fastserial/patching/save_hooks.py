@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastserial import tally
 from fastserial.errors import WriteError
 from fastserial.files.targets import (
     FileTarget,
@@ -51,8 +52,12 @@ _BODILESS = frozenset({"meta"})
 _complete: set[str] = set()  # modules that are imported
 
 
-def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
+def open_zip_writer(target: Any, prefix: str | None = None) -> AbstractContextManager[Any] | None:
     """Return what stands in for `_open_zipfile_writer(target)`, or None for torch's own.
+
+    Args:
+        target: a path or a file object.
+        prefix: what is put before the records' names; by default the file's name, as torch does.
 
     Raises:
         WriteError: the target cannot be written.
@@ -66,7 +71,7 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
         return ZipArchive(SequentialWriter(target), "archive", owns_writer=False)
     found = _classify(target)
     if isinstance(found, PathTarget | InPlaceTarget):
-        archive = archive_name(found.name)
+        archive = archive_name(found.name) if prefix is None else prefix
         if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
             return None
     elif isinstance(found, FileTarget) and not torch.serialization._serialization_tls.skip_data:
@@ -157,6 +162,7 @@ def _writer(found: Target, container: str) -> FastFileWriter | None:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         _log.debug("torch writes %r itself: %s", found.name, error)
+        tally.SAVES.add_torchs("too few file descriptors are left")
         return None
 
 
@@ -168,5 +174,6 @@ def _classify(target: Any) -> Target | None:
     found = target_of(target)
     if isinstance(found, StockWay):
         _log.debug("torch writes %r itself: %s", target, found.reason)
+        tally.SAVES.add_torchs(found.reason)
         return None
     return found

@@ -1,0 +1,375 @@
+"""Lightning's checkpoints through fastserial, for `Trainer` and `Fabric`.
+
+    from fastserial.integrations.lightning import FastCheckpointIO
+
+    trainer = Trainer(plugins=[FastCheckpointIO()])
+
+`FastAsyncCheckpointIO` writes beside training. Both take the place of `TorchCheckpointIO` and
+`AsyncCheckpointIO`, with `lightning` and with `pytorch_lightning`: the files are the same, byte for
+byte, but durable, and made without a copy of the whole state in memory. URLs (`s3://`, ...) and a
+torch without a patch are left to Lightning. No `install()` is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import shutil
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastserial.checkpoints.load import load
+from fastserial.checkpoints.save import save
+from fastserial.config import current
+from fastserial.errors import ConfigError
+from fastserial.files.durable import sync_folders
+from fastserial.files.links import part_from_link
+from fastserial.import_hook import when_imported
+from fastserial.overlap.asynchronous import KINDS, Kind, start_save
+from fastserial.overlap.pending import PendingSave
+from fastserial.patching.install import patched
+
+__all__ = ["FastAsyncCheckpointIO", "FastCheckpointIO"]
+
+_FABRIC = ("lightning.fabric", "lightning_fabric")
+_TRAINER = ("lightning.pytorch", "pytorch_lightning")
+_PREFIX = "archive"  # what torch calls the archive in a BytesIO, which Lightning has it write
+_log = logging.getLogger("fastserial")
+
+Path = str | os.PathLike[str]
+
+
+def _in_memory(storage: Any, location: str) -> Any:
+    """Leave a storage in host memory: Lightning's default `map_location`."""
+    return storage
+
+
+class FastCheckpointIO:
+    """Saves and loads as Lightning's `TorchCheckpointIO` does, at the speed of the disk.
+
+    A save returns when the file is on the device; until then the path holds the previous one.
+    """
+
+    def __init__(self, *, verify: bool | None = None) -> None:
+        """Make a plugin.
+
+        Args:
+            verify: check every CRC-32 while a checkpoint is loaded; as `fastserial.load`.
+        """
+        self._verify = verify
+        self._stock: Any = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint; a file that is there is replaced as a whole.
+
+        Raises:
+            WriteError: the file cannot be written; the previous one is intact.
+            TypeError: `storage_options` are given, which no plugin but a custom one takes.
+        """
+        place = _local(path)
+        if place is None or storage_options is not None or patched("_save") is None:
+            self._save_elsewhere(checkpoint, path, storage_options)
+            return
+        _make_folder(place)
+        part_from_link(place)
+        self._write(checkpoint, place)
+
+    def load_checkpoint(
+        self,
+        path: Path,
+        map_location: Any = _in_memory,
+        weights_only: bool | None = None,
+        *,
+        state: Any = None,
+    ) -> Any:
+        """Return what a checkpoint holds.
+
+        Args:
+            path: a file, or a URL.
+            map_location, weights_only: as `torch.load`.
+            state: not used; Lightning passes it to plugins that load in place.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CorruptCheckpointError: it is damaged (`verify`).
+            Exception: whatever `torch.load` raises.
+        """
+        place = _local(path)
+        if place is None:
+            stock = self._lightnings_own()
+            return stock.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        if not os.path.exists(place):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        return load(
+            place, map_location=map_location, weights_only=weights_only, verify=self._verify
+        )
+
+    def remove_checkpoint(self, path: Path) -> None:
+        """Remove a checkpoint, a file or a folder, if it is there.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        place = _local(path)
+        if place is None:
+            self._lightnings_own().remove_checkpoint(path)
+        else:
+            _remove(place)
+
+    def teardown(self) -> None:
+        """Do nothing: nothing is left to do."""
+
+    def _write(self, checkpoint: dict[str, Any], place: str) -> None:
+        save(checkpoint, place, prefix=_PREFIX)
+
+    def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
+        """Leave a save to Lightning."""
+        self._lightnings_own().save_checkpoint(checkpoint, path, storage_options=options)
+
+    def _lightnings_own(self) -> Any:
+        if self._stock is None:
+            self._stock = _stock_class(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO")()
+        return self._stock
+
+
+@dataclass(slots=True)
+class _Started:
+    """A save that was started; `old` are the files to be removed once it is in place."""
+
+    save: PendingSave | None = None
+    written: bool = False
+    old: list[str] = field(default_factory=list)
+
+
+class FastAsyncCheckpointIO(FastCheckpointIO):
+    """Saves beside training, as Lightning's `AsyncCheckpointIO` does.
+
+    The tensors are copied into host memory before `save_checkpoint` returns, within a budget, and
+    never on the device. What failed is raised by the next save, or by `teardown` at the end of
+    `fit`, once. A checkpoint that is to make way for a new one (`save_top_k`) is removed when the
+    new one is on the device, not before; if that fails, it stays.
+    """
+
+    def __init__(
+        self,
+        *,
+        snapshot: Kind = "copy",
+        snapshot_budget: int | None = None,
+        verify: bool | None = None,
+    ) -> None:
+        """Make a plugin.
+
+        Args:
+            snapshot: `copy`, or `in_place`: parameters and optimizer states are read while training
+                goes on, and optimizers wait before a step until what they change is taken. Not with
+                callbacks that put other weights into the model (averaging, manual optimization).
+            snapshot_budget: bytes of host memory that copies may take, of all saves together; by
+                default half of what is free. What does not fit is written before the call returns.
+            verify: as `FastCheckpointIO`.
+
+        Raises:
+            ConfigError: an argument has an impossible value.
+        """
+        super().__init__(verify=verify)
+        if snapshot not in KINDS:
+            raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
+        if snapshot_budget is not None and snapshot_budget < 0:
+            raise ConfigError(f"snapshot_budget must not be negative, not {snapshot_budget}")
+        self._kind: Kind = snapshot
+        self._budget = snapshot_budget
+        self._remote: Any = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()
+        self._started: list[_Started] = []
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a spawned process needs: what is under way stays here."""
+        here = ("_lock", "_started", "_pid", "_remote", "_stock")
+        return {name: value for name, value in vars(self).items() if name not in here}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _remote=None, _stock=None)
+        self._begin()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
+    ) -> None:
+        """Start a save. At most two are under way; a third waits.
+
+        Raises:
+            Exception: an earlier save failed, and nobody was told; then this one is not started.
+            TypeError: as `FastCheckpointIO`.
+        """
+        self._begin_in_child()
+        self._raise_failed()
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(
+        self,
+        path: Path,
+        map_location: Any = _in_memory,
+        weights_only: bool | None = None,
+        *,
+        state: Any = None,
+    ) -> Any:
+        """Return what a checkpoint holds, once the saves under way have ended; as there."""
+        self._begin_in_child()
+        for started in self._started:
+            if started.save is not None:
+                started.save.exception()
+        return super().load_checkpoint(path, map_location, weights_only, state=state)
+
+    def remove_checkpoint(self, path: Path) -> None:
+        """Remove a checkpoint once the saves under way are in place.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self._begin_in_child()
+        place = _local(path)
+        with self._lock:
+            last = self._started[-1] if self._started else None
+            if place is not None and last is not None and not last.written:
+                last.old.append(place)  # and if it failed, there it ends
+                return
+        super().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for all saves.
+
+        Raises:
+            Exception: a save failed, and nobody was told. Further errors are logged.
+        """
+        self._begin_in_child()
+        first: BaseException | None = None
+        all_started, self._started = self._started, []
+        for one in all_started:
+            error = one.save.exception() if one.save is not None else None
+            if error is not None and first is not None:
+                _log.error("a checkpoint was not saved: %s", error)
+            first = first or error
+        remote, self._remote = self._remote, None
+        if remote is not None:
+            remote.teardown()
+        if first is not None:
+            raise first
+
+    def _write(self, checkpoint: dict[str, Any], place: str) -> None:
+        started = _Started()
+        with self._lock:
+            for earlier in self._started:  # it was to go, and is wanted again
+                earlier.old = [old for old in earlier.old if old != place]
+            self._started.append(started)
+        try:
+            started.save = start_save(
+                checkpoint,
+                place,
+                self._kind,
+                self._budget,
+                then=lambda: self._written(started),
+                prefix=_PREFIX,
+            )
+        except BaseException as error:
+            with self._lock:
+                self._started.remove(started)
+                self._started = [one for one in self._started if not _ended_by(one, error)]
+            raise
+
+    def _written(self, started: _Started) -> None:
+        with self._lock:
+            started.written = True
+            old, started.old = started.old, []
+        for place in old:
+            try:
+                _remove(place)
+            except OSError as error:
+                _log.warning("%s: an old checkpoint stays: %s", place, error)
+
+    def _begin_in_child(self) -> None:
+        """Forget, in a forked child, what its parent started."""
+        if self._pid != os.getpid():
+            self._begin()
+            self._remote = None
+
+    def _raise_failed(self) -> None:
+        with self._lock:
+            for started in list(self._started):
+                if started.save is None or not started.save.done():
+                    continue
+                self._started.remove(started)
+                started.save.wait()
+
+    def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
+        if self._remote is None:
+            found = _stock_class(_TRAINER, "plugins.io.async_plugin", "AsyncCheckpointIO")
+            self._remote = found(self._lightnings_own())
+        try:
+            self._remote.save_checkpoint(checkpoint, path, storage_options=options)
+        except BaseException:  # it would raise the same error for ever
+            self._remote = None
+            raise
+
+
+def _ended_by(started: _Started, error: BaseException) -> bool:
+    save = started.save
+    return save is not None and save.done() and save.exception() is error
+
+
+def _local(path: Path) -> str | None:
+    """Return the absolute path of a local file; None for a URL that leads elsewhere."""
+    core = importlib.import_module("fsspec.core")
+    local = importlib.import_module("fsspec.implementations.local")
+    file_system, place = core.url_to_fs(str(path))
+    return str(place) if type(file_system) is local.LocalFileSystem else None
+
+
+def _make_folder(place: str) -> None:
+    folder = os.path.dirname(place)
+    missing = []
+    while not os.path.isdir(folder) and folder not in missing and os.path.dirname(folder) != folder:
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    if missing and current().durable:
+        sync_folders(missing)
+
+
+def _remove(place: str) -> None:
+    if os.path.isdir(place) and not os.path.islink(place):
+        shutil.rmtree(place)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(place)
+
+
+def _stock_class(homes: tuple[str, str], module: str, name: str) -> Any:
+    """Return a class of Lightning, of the package that is in use.
+
+    Raises:
+        ModuleNotFoundError: neither is installed.
+    """
+    in_use = [home for home in homes if home in sys.modules]
+    for home in in_use or homes:
+        try:
+            return getattr(importlib.import_module(f"{home}.{module}"), name)
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError(f"no package has {module}.{name}: pip install lightning")
+
+
+def _acknowledge(module: Any) -> None:
+    """Let Lightning take our classes for plugins: each of its packages has a base class."""
+    module.CheckpointIO.register(FastCheckpointIO)
+
+
+for _home in _FABRIC:
+    when_imported(f"{_home}.plugins.io.checkpoint_io", _acknowledge)

@@ -1,0 +1,239 @@
+"""Hugging Face's Trainer: which of its checkpoints are complete.
+
+    from fastserial.integrations.transformers import CheckpointCallback, resume_from
+
+    trainer = Trainer(..., callbacks=[CheckpointCallback()])
+    trainer.train(resume_from_checkpoint=resume_from(args.output_dir))
+
+A checkpoint of the Trainer is a folder of several files. The callback waits until all of them are
+on the device, of all ranks, and then puts a mark into the folder, with their names and sizes.
+`resume_from` passes over folders without a mark, or with other files than it names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fastserial.errors import FastserialError
+from fastserial.files.durable import replace_text, sync_folders
+
+if TYPE_CHECKING:
+
+    class CallbackBase:
+        """transformers may not be there when types are checked."""
+
+else:
+    from transformers import TrainerCallback as CallbackBase
+
+__all__ = ["MARK", "CheckpointCallback", "IncompleteCheckpointError", "is_complete", "resume_from"]
+
+MARK = "fastserial_complete.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+_VERSION = 1
+_LAST_WRITTEN = "trainer_state.json"
+# What `JITCheckpointCallback` puts into a folder while it writes there.
+_SENTINEL = "checkpoint-is-incomplete.txt"
+_log = logging.getLogger("fastserial")
+
+
+class IncompleteCheckpointError(FastserialError, RuntimeError):
+    """A rank could not bring its files of a checkpoint to the disk; it has no mark."""
+
+
+class CheckpointCallback(CallbackBase):
+    """Marks `checkpoint-N` when all its files are on the device.
+
+    It also takes over `save_total_limit`: the Trainer removes old checkpoints before the new one is
+    on the device; the callback does it after the mark.
+    """
+
+    def __init__(self) -> None:
+        self._limit: int | None = None
+        self._states: dict[Path, tuple[int, int] | None] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Take over the removal of old checkpoints; see which there are."""
+        if args.save_total_limit is not None:
+            self._limit, args.save_total_limit = args.save_total_limit, None
+        self._states = {one: _version(one) for one in _checkpoints(Path(args.output_dir))}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Take the mark of a run before away: its folder may be written anew now."""
+        folder = _folder_of(args, state)
+        if folder in self._states and state.is_world_process_zero:
+            (folder / MARK).unlink(missing_ok=True)
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Mark the checkpoint that the Trainer has just written.
+
+        Raises:
+            IncompleteCheckpointError: another rank's files are not on the device.
+            OSError: this rank's are not.
+        """
+        self._complete(args, state, _folder_of(args, state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Mark what a signal had the Trainer save (`JITCheckpointCallback`), without `on_save`."""
+        for step in (state.global_step - 1, state.global_step):  # it may come before a step ends
+            folder = Path(args.output_dir) / f"checkpoint-{step}"
+            if _anywhere(state.is_world_process_zero and self._is_new(folder)):
+                self._complete(args, state, folder)
+        if self._limit is not None:
+            args.save_total_limit, self._limit = self._limit, None
+
+    def _is_new(self, folder: Path) -> bool:
+        """Tell whether a whole checkpoint without a mark was written since training began."""
+        found = _version(folder)
+        written = found is not None and found != self._states.get(folder)
+        return written and not (folder / _SENTINEL).exists() and not is_complete(folder)
+
+    def _complete(self, args: Any, state: Any, folder: Path) -> None:
+        failure: OSError | None = None
+        _anywhere(False)  # all ranks have written their files
+        if folder.is_dir() and int(args.local_process_index) == 0:
+            try:
+                _sync(folder)
+            except OSError as error:
+                failure = error
+        if _anywhere(failure is not None):
+            raise failure or IncompleteCheckpointError(f"{folder}: another rank could not sync it")
+        if folder.is_dir() and state.is_world_process_zero:
+            _mark(folder)
+            self._states.pop(folder, None)
+            if self._limit is not None and self._limit > 0:
+                _remove_old(folder, self._limit, state.best_model_checkpoint)
+
+
+def resume_from(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the newest complete `checkpoint-N` in a folder; None if there is none.
+
+    Give it to `trainer.train(resume_from_checkpoint=...)`. Incomplete ones are passed over, with
+    a warning that names them; so are those that were written without a `CheckpointCallback`.
+    """
+    passed = []
+    for folder in _checkpoints(Path(output_dir)):
+        if is_complete(folder):
+            found: str | None = str(folder)
+            break
+        passed.append(folder.name)
+    else:
+        found = None
+    if passed:
+        instead = f"{os.path.basename(found)} is used" if found else "training starts anew"
+        text = (
+            f"{os.fspath(output_dir)}: {', '.join(passed)}: not marked as complete; {instead}. "
+            "To use one nevertheless, give its path to `train(resume_from_checkpoint=...)`"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return found
+
+
+def is_complete(folder: str | os.PathLike[str]) -> bool:
+    """Tell whether a checkpoint has its mark, and the files that it names, with their sizes."""
+    if os.path.exists(os.path.join(folder, _SENTINEL)):
+        return False
+    try:
+        with open(os.path.join(folder, MARK), encoding="utf-8") as file:
+            files = json.load(file)["files"]
+        return all(os.path.getsize(os.path.join(folder, name)) == files[name] for name in files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _mark(folder: Path) -> None:
+    """Put the mark into a folder, whose files are on the device.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    files = {str(one.relative_to(folder)): one.stat().st_size for one in _files(folder)}
+    text = json.dumps({"version": _VERSION, "files": files}, indent=1)
+    replace_text(str(folder / MARK), text)
+
+
+def _version(folder: Path) -> tuple[int, int] | None:
+    """Return what tells one writing of a checkpoint from another; None if it has not come far."""
+    try:
+        found = os.stat(folder / _LAST_WRITTEN)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _folder_of(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """Return the folders of checkpoints, the newest first."""
+    if not output_dir.is_dir():
+        return []
+    found = []
+    for one in output_dir.iterdir():
+        match = _FOLDER.fullmatch(one.name)
+        if match and one.is_dir():
+            found.append((int(match[1]), one))
+    return [one for _, one in sorted(found, reverse=True)]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            if name != MARK and path.is_file():
+                yield path
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's files to the device.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    folders = {str(folder)}
+    for path in _files(folder):
+        folders.add(str(path.parent))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    sync_folders(folders)
+
+
+def _remove_old(newest: Path, limit: int, best: str | None) -> None:
+    """Remove the oldest checkpoints beyond the limit, but neither the newest nor the best."""
+    kept = {newest, Path(best)} if best else {newest}
+    there = _checkpoints(newest.parent)
+    surplus = len(there) - max(limit, len(kept))
+    for folder in reversed(there):
+        if surplus <= 0:
+            break
+        if folder not in kept:
+            try:
+                (folder / MARK).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+            except OSError as error:
+                _log.warning("%s: an old checkpoint stays: %s", folder, error)
+            surplus -= 1
+
+
+def _anywhere(here: bool) -> bool:
+    """Tell whether something holds on any rank; all ranks wait for each other."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return here
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    flag = torch.tensor([int(here)], device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())

@@ -1,0 +1,173 @@
+"""`install(safetensors=True)`: what `safetensors.torch.save_file` writes goes through fastserial.
+
+The function that is replaced is below `save_file` and `save_model`, which may be bound to other
+names by now. It gets the addresses of the tensors, checked and contiguous. Loads stay safetensors'
+own: they map the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from fastserial import tally
+from fastserial.config import current
+from fastserial.files.links import part_from_link
+from fastserial.files.targets import StockWay, Target, target_of
+from fastserial.formats.legacy.layout import storage_extents
+from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
+from fastserial.formats.storages import ITEM_BYTES
+from fastserial.import_hook import when_imported
+from fastserial.memory.batch import batch_of
+from fastserial.memory.storages import HostMemory
+from fastserial.saving.writer import FastFileWriter
+
+__all__ = ["switch_off", "switch_on"]
+
+_MODULE = "safetensors.torch"
+_FUNCTION = "serialize_file"
+_log = logging.getLogger("fastserial")
+_DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+_wanted = False
+_stock: Callable[..., None] | None = None
+_ranks: Mapping[str, int] = {}  # by dtype: in which order tensors are written
+
+
+def switch_on() -> None:
+    """Replace the function as soon as safetensors.torch is imported."""
+    global _wanted
+    if not _wanted:
+        _wanted = True
+        when_imported(_MODULE, _imported)
+
+
+def switch_off() -> None:
+    """Give safetensors its own function back, unless somebody else replaced it, too."""
+    global _wanted, _stock
+    _wanted = False
+    module = importlib.import_module(_MODULE) if _stock is not None else None
+    if module is not None and getattr(module, _FUNCTION, None) is _serialize_file:
+        setattr(module, _FUNCTION, _stock)
+        _stock = None
+
+
+def _imported(module: ModuleType) -> None:
+    global _stock, _ranks
+    if not _wanted or getattr(module, _FUNCTION, None) is _serialize_file:
+        return
+    try:
+        ranks = _learn_order(importlib.import_module("safetensors"))
+        stock = getattr(module, _FUNCTION)
+    except Exception as error:  # must not break the import; older releases hand over copies
+        _log.warning("safetensors stays as it is; fastserial needs release 0.8 or later: %r", error)
+        return
+    _ranks, _stock = ranks, stock
+    setattr(module, _FUNCTION, _serialize_file)
+
+
+def _learn_order(package: Any) -> dict[str, int]:
+    """Return in which order this safetensors writes dtypes; its files must be as ours.
+
+    Raises:
+        Exception: it cannot be asked, or writes other headers.
+    """
+    memory = (ctypes.c_char * 16)()
+    address = ctypes.addressof(memory)
+    specs = {}
+    for dtype in TYPE_NAMES:
+        nbytes = ITEM_BYTES[dtype]
+        try:
+            specs[dtype] = package.TensorSpec(
+                dtype=dtype, shape=[1], data_ptr=address, data_len=nbytes
+            )
+        except (ValueError, package.SafetensorError):  # it does not know this one
+            continue
+    metadata = {"é\n\x01": '"'}
+    theirs = bytes(package.serialize(specs, metadata=metadata))
+    ordered = sorted(specs, key=lambda dtype: theirs.index(f'"{dtype}":'.encode()))
+    ours = header_bytes([(one, one, (1,), ITEM_BYTES[one]) for one in ordered], metadata)
+    if not theirs.startswith(ours):
+        raise ValueError("it writes another header")
+    return {dtype: rank for rank, dtype in enumerate(ordered)}
+
+
+def _serialize_file(
+    tensor_dict: Mapping[str, Any],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write what safetensors' `serialize_file` writes, byte for byte.
+
+    Of several entries in `metadata` safetensors itself writes some order; here it is the given one.
+
+    Raises:
+        WriteError: the file cannot be written; the previous one is intact.
+        Exception: whatever safetensors raises.
+    """
+    target = _target(filename) if current().safetensors else None
+    prepared = _prepare(tensor_dict, metadata) if target is not None else None
+    if target is None or prepared is None:
+        if _stock is not None:
+            _stock(tensor_dict, filename, metadata=metadata)
+        return
+    header, memories = prepared
+    part_from_link(os.fspath(filename))
+    with FastFileWriter(_target(filename), container="safetensors") as writer:
+        writer.write(header)
+        extents = storage_extents(batch_of(memories), [b""] * len(memories))
+        writer.write_layout(extents, sum(memory.nbytes for memory in memories))
+        writer.release_sources()
+
+
+def _target(filename: str | os.PathLike[str]) -> Target | None:
+    """Return what can be written through fastserial, or None.
+
+    Raises:
+        WriteError: nothing can be written there.
+    """
+    found = target_of(filename) if isinstance(filename, str | os.PathLike) else None
+    if isinstance(found, StockWay):
+        tally.SAVES.add_torchs(found.reason)
+        return None
+    return found
+
+
+def _prepare(
+    tensors: Mapping[str, Any], metadata: Mapping[str, str] | None
+) -> tuple[bytes, Sequence[HostMemory]] | None:
+    """Return the header and the tensors' memory in their order; None: safetensors is to decide."""
+    rows = []
+    for key, spec in tensors.items():
+        dtype = _dtype(spec)
+        shape = tuple(spec.shape)
+        if dtype not in _ranks or math.prod(shape) * ITEM_BYTES[dtype] != spec.data_len:
+            return None
+        rows.append((_ranks[dtype], key, dtype, shape, spec))
+    rows.sort(key=lambda row: row[:2])
+    if metadata is not None and (not metadata or not _is_text(metadata)):
+        return None
+    try:
+        header = header_bytes(
+            [(key, dtype, shape, spec.data_len) for _, key, dtype, shape, spec in rows],
+            metadata or {},
+        )
+    except UnicodeEncodeError:
+        return None
+    memories = [HostMemory(spec.data_ptr, spec.data_len, spec) for *_, spec in rows]
+    return header, memories
+
+
+def _dtype(spec: Any) -> str:
+    """Return torch's name of a dtype, of which the format has a name of its own."""
+    name = str(spec.dtype)
+    return _DTYPES.get(name, name)
+
+
+def _is_text(metadata: Mapping[str, str]) -> bool:
+    return all(type(key) is str and type(value) is str for key, value in metadata.items())

@@ -1,0 +1,157 @@
+"""`fastserial.summary()`: every save and load once, with the way it went, and why."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastserial
+from fastserial import tally
+from fastserial.diagnosis.totals import REMEDIES
+from tests.support.children import child
+
+LARGE = {"x": torch.zeros(4_000_000)}
+SMALL = {"x": torch.zeros(10)}
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> Iterator[None]:
+    fastserial.wait_all()
+    tally.SAVES.clear()
+    tally.LOADS.clear()
+    fastserial.install()
+    yield
+    fastserial.uninstall()
+
+
+def test_nothing_yet() -> None:
+    found = fastserial.summary()
+    assert (found.installed, found.saves.count, found.loads.count) == (True, 0, 0)
+    assert str(found).splitlines()[1:] == ["  saves: 0", "  loads: 0"]
+
+
+def test_each_counts_once(tmp_path: Path) -> None:
+    for name in "ab":
+        torch.save(LARGE, tmp_path / name)
+    with open(tmp_path / "c", "wb") as file:
+        torch.save(LARGE, file)
+    torch.save(LARGE, tmp_path / "d", _use_new_zipfile_serialization=False)
+    fastserial.save_async(LARGE, tmp_path / "e").wait()
+    fastserial.save_async(LARGE, tmp_path / "f", _use_new_zipfile_serialization=False).wait()
+    for name in "abd":
+        torch.load(tmp_path / name)
+    found = fastserial.summary()
+    sizes = {name: (tmp_path / name).stat().st_size for name in "abcdef"}
+    assert (found.saves.count, found.saves.by_torch) == (6, 0)
+    assert found.saves.nbytes == sum(sizes.values())
+    assert found.saves.seconds > 0
+    assert (found.loads.count, found.loads.by_torch) == (3, 0)
+    assert 3 * 16_000_000 <= found.loads.nbytes <= sizes["a"] + sizes["b"] + sizes["d"]
+    assert json.loads(json.dumps(found.as_dict()))["saves"]["count"] == 6
+
+
+def test_torchs_own_way_is_told_with_its_reason_and_the_remedy(tmp_path: Path) -> None:
+    torch.save(SMALL, io.BytesIO())
+    torch.save(SMALL, io.BytesIO())
+    torch.save(LARGE, tmp_path / "a")
+    torch.load(tmp_path / "a", mmap=True)
+    found = fastserial.summary()
+    assert (found.saves.count, found.saves.by_torch) == (3, 2)
+    (why,) = found.saves.why_torch
+    assert (why.count, why.reason) == (2, "not a plain file object")
+    assert "give torch.save a path" in (why.remedy or "")
+    assert found.loads.by_torch == 1
+    assert found.loads.why_torch[0].reason == "mmap=True maps the file"
+    text = str(found)
+    assert "saves: 3, 1 by fastserial: 15.3MiB" in text
+    assert "2 torch's own way: not a plain file object -> give torch.save a path" in text
+
+
+def test_what_was_not_the_fastest_way(tmp_path: Path) -> None:
+    path = tmp_path / "held"
+    with open(path, "wb"):  # this process has it open: it is overwritten
+        torch.save(LARGE, path)
+    found = fastserial.summary().saves
+    assert (found.count, found.by_torch) == (1, 0)
+    assert found.why_slower[0].reason.startswith("this process has the file open")
+    assert found.why_slower[0].remedy
+
+
+def test_a_failed_save_does_not_count(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError):
+        torch.save({"x": lambda: 0}, tmp_path / "a")
+    assert fastserial.summary().saves.count == 0
+
+
+def test_reasons_do_not_pile_up() -> None:
+    counts = tally.Counts()
+    for number in range(1000):
+        counts.add_torchs(f"reason {number}")
+    assert len(counts.reasons) <= 33
+    assert sum(counts.reasons.values()) == counts.by_torch == 1000
+
+
+def _reasons() -> Iterator[tuple[str, str]]:
+    """The beginnings of all reasons that the package gives, with their files."""
+    package = Path(fastserial.__file__).parent
+    for path in [*package.glob("files/*.py"), *package.glob("patching/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            values: list[ast.expr] = []
+            if isinstance(node, ast.Call) and node.args:
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in ("StockWay", "in_place", "add_torchs"):
+                    values = [node.args[0]]
+            elif isinstance(node, ast.Assign):
+                if getattr(node.targets[0], "attr", "") == "fallback":
+                    values = [node.value]
+            elif isinstance(node, ast.FunctionDef) and node.name == "_torchs_own":
+                values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
+            for value in values:
+                parts = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+                for part in parts:
+                    if isinstance(part, ast.JoinedStr):
+                        part = part.values[0]
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        yield part.value, path.name
+
+
+def test_every_reason_has_a_remedy() -> None:
+    found = dict(_reasons())
+    assert len(found) > 20
+    without = [why for why in found if not any(why.startswith(start) for start in REMEDIES)]
+    assert without == ["torch sees other records"]  # nothing that a user could do
+
+
+def test_it_is_printed_at_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After saves beside the program have ended; a forked child counts its own."""
+    monkeypatch.setenv("FASTSERIAL_SUMMARY", "1")
+    monkeypatch.setenv("RANK", "3")
+    errors = tmp_path / "errors"
+    with open(errors, "wb") as stderr:
+        assert child("totals.py", tmp_path, stderr=stderr) == {"in_child": 0}
+    first, saves, why, loads = errors.read_text().splitlines()
+    assert first == "fastserial (rank 3): installed"
+    assert saves.startswith("  saves: 3, 2 by fastserial: 30.5MiB (32.0MB) in ")
+    assert saves.endswith(", 1 torch's own way")
+    assert why.startswith("    1 torch's own way: not a plain file object -> ")
+    assert loads.startswith("  loads: 1, 1 by fastserial: 15.3MiB (16.0MB) in ")
+
+
+def test_it_is_not_printed_unasked() -> None:
+    program = "import fastserial; fastserial.install()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": "", "FASTSERIAL_SUMMARY": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("", "")

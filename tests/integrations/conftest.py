@@ -1,0 +1,57 @@
+"""Runs of frameworks in processes of their own: `tests/programs/lightning_run.py` and others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import Ran, Run
+
+_PROGRAMS = Path(__file__).parents[1] / "programs"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a program with options, as JSON; `fastserial=True` switches it on from outside."""
+    number = 0
+
+    def start(program: str, *, ranks: int = 1, fastserial: bool = False, **options: Any) -> Ran:
+        nonlocal number
+        number += 1
+        losses = tmp_path / f"losses{number}"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "FASTSERIAL": str(int(fastserial)),
+        }
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [
+                sys.executable,
+                *(launcher if ranks > 1 else []),
+                str(_PROGRAMS / program),
+                json.dumps({**options, "losses": str(losses)}),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        found = [
+            line
+            for one in sorted(losses.parent.glob(f"{losses.name}.*"))
+            for line in one.read_text().splitlines()
+        ]
+        return Ran(done.returncode, found, done.stdout)
+
+    return start

@@ -1,0 +1,356 @@
+"""Lightning's plugins, beside its own: the same files, errors and removals. `test_lightning_runs`
+trains with them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+from fastserial import trace
+
+pytest.importorskip("lightning", reason="Lightning is not installed: nox -s integrations")
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from fastserial.integrations.lightning import FastAsyncCheckpointIO, FastCheckpointIO
+
+pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of itself
+
+OURS = [FastCheckpointIO, FastAsyncCheckpointIO]
+
+
+def state(value: float = 1.0, numel: int = 300_000) -> dict[str, Any]:
+    tensor = torch.full((numel,), value)
+    return {"epoch": 3, "state_dict": {"w": tensor, "view": tensor[10:20]}, "hyper": ("a", 0.5)}
+
+
+def weight(path: Path | str) -> float:
+    value: float = torch.load(path, weights_only=True)["state_dict"]["w"][0].item()
+    return value
+
+
+@pytest.fixture(params=["stock", "fast", "async"])
+def any_io(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Lightning's own plugin, and ours."""
+    made: dict[str, Callable[[], Any]] = {
+        "stock": TorchCheckpointIO,
+        "fast": FastCheckpointIO,
+        "async": FastAsyncCheckpointIO,
+    }
+    io = made[request.param]()
+    yield io
+    io.teardown()
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    """Saves wait, with their bytes written, until the event is set."""
+    go_on = threading.Event()
+    with trace.listen(lambda event: event.name == "fsync" and go_on.wait(60) and None):
+        yield go_on
+        go_on.set()
+        fastserial.wait_all()
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may be larger than 256 KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256 * 1024, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("numel", [100, 3_000_000], ids=["small", "large"])
+@pytest.mark.parametrize("ours", OURS)
+def test_files_are_lightnings(ours: Any, numel: int, tmp_path: Path) -> None:
+    """Also where no folder is yet; and each loads what the other wrote."""
+    io, stock = ours(), TorchCheckpointIO()
+    for plugin, name in ((io, "ours"), (stock, "stock")):
+        plugin.save_checkpoint(state(numel=numel), tmp_path / "a" / name / "epoch=0-step=1.ckpt")
+        plugin.teardown()
+    mine, theirs = sorted(tmp_path.glob("a/*/*"))
+    assert mine.read_bytes() == theirs.read_bytes()
+    for plugin, path in ((io, theirs), (stock, mine)):
+        found = plugin.load_checkpoint(path, weights_only=True)
+        assert found["hyper"] == ("a", 0.5)
+        w, view = found["state_dict"].values()
+        assert view.untyped_storage().data_ptr() == w.untyped_storage().data_ptr()
+        assert torch.equal(found["state_dict"]["w"], state(numel=numel)["state_dict"]["w"])
+    assert sorted(tmp_path.glob("a/ours/*")) == [mine]
+
+
+def test_urls_are_lightnings(any_io: Any) -> None:
+    url = "memory://bucket/epoch=0.ckpt"
+    any_io.save_checkpoint(state(2.0), url)
+    any_io.teardown()
+    assert any_io.load_checkpoint(url)["state_dict"]["w"][0] == 2.0
+    any_io.remove_checkpoint(url)
+    with pytest.raises(FileNotFoundError, match="not found: memory"):
+        any_io.load_checkpoint(url)
+
+
+def test_file_urls(any_io: Any, tmp_path: Path) -> None:
+    any_io.save_checkpoint(state(), f"file://{tmp_path}/x.ckpt")
+    any_io.teardown()
+    assert weight(tmp_path / "x.ckpt") == 1.0
+    any_io.remove_checkpoint(f"file://{tmp_path}/x.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("leads_to", ["epoch=0.ckpt", "nowhere.ckpt"])
+def test_a_link_is_replaced_not_what_it_leads_to(
+    any_io: Any, tmp_path: Path, leads_to: str
+) -> None:
+    """`last.ckpt` of a run with `save_last="link"`, resumed with `save_last=True`."""
+    old, last = tmp_path / "epoch=0.ckpt", tmp_path / "last.ckpt"
+    any_io.save_checkpoint(state(1.0), old)
+    any_io.teardown()
+    last.symlink_to(leads_to)
+    any_io.save_checkpoint(state(2.0), last)
+    any_io.teardown()
+    assert not last.is_symlink()
+    assert (weight(old), weight(last)) == (1.0, 2.0)
+    assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "last.ckpt"]
+
+
+def test_what_lightning_refuses(any_io: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        any_io.save_checkpoint(state(), tmp_path / "x.ckpt", storage_options={"a": 1})
+    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*x\.ckpt"):
+        any_io.load_checkpoint(tmp_path / "x.ckpt")
+    any_io.save_checkpoint({**state(), "path": Path("/")}, tmp_path / "x.ckpt")
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        any_io.load_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    assert any_io.load_checkpoint(tmp_path / "x.ckpt", weights_only=False)["path"] == Path("/")
+
+
+def test_remove(any_io: Any, tmp_path: Path) -> None:
+    any_io.remove_checkpoint(tmp_path / "none.ckpt")
+    any_io.save_checkpoint(state(), tmp_path / "folder" / "x.ckpt")
+    any_io.teardown()
+    any_io.remove_checkpoint(tmp_path / "folder")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_load_can_verify(ours: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    io = ours(verify=True)
+    io.save_checkpoint(state(), path)
+    assert io.load_checkpoint(path)["epoch"] == 3
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    assert TorchCheckpointIO().load_checkpoint(path)["epoch"] == 3  # stock does not notice
+    with pytest.raises(fastserial.CorruptCheckpointError, match=r"x\.ckpt"):
+        io.load_checkpoint(path)
+
+
+def test_trainers_and_fabric_take_them(tmp_path: Path) -> None:
+    import lightning
+    import pytorch_lightning
+
+    for ours in OURS:
+        for package in (lightning, pytorch_lightning):
+            io = ours()
+            trainer = package.Trainer(plugins=[io], accelerator="cpu", logger=False)
+            assert trainer.strategy.checkpoint_io is io
+        io = ours()
+        fabric = lightning.Fabric(plugins=[io], accelerator="cpu")
+        model = torch.nn.Linear(3, 3)
+        fabric.save(tmp_path / "f.ckpt", {"model": model, "step": 5})
+        other = torch.nn.Linear(3, 3)
+        found = fabric.load(tmp_path / "f.ckpt", {"model": other})
+        assert found == {"step": 5}
+        assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_torch_without_a_patch_is_left_to_lightning(
+    ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which writes a file of its own and renames it; plain `torch.save` would overwrite."""
+    monkeypatch.setattr("fastserial.integrations.lightning.patched", lambda name: None)
+    io = ours()
+    io.save_checkpoint(state(1.0), tmp_path / "x.ckpt")
+    io.teardown()
+    inode = os.stat(tmp_path / "x.ckpt").st_ino
+    io.save_checkpoint(state(2.0), tmp_path / "x.ckpt")
+    io.teardown()
+    assert weight(tmp_path / "x.ckpt") == 2.0
+    assert os.stat(tmp_path / "x.ckpt").st_ino != inode
+
+
+# -- beside training -------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_of_the_call(held: threading.Event, tmp_path: Path) -> None:
+    io, saved = FastAsyncCheckpointIO(), state(1.0)
+    io.save_checkpoint(saved, tmp_path / "x.ckpt")
+    saved["state_dict"]["w"].fill_(2.0)
+    assert not (tmp_path / "x.ckpt").exists()
+    held.set()
+    io.teardown()
+    assert weight(tmp_path / "x.ckpt") == 1.0
+
+
+def test_a_load_waits_for_the_save(held: threading.Event, tmp_path: Path) -> None:
+    """Lightning's learning rate finder saves, and loads at once."""
+    io = FastAsyncCheckpointIO()
+    io.save_checkpoint(state(4.0), tmp_path / "x.ckpt")
+    threading.Timer(0.2, held.set).start()
+    assert io.load_checkpoint(tmp_path / "x.ckpt")["state_dict"]["w"][0] == 4.0
+
+
+def test_an_old_checkpoint_goes_when_the_new_one_is_there(
+    held: threading.Event, tmp_path: Path
+) -> None:
+    io = FastAsyncCheckpointIO()
+    stock = AsyncCheckpointIO(TorchCheckpointIO())
+    for plugin, name in ((io, "ours"), (stock, "stock")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.ckpt").touch()
+        plugin.save_checkpoint(state(), tmp_path / name / "2.ckpt")
+        plugin.remove_checkpoint(tmp_path / name / "1.ckpt")
+    assert os.listdir(tmp_path / "ours") == ["1.ckpt"]
+    assert not (tmp_path / "stock" / "1.ckpt").exists()  # at once, whatever becomes of the new one
+    held.set()
+    io.teardown()
+    stock.teardown()
+    assert os.listdir(tmp_path / "ours") == ["2.ckpt"]
+
+
+def test_a_name_that_was_to_go_and_is_saved_again_stays(
+    held: threading.Event, tmp_path: Path
+) -> None:
+    io = FastAsyncCheckpointIO()
+    io.save_checkpoint(state(1.0), tmp_path / "a.ckpt")
+    io.remove_checkpoint(tmp_path / "b.ckpt")
+    io.save_checkpoint(state(2.0), tmp_path / "b.ckpt")
+    held.set()
+    io.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
+
+
+def test_an_error_is_raised_once_and_the_old_checkpoint_stays(
+    small_files: None, tmp_path: Path
+) -> None:
+    io = FastAsyncCheckpointIO()
+    io.save_checkpoint(state(1.0, 10), tmp_path / "1.ckpt")
+    io.save_checkpoint(state(2.0), tmp_path / "2.ckpt")  # too large
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    fastserial_waits(io)
+    with pytest.raises(fastserial.WriteError, match=r"2\.ckpt"):
+        io.save_checkpoint(state(3.0, 10), tmp_path / "3.ckpt")
+    io.save_checkpoint(state(4.0, 10), tmp_path / "4.ckpt")
+    io.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["1.ckpt", "4.ckpt"]
+
+
+def test_lightnings_own_raises_the_same_error_for_ever(small_files: None, tmp_path: Path) -> None:
+    """What the test above is about."""
+    stock = AsyncCheckpointIO(TorchCheckpointIO())
+    stock.save_checkpoint(state(2.0), tmp_path / "2.ckpt")
+    with pytest.raises(OSError, match="too large"):
+        stock.teardown()
+    with pytest.raises(OSError, match="too large"):
+        stock.save_checkpoint(state(3.0, 10), tmp_path / "3.ckpt")
+
+
+def test_teardown_raises_and_the_plugin_is_as_new(small_files: None, tmp_path: Path) -> None:
+    io = FastAsyncCheckpointIO()
+    io.save_checkpoint(state(2.0), tmp_path / "2.ckpt")
+    with pytest.raises(fastserial.WriteError, match=r"2\.ckpt"):
+        io.teardown()
+    io.teardown()
+    io.save_checkpoint(state(3.0, 10), tmp_path / "2.ckpt")
+    io.teardown()
+    assert weight(tmp_path / "2.ckpt") == 3.0
+
+
+@pytest.mark.parametrize("steps", [2, 4], ids=["at the end", "at the next save"])
+def test_fit_raises_what_was_not_saved(small_files: None, steps: int, tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Large(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = torch.nn.Linear(300, 300)
+
+    trainer = pl.Trainer(
+        plugins=[FastAsyncCheckpointIO()],
+        callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)],
+        max_steps=steps,
+        limit_val_batches=0,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(fastserial.WriteError, match="step=2"):
+        trainer.fit(Large())
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_with_a_url_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    io = FastAsyncCheckpointIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchCheckpointIO, "save_checkpoint", _fails)
+        with pytest.raises(ConnectionError):
+            io.save_checkpoint(state(), "memory://bucket/x.ckpt")
+            io.teardown()
+    io.save_checkpoint(state(), "memory://bucket/x.ckpt")
+    io.teardown()
+
+
+def test_it_can_be_pickled_and_forked(held: threading.Event, tmp_path: Path) -> None:
+    """As spawned and forked processes of a strategy get it; what is under way is the parent's."""
+    io = FastAsyncCheckpointIO(snapshot_budget=1 << 30)
+    io.save_checkpoint(state(1.0), tmp_path / "x.ckpt")
+    other = pickle.loads(pickle.dumps(io))
+    other.teardown()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            held.set()
+            io.save_checkpoint(state(2.0, 100), tmp_path / "y.ckpt")
+            io.teardown()
+            code = int(weight(tmp_path / "y.ckpt") != 2.0)
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not (tmp_path / "x.ckpt").exists()
+    held.set()
+    io.teardown()
+    assert weight(tmp_path / "x.ckpt") == 1.0
+
+
+@pytest.mark.parametrize("wrong", [{"snapshot": "later"}, {"snapshot_budget": -1}])
+def test_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(fastserial.ConfigError, match=next(iter(wrong))):
+        FastAsyncCheckpointIO(**wrong)
+
+
+def fastserial_waits(io: FastAsyncCheckpointIO) -> None:
+    """Wait for the saves of a plugin, and tell nobody of their errors."""
+    for started in io._started:
+        if started.save is not None:
+            started.save.exception()
+
+
+def _fails(*arguments: Any, **named: Any) -> None:
+    raise ConnectionError

@@ -1,0 +1,137 @@
+"""Lightning trains, is killed (-9) in the middle of a save, and goes on: with the same losses.
+
+Stock beside ours, and what stock loses.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("lightning") is None:
+    pytest.skip("Lightning is not installed: nox -s integrations", allow_module_level=True)
+
+from tests.support.runs import Ran, Run
+
+PROGRAM = "lightning_run.py"
+STEPS = 12
+ALL = ["stock", "fast", "async", "in_place"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """The losses of stock Lightning, without a break, for a number of ranks."""
+    known: dict[int, list[str]] = {}
+
+    def losses(run: Run, ranks: int = 1) -> list[str]:
+        if ranks not in known:
+            folder = tmp_path_factory.mktemp("unbroken")
+            ran = run(PROGRAM, folder=str(folder), io="stock", **_of(ranks))
+            assert ran.code == 0, ran.output
+            assert len(ran.losses) == STEPS * ranks
+            known[ranks] = ran.losses
+        return known[ranks]
+
+    return losses
+
+
+def _of(ranks: int) -> dict[str, Any]:
+    return {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+
+
+def steps(lines: list[str], first: int) -> list[str]:
+    return [line for line in lines if int(line.split()[0]) >= first]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+
+@pytest.mark.parametrize("io", ALL)
+def test_killed_in_a_save_and_resumed(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
+    """The third save (of step 6) of `step=6.ckpt`; step 4 is the last whole one."""
+    folder = tmp_path / "ckpt"
+    killed = run(PROGRAM, folder=str(folder), io=io, last=None, kill_in=3)
+    assert killed.code == -signal.SIGKILL, killed.output
+    assert files(folder) == ["step=2.ckpt", "step=4.ckpt"]
+    resume = str(folder / "step=4.ckpt")
+    resumed = run(PROGRAM, folder=str(folder), io=io, last=None, resume=resume)
+    assert resumed.code == 0, resumed.output
+    assert killed.losses == unbroken(run)[: len(killed.losses)]
+    assert resumed.losses == steps(unbroken(run), 4)
+    assert files(folder) == ["step=10.ckpt", "step=12.ckpt", "step=4.ckpt"]  # as stock: not its own
+
+
+def test_control_without_the_optimizers_state_the_losses_differ(
+    run: Run, unbroken: Any, tmp_path: Path
+) -> None:
+    """What the comparison above would show if not all of the state came back."""
+    folder = tmp_path / "ckpt"
+    killed = run(PROGRAM, folder=str(folder), io="fast", last=None, kill_in=3)
+    assert killed.code == -signal.SIGKILL
+    path = folder / "step=4.ckpt"
+    state = torch.load(path, weights_only=False)
+    for moments in state["optimizer_states"][0]["state"].values():
+        moments["exp_avg"].zero_()
+    torch.save(state, path)
+    resumed = run(PROGRAM, folder=str(folder), io="fast", last=None, resume=str(path))
+    assert resumed.code == 0, resumed.output
+    expected = steps(unbroken(run), 4)
+    assert resumed.losses[0] == expected[0]  # before the first step with them
+    assert resumed.losses[1:] != expected[1:]
+
+
+def test_the_only_checkpoint_outlives_a_kill(run: Run, unbroken: Any, tmp_path: Path) -> None:
+    """`save_top_k=1`, saved beside training: Lightning's own removes the old one at once."""
+    left = {}
+    for io in ("stock_async", "async"):
+        folder = tmp_path / io
+        killed = run(PROGRAM, folder=str(folder), io=io, top_k=1, last=None, kill_in=3)
+        assert killed.code == -signal.SIGKILL, killed.output
+        left[io] = files(folder)
+    assert left["async"] == ["step=4.ckpt"]
+    assert left["stock_async"] == []  # nothing to go on from
+    resume = str(tmp_path / "async" / "step=4.ckpt")
+    resumed = run(PROGRAM, folder=str(tmp_path / "async"), io="async", resume=resume)
+    assert resumed.losses == steps(unbroken(run), 4)
+
+
+@pytest.mark.parametrize("io", ["stock", "async"])
+def test_last_is_found(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
+    """`ckpt_path="last"`, with a link for a part of the run and a file for the rest."""
+    folder = tmp_path / "ckpt"
+    first = run(PROGRAM, folder=str(folder), io=io, last="link", steps=6)
+    assert first.code == 0, first.output
+    assert os.readlink(folder / "last.ckpt") == "step=6.ckpt"
+    second = run(PROGRAM, folder=str(folder), io=io, last=True, resume="last", steps=8)
+    assert second.code == 0, second.output
+    assert not (folder / "last.ckpt").is_symlink()
+    assert [torch.load(folder / name, weights_only=False)["global_step"]
+            for name in ("step=6.ckpt", "last.ckpt")] == [6, 8]  # fmt: skip
+
+
+@pytest.mark.parametrize("io", ["fast", "async"])
+def test_ddp(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
+    """Two gloo processes; the rank that saves is killed, and takes the other with it."""
+    folder = tmp_path / "ckpt"
+    killed: Ran = run(PROGRAM, folder=str(folder), io=io, last=None, kill_in=3, **_of(2))
+    assert killed.code != 0
+    assert files(folder) == ["step=2.ckpt", "step=4.ckpt"], killed.output
+    resume = str(folder / "step=4.ckpt")
+    resumed = run(PROGRAM, folder=str(folder), io=io, last=None, resume=resume, **_of(2))
+    assert resumed.code == 0, resumed.output
+    assert resumed.losses == steps(unbroken(run, 2), 4)
+
+
+def test_ddp_spawn(run: Run, tmp_path: Path) -> None:
+    """The plugin is sent to the processes, and what they save last comes back."""
+    options = {"devices": 2, "strategy": "ddp_spawn", "last": None}
+    ran = run(PROGRAM, folder=str(tmp_path / "ckpt"), io="async", **options)
+    assert ran.code == 0, ran.output
+    assert files(tmp_path / "ckpt") == ["step=10.ckpt", "step=12.ckpt"]

@@ -1,0 +1,180 @@
+"""`install(safetensors=True)`: safetensors' own bytes, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from safetensors.torch import load_file, save_file, save_model  # bound before `install`
+
+import fastserial
+from fastserial import tally
+
+if not hasattr(safetensors, "TensorSpec"):
+    pytest.skip("safetensors is older than 0.8", allow_module_level=True)
+
+_stock = safetensors.torch.serialize_file
+
+
+@pytest.fixture
+def fast() -> Iterator[Callable[[], int]]:
+    """Switched on; returns how many saves went through fastserial."""
+    fastserial.install(safetensors=True)
+    tally.SAVES.clear()
+    yield lambda: tally.SAVES.count - tally.SAVES.by_torch
+    fastserial.uninstall()
+    assert safetensors.torch.serialize_file is _stock
+
+
+def stock(call: Callable[..., object], *arguments: Any, **named: Any) -> None:
+    with fastserial.options(safetensors=False):
+        call(*arguments, **named)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    found = {'é/\n"': torch.arange(6.0).reshape(2, 3), "large": torch.randn(3_000_000)}
+    for name in (
+        *("float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+        *("uint16", "uint32", "uint64", "complex64", "float8_e4m3fn", "float8_e5m2"),
+    ):
+        dtype = getattr(torch, name)
+        found[f"z.{name}"] = torch.ones(3, 5, dtype=torch.uint8).to(dtype)
+        found[f"a.{name}"] = torch.ones(7, dtype=torch.uint8).to(dtype)
+    found["none"] = torch.empty(0, 4)
+    found["scalar"] = torch.tensor(3.5)
+    return found
+
+
+CASES: dict[str, tuple[dict[str, torch.Tensor], dict[str, str] | None]] = {
+    "all dtypes": (tensors(), {"format": "pt"}),
+    "no metadata": ({"a": torch.arange(5)}, None),
+    "empty metadata": ({"a": torch.arange(5)}, {}),
+    "nothing": ({}, None),
+    "text": ({"a": torch.zeros(2)}, {"\t\x01é\x7f": '"/\\'}),
+    "packed": ({"a": torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, None)
+    if hasattr(torch, "float4_e2m1fn_x2")
+    else ({"a": torch.zeros(2)}, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bytes(fast: Callable[[], int], case: str, tmp_path: Path) -> None:
+    saved, metadata = CASES[case]
+    stock(save_file, saved, tmp_path / "stock", metadata=metadata)
+    assert fast() == 0
+    save_file(saved, tmp_path / "ours", metadata=metadata)
+    assert fast() == (case not in ("empty metadata", "packed"))  # safetensors does those
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
+
+
+def test_models(fast: Callable[[], int], tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+    model[1].weight = model[0].weight  # tied: the metadata says so
+    stock(save_model, model, tmp_path / "stock")
+    save_model(model, tmp_path / "ours")
+    assert fast() == 1
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
+
+
+def test_metadata_of_several_entries(fast: Callable[[], int], tmp_path: Path) -> None:
+    """safetensors writes them in an order of its own, each time another."""
+    metadata = {"format": "pt", "step": "1", "note": "x"}
+    save_file({"a": torch.arange(4)}, tmp_path / "a", metadata=metadata)
+    with safetensors.safe_open(tmp_path / "a", "pt") as file:
+        assert file.metadata() == metadata
+    assert torch.equal(load_file(tmp_path / "a")["a"], torch.arange(4))
+
+
+def test_report(fast: Callable[[], int], tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(4_000_000)}, tmp_path / "a")
+    report = fastserial.last_save_report()
+    assert report is not None
+    assert (report.container, report.durable) == ("safetensors", True)
+    assert report.bytes == os.path.getsize(tmp_path / "a")
+    assert fastserial.summary().saves.nbytes == report.bytes
+
+
+def test_a_save_that_fails_leaves_the_old_file(fast: Callable[[], int], tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_file({"a": torch.zeros(10)}, path)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(fastserial.WriteError, match=str(path)):
+            save_file({"a": torch.zeros(4_000_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_safetensors_refuses(fast: Callable[[], int], tmp_path: Path) -> None:
+    shared = torch.zeros(10)
+    for wrong, metadata in (
+        ({"a": shared, "b": shared}, None),
+        ({"a": torch.zeros(4, 4).t()}, None),
+        ({"a": torch.zeros(2)}, {"a": 1}),
+        ({"a": [1.0]}, None),
+    ):
+        errors = []
+        for path in (tmp_path / "stock", tmp_path / "ours"):
+            with fastserial.options(safetensors=path.name == "ours"):
+                try:
+                    save_file(wrong, path, metadata=metadata)  # type: ignore[arg-type]
+                except Exception as error:
+                    errors.append((type(error), str(error)))
+        assert errors[0] == errors[1]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_is_replaced(fast: Callable[[], int], tmp_path: Path) -> None:
+    """Not what it leads to: a blob of the Hub's cache, say."""
+    for name, call in (("stock", stock), ("ours", lambda save, *more: save(*more))):
+        blob, link = tmp_path / f"{name}-blob", tmp_path / name
+        blob.write_bytes(b"blob")
+        link.symlink_to(blob)
+        call(save_file, {"a": torch.zeros(3)}, link)
+        assert blob.read_bytes() == b"blob"
+        assert not link.is_symlink()
+        assert load_file(link)["a"].tolist() == [0.0] * 3
+
+
+def test_other_targets_are_left_to_safetensors(fast: Callable[[], int]) -> None:
+    with pytest.raises(safetensors.SafetensorError, match="Error while serializing"):
+        save_file({"a": torch.zeros(3)}, "/proc/self/null")
+    assert fast() == 0
+
+
+def test_switched_on_by_the_environment(tmp_path: Path) -> None:
+    program = (
+        "import fastserial.auto, sys, torch, safetensors.torch as s\n"
+        "s.save_file({'a': torch.zeros(3)}, sys.argv[1])\n"
+        "print(fastserial.last_save_report().container)\n"
+    )
+    environment = {**os.environ, "FASTSERIAL_SAFETENSORS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", program, str(tmp_path / "a")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "safetensors"
+
+
+def test_an_older_safetensors_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(safetensors, "TensorSpec")
+    fastserial.install(safetensors=True)
+    try:
+        assert safetensors.torch.serialize_file is _stock
+        assert "fastserial needs release 0.8" in caplog.text
+    finally:
+        fastserial.uninstall()

@@ -1,0 +1,140 @@
+"""`CheckpointCallback` and `resume_from`: what counts as complete, and what may go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: nox -s integrations")
+
+from fastserial.integrations.transformers import (
+    MARK,
+    CheckpointCallback,
+    is_complete,
+    resume_from,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+class Training:
+    """What the Trainer tells a callback."""
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        self.folder = folder
+        self.args: Any = SimpleNamespace(
+            output_dir=str(folder), save_total_limit=limit, local_process_index=0
+        )
+        self.state: Any = SimpleNamespace(
+            global_step=0, is_world_process_zero=True, best_model_checkpoint=None
+        )
+        self.callback = CheckpointCallback()
+        self.tell("on_train_begin")
+
+    def tell(self, event: str) -> None:
+        getattr(self.callback, event)(self.args, self.state, SimpleNamespace())
+
+    def write(self, step: int, text: str = "x") -> Path:
+        self.state.global_step = step
+        self.tell("on_step_end")
+        found = self.folder / f"checkpoint-{step}"
+        found.mkdir(exist_ok=True)
+        (found / "model.safetensors").write_text(text)
+        (found / "trainer_state.json").write_text("{}")
+        return found
+
+    def save(self, step: int) -> Path:
+        found = self.write(step)
+        self.tell("on_save")
+        return found
+
+
+def test_the_newest_complete_one(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    assert resume_from(tmp_path) is None
+    assert resume_from(tmp_path / "nowhere") is None
+    training.save(5)
+    ten = training.save(10)
+    assert resume_from(tmp_path) == str(ten)
+    training.write(20)
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-20: not marked .*; checkpoint-10"):
+        assert resume_from(tmp_path) == str(ten)
+
+
+@pytest.mark.parametrize("harm", ["shorter", "missing", "no mark", "torn mark", "sentinel"])
+def test_what_is_not_complete(tmp_path: Path, harm: str) -> None:
+    found = Training(tmp_path).save(10)
+    assert is_complete(found)
+    if harm == "shorter":
+        (found / "model.safetensors").write_text("")
+    elif harm == "missing":
+        (found / "model.safetensors").unlink()
+    elif harm == "no mark":
+        (found / MARK).unlink()
+    elif harm == "torn mark":
+        (found / MARK).write_text("{")
+    else:
+        (found / "checkpoint-is-incomplete.txt").touch()
+    assert not is_complete(found)
+    with pytest.warns(RuntimeWarning, match="training starts anew"):
+        assert resume_from(tmp_path) is None
+
+
+def test_old_ones_go_after_the_mark(tmp_path: Path) -> None:
+    training = Training(tmp_path, limit=1)
+    assert training.args.save_total_limit is None  # the Trainer removes nothing meanwhile
+    training.save(5)
+    training.write(10)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-5"]
+    training.tell("on_save")
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
+    training.state.best_model_checkpoint = str(tmp_path / "checkpoint-10")
+    training.save(15)
+    training.save(20)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-20"]
+    training.tell("on_train_end")
+    assert training.args.save_total_limit == 1
+
+
+def test_a_checkpoint_that_is_written_anew_is_not_complete_meanwhile(tmp_path: Path) -> None:
+    """A run is resumed from step 5; at step 10 it overwrites what an earlier run had marked."""
+    Training(tmp_path).save(10)
+    training = Training(tmp_path)
+    assert is_complete(tmp_path / "checkpoint-10")
+    training.write(10)  # and killed
+    assert not is_complete(tmp_path / "checkpoint-10")
+    training.tell("on_save")
+    assert is_complete(tmp_path / "checkpoint-10")
+    training.tell("on_step_end")
+    assert is_complete(tmp_path / "checkpoint-10")
+
+
+def test_a_torn_checkpoint_of_an_earlier_run_is_not_marked_at_the_end(tmp_path: Path) -> None:
+    Training(tmp_path).write(10)
+    training = Training(tmp_path)
+    training.state.global_step = 10
+    training.tell("on_train_end")
+    assert not is_complete(tmp_path / "checkpoint-10")
+    training.write(10, "y")  # by a signal, without `on_save`
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"a": 1}')
+    training.tell("on_train_end")
+    assert is_complete(tmp_path / "checkpoint-10")
+
+
+def test_a_file_that_cannot_be_synced_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    training = Training(tmp_path)
+    training.write(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            training.tell("on_save")
+    assert not is_complete(tmp_path / "checkpoint-10")

@@ -1,0 +1,123 @@
+"""Hugging Face's Trainer and accelerate train, are killed (-9) in the middle of a checkpoint, and
+go on: with the same losses. Stock beside ours, and what stock does with a torn checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("transformers") is None or not importlib.util.find_spec("accelerate"):
+    pytest.skip(
+        "transformers and accelerate are not installed: nox -s integrations",
+        allow_module_level=True,
+    )
+
+from tests.support.runs import Run
+
+TRAINER = "trainer_run.py"
+ACCELERATE = "accelerate_run.py"
+STEPS = 8
+FAST = {"fast": True, "safetensors": True, "callback": True}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The losses of a stock run without a break, and its last checkpoint."""
+    known: dict[str, tuple[list[str], Path]] = {}
+
+    def found(run: Run, program: str) -> tuple[list[str], Path]:
+        if program not in known:
+            folder = tmp_path_factory.mktemp("unbroken") / "out"
+            ran = run(program, folder=str(folder))
+            assert ran.code == 0, ran.output
+            assert len(ran.losses) == STEPS
+            known[program] = ran.losses, folder
+        return known[program]
+
+    return found
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_trainer(run: Run, unbroken: Any, tmp_path: Path) -> None:
+    """Killed in `checkpoint-6`: its weights are there, its schedule is not."""
+    folder = tmp_path / "out"
+    killed = run(TRAINER, folder=str(folder), **FAST, kill_in=3)
+    assert killed.code == -signal.SIGKILL, killed.output
+    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    shutil.copytree(folder, tmp_path / "stock")
+    losses, last = unbroken(run, TRAINER)
+    resumed = run(TRAINER, folder=str(folder), **FAST, resume="mark")
+    assert resumed.code == 0, resumed.output
+    assert f"{folder}/checkpoint-4" in resumed.output
+    assert resumed.losses == losses[4:]
+    assert killed.losses == losses[: len(killed.losses)]
+    assert checkpoints(folder) == ["checkpoint-6", "checkpoint-8"]
+    # stock: takes the torn one, and fails
+    stock = run(TRAINER, folder=str(tmp_path / "stock"), resume=True)
+    assert stock.code == 1
+    assert "FileNotFoundError" in stock.output
+    # the weights, byte for byte
+    ours = (folder / "checkpoint-8" / "model.safetensors").read_bytes()
+    assert ours == (last / "checkpoint-8" / "model.safetensors").read_bytes()
+
+
+def test_control_without_the_optimizers_state_the_losses_differ(
+    run: Run, unbroken: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    first = run(TRAINER, folder=str(folder), **FAST, steps=4)
+    assert first.code == 0, first.output
+    resumed = run(TRAINER, folder=str(folder), **FAST, resume="mark", forget=True)
+    assert resumed.code == 0, resumed.output
+    losses, _ = unbroken(run, TRAINER)
+    assert resumed.losses != losses[4:]
+
+
+def test_two_ranks(run: Run, tmp_path: Path) -> None:
+    """The mark names the files of both; it comes when both are on the disk."""
+    from fastserial.integrations.transformers import is_complete
+
+    ran = run(TRAINER, ranks=2, folder=str(tmp_path / "out"), **FAST)
+    assert ran.code == 0, ran.output
+    last = tmp_path / "out" / "checkpoint-8"
+    assert is_complete(last)
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(os.listdir(last))
+
+
+def test_a_checkpoint_made_on_sigterm_is_marked(run: Run, tmp_path: Path) -> None:
+    """By `JITCheckpointCallback`, which tells no callback of it."""
+    from fastserial.integrations.transformers import is_complete
+
+    folder = tmp_path / "out"
+    ran = run(TRAINER, folder=str(folder), **FAST, every=1000, steps=100_000, terminate_at=20)
+    assert ran.code == 0, ran.output
+    names = [name for name in checkpoints(folder) if not name.endswith("000")]
+    assert len(names) == 1
+    assert is_complete(folder / names[0])
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_accelerate(run: Run, unbroken: Any, safe: bool, tmp_path: Path) -> None:
+    """Switched on from outside; what was saved with fastserial is loaded without, too."""
+    folder = tmp_path / "out"
+    killed = run(ACCELERATE, fastserial=True, folder=str(folder), safe=safe, kill_in=3)
+    assert killed.code == -signal.SIGKILL, killed.output
+    assert not (folder / "state-6" / "optimizer.bin").exists()
+    losses, last = unbroken(run, ACCELERATE)
+    for fast in (True, False):
+        resume = str(folder / "state-4")
+        resumed = run(ACCELERATE, fastserial=fast, folder=str(folder), safe=safe, resume=resume)
+        assert resumed.code == 0, resumed.output
+        assert resumed.losses == losses[4:]
+    for name in ("optimizer.bin", "scheduler.bin"):
+        ours = (folder / "state-8" / name).read_bytes()
+        assert ours == (last / "state-8" / name).read_bytes()

@@ -1,0 +1,148 @@
+"""Trains a tiny model with Lightning, and writes each step's loss to a file.
+
+Arguments: a JSON object; see `OPTIONS`. `kill_in` kills the process (-9) in the middle of the save
+of that number, counted from 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+OPTIONS: dict[str, Any] = {
+    "folder": "",
+    "io": "stock",  # stock, stock_async, fast, async, in_place
+    "steps": 12,
+    "every": 2,
+    "top_k": 2,
+    "last": True,  # True, "link" or None
+    "resume": None,  # a path, or "last"
+    "weights_only_saves": False,
+    "kill_in": 0,
+    "devices": 1,
+    "strategy": "auto",
+    "width": 256,
+    "losses": "",
+}
+
+
+class Model(pl.LightningModule):
+    def __init__(self, width: int, losses: str) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(16, width),
+            torch.nn.BatchNorm1d(width),
+            torch.nn.Dropout(0.1),
+            torch.nn.Linear(width, width),
+            torch.nn.ReLU(),
+            torch.nn.Linear(width, 4),
+        )
+        self.losses = losses
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        # Lightning begins its data anew when it resumes: they are of the step, not of the loader
+        generator = torch.Generator().manual_seed(self.global_step * 7 + self.global_rank)
+        x = torch.randn(8, 16, generator=generator)
+        loss = self.layers(x).pow(2).mean() + self.layers(x).mean()
+        self.log("loss", loss)
+        with open(f"{self.losses}.{self.global_rank}", "a", encoding="utf-8") as file:
+            file.write(f"{self.global_step} {loss.item()!r}\n")
+        return loss
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        torch.manual_seed(self.global_step * 7 + self.global_rank)  # Lightning does not save it
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def plugin(kind: str) -> Any:
+    if kind == "stock":
+        return None
+    if kind == "stock_async":
+        return AsyncCheckpointIO()
+    from fastserial.integrations.lightning import FastAsyncCheckpointIO, FastCheckpointIO
+
+    if kind == "fast":
+        return FastCheckpointIO()
+    return FastAsyncCheckpointIO(snapshot="in_place" if kind == "in_place" else "copy")
+
+
+def kill_in(number: int, kind: str) -> None:
+    """Kill this process in its save of that number: the bytes are written, the name is not."""
+    count = 0
+
+    def hit() -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if kind.startswith("stock"):
+        from fsspec.implementations import local
+
+        move = local.shutil.move
+
+        def moved(*arguments: Any, **named: Any) -> Any:
+            hit()
+            return move(*arguments, **named)
+
+        local.shutil.move = moved
+    else:
+        from fastserial import trace
+
+        trace.listener = lambda event: hit() if event.name == "fsync" else None
+
+
+def main() -> None:
+    options = {**OPTIONS, **json.loads(sys.argv[1])}
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    pl.seed_everything(3, verbose=False)
+    if options["kill_in"]:
+        kill_in(options["kill_in"], options["io"])
+    saving = ModelCheckpoint(
+        dirpath=options["folder"],
+        filename="{step}",
+        monitor="step",
+        mode="max",
+        save_top_k=options["top_k"],
+        save_last=options["last"],
+        every_n_train_steps=options["every"],
+        save_weights_only=options["weights_only_saves"],
+    )
+    found = plugin(options["io"])
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=options["devices"],
+        strategy=options["strategy"],
+        max_steps=options["steps"],
+        max_epochs=-1,
+        plugins=[found] if found is not None else None,
+        callbacks=[saving],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(200)))
+    model = Model(options["width"], options["losses"])
+    trainer.fit(model, loader, ckpt_path=options["resume"], weights_only=False)
+
+
+if __name__ == "__main__":
+    main()

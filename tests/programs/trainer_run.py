@@ -1,0 +1,156 @@
+"""Trains a tiny model with Hugging Face's Trainer, and writes each step's loss to a file.
+
+Arguments: a JSON object; see `OPTIONS`. `kill_in` kills the process (-9) in the middle of the
+checkpoint of that number, counted from 1: before the file `kill_at` is written there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from typing import Any
+
+import torch
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+OPTIONS: dict[str, Any] = {
+    "folder": "",
+    "fast": False,
+    "safetensors": False,
+    "callback": False,
+    "steps": 8,
+    "every": 2,
+    "limit": 2,
+    "resume": False,  # by resume_from; True: the Trainer's own choice
+    "forget": False,
+    "kill_in": 0,
+    "kill_at": "scheduler.pt",
+    "terminate_at": 0,
+    "losses": "",
+}
+
+
+class Config(PretrainedConfig):
+    model_type = "tiny"
+
+
+class Model(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(16, 256), torch.nn.Dropout(0.1), torch.nn.Linear(256, 4)
+        )
+        self.post_init()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        out = self.layers(x)
+        loss = torch.nn.functional.cross_entropy(out, labels)
+        return SequenceClassifierOutput(loss=loss, logits=out)
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(16, generator=generator), "labels": index % 4}
+
+
+class Losses(Trainer):
+    path = ""
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        found = super().compute_loss(*arguments, **named)
+        loss = found[0] if isinstance(found, tuple) else found
+        with open(f"{self.path}.{self.args.process_index}", "a", encoding="utf-8") as file:
+            file.write(f"{self.state.global_step} {loss.item()!r}\n")
+        return found
+
+
+class Terminate(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def kill_in(number: int, name: str) -> None:
+    """Kill this process before it writes a file of that name for the so many-th time."""
+    save, count = torch.save, 0
+
+    def hit(obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
+        nonlocal count
+        if os.path.basename(str(f)) == name:
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+        save(obj, f, *arguments, **named)
+
+    torch.save = hit
+
+
+def main() -> None:
+    options = {**OPTIONS, **json.loads(sys.argv[1])}
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    if options["fast"]:
+        import fastserial
+
+        fastserial.install(**({"safetensors": True} if options["safetensors"] else {}))
+    if options["kill_in"]:
+        kill_in(options["kill_in"], options["kill_at"])
+    callbacks: list[Any] = []
+    if options["callback"]:
+        from fastserial.integrations.transformers import CheckpointCallback
+
+        callbacks.append(CheckpointCallback())
+    if options["terminate_at"]:
+        callbacks.append(Terminate(options["terminate_at"]))
+    more = {"enable_jit_checkpoint": True} if options["terminate_at"] else {}
+    args = TrainingArguments(
+        output_dir=options["folder"],
+        max_steps=options["steps"],
+        per_device_train_batch_size=4,
+        save_strategy="steps",
+        save_steps=options["every"],
+        save_total_limit=options["limit"],
+        logging_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=5,
+        learning_rate=1e-2,
+        **more,
+    )
+    trainer = Losses(model=Model(Config()), args=args, train_dataset=Data(), callbacks=callbacks)
+    trainer.path = options["losses"]
+    resume: Any = options["resume"]
+    if resume == "mark":
+        from fastserial.integrations.transformers import resume_from
+
+        resume = resume_from(options["folder"])
+        print(resume)
+    if options["forget"]:
+        os.unlink(f"{resume}/optimizer.pt")
+        os.unlink(f"{resume}/scheduler.pt")
+    trainer.train(resume_from_checkpoint=resume)
+
+
+if __name__ == "__main__":
+    main()

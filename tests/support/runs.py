@@ -1,0 +1,19 @@
+"""What a run of a framework, in a process of its own, left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["Ran", "Run"]
+
+
+class Ran(NamedTuple):
+    """Its exit status, its losses (step and value, as text), and what it said."""
+
+    code: int
+    losses: list[str]
+    output: str
+
+
+Run = Callable[..., Ran]
