@@ -35,6 +35,7 @@ MAX_BLOCK = 1024 * MiB
 
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
+Priority = Literal["normal", "low"]
 
 _NUMBERS = {
     "block_size": "a number of bytes",
@@ -43,6 +44,7 @@ _NUMBERS = {
     "small_file": "a number of bytes",
 }
 _CACHES = ("auto", "keep", "drop")
+_PRIORITIES = ("normal", "low")
 _SWITCHES = ("durable", "preallocate", "tuned", "read_back", "progress", "verify_on_load")
 
 
@@ -75,6 +77,8 @@ class Config:
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
         on_load: called with the `LoadReport` after each load, in the loading thread.
+        priority: of the threads that save beside the program: `"low"` gives them less CPU time and
+            lets other I/O go first.
     """
 
     engine: str | EngineFactory = "threads"
@@ -92,6 +96,7 @@ class Config:
     on_report: Callable[[SaveReport], None] | None = None
     verify_on_load: bool = False
     on_load: Callable[[LoadReport], None] | None = None
+    priority: Priority = "normal"
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str) and not callable(self.engine):
@@ -116,6 +121,8 @@ class Config:
             raise ConfigError(f'direct must be "auto", True or False, not {self.direct!r}')
         if self.cache not in _CACHES:
             raise ConfigError(f'cache must be "auto", "keep" or "drop", not {self.cache!r}')
+        if self.priority not in _PRIORITIES:
+            raise ConfigError(f'priority must be "normal" or "low", not {self.priority!r}')
 
     @staticmethod
     def resolve(values: Mapping[str, Any] | None = None) -> Config:
@@ -190,6 +197,13 @@ def _parse_cache(text: str) -> str:
     return word
 
 
+def _parse_priority(text: str) -> str:
+    word = text.strip().lower()
+    if word not in _PRIORITIES:
+        raise ConfigError(f"expected normal or low, not {text!r}")
+    return word
+
+
 def parse_count(text: str) -> int:
     """Return the number that a text stands for."""
     try:
@@ -212,6 +226,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "read_back": parse_bool,
     "progress": parse_bool,
     "verify_on_load": parse_bool,
+    "priority": _parse_priority,
 }
 
 
