@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+from typing import Any
 
 from fastserial.files.meminfo import available_bytes
 
@@ -16,7 +17,6 @@ _LITTLE = 1024 * 1024  # or up to so many more
 _MORE = 8 * 1024 * 1024  # bytes kept beyond the most that was in use at a time
 _SHARE = 2  # without a budget, copies take at most one part in so many of the memory that is free
 
-_DONTNEED = mmap.MADV_DONTNEED  # a name of ours: the module's may be gone when it is needed
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -42,16 +42,17 @@ class Region:
         """Let the kernel take the pages when it is short of memory; else they are used again."""
         self._advise(mmap.MADV_FREE)
 
-    def __del__(self) -> None:
+    def __del__(self, advice: int = mmap.MADV_DONTNEED) -> None:
         if hasattr(self, "address"):
-            self._advise(_DONTNEED)  # `munmap` would hold the interpreter's lock
+            self._advise(advice)  # `munmap` would hold the interpreter's lock
 
-    def _advise(self, advice: int) -> None:
+    def _advise(self, advice: int, madvise: Any = _madvise) -> None:
         """Advise the kernel; a failure costs time only.
 
         Millions of pages take their time, and `mmap.madvise` does not drop the interpreter's lock.
+        Names of the module may be gone when the interpreter ends; defaults are not.
         """
-        _madvise(self.address, self.nbytes, advice)
+        madvise(self.address, self.nbytes, advice)
 
 
 class Staging:
