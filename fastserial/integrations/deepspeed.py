@@ -171,6 +171,8 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             error = started.exception()
             if isinstance(error, Exception):
                 self.fail(error)
+            elif error is not None:
+                self.fail(FastserialError(f"{started.path}: {error!r}"))
         failure, self._failure = self._failure, None
         self._uncommitted = False
         if failure is None:
