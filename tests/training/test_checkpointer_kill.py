@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from support import ranks
+from support.beside import FULL
 
 import fastserial
 
-STEPS = 400
+STEPS = 400 if FULL else 150
 
 
 def losses(lines: list[str]) -> dict[int, str]:
@@ -34,7 +35,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return found
 
 
-@pytest.mark.trials(8, 100)
+@pytest.mark.trials(5, 100)
 @pytest.mark.timeout(3600)
 def test_kill(tmp_path: Path, dice: random.Random, trials: int, unbroken: dict[int, str]) -> None:
     kills = hits = 0
