@@ -76,7 +76,7 @@ def faults(session: nox.Session) -> None:
     table = Path(session.create_tmp()) / "faults.md"
     session.run(
         "pytest",
-        *(session.posargs or [*PARALLEL, "tests/faults"]),
+        *(session.posargs or [*PARALLEL, "tests/faults", "tests/overlap", "tests/training"]),
         env={"FASTSERIAL_FAULTS": "full", "FASTSERIAL_FAULTS_TABLE": str(table)},
     )
     if not session.posargs:
@@ -88,7 +88,11 @@ def distributed(session: nox.Session) -> None:
     """One file from many ranks: identity, failures, kills, memory, in their long forms."""
     install(session, TORCH, "test")
     session.install("torch-checkpointing")
-    default = ["tests/distributed", "tests/integrations/test_torch_checkpointing.py"]
+    default = [
+        "tests/distributed",
+        "tests/training/test_checkpointer_ranks.py",
+        "tests/integrations/test_torch_checkpointing.py",
+    ]
     session.run("pytest", *(session.posargs or default), env={"FASTSERIAL_DISTRIBUTED": "full"})
 
 

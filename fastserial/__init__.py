@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from fastserial import distributed as distributed
-    from fastserial.checkpoints.convert import convert
     from fastserial.checkpoints.inspect import inspect
     from fastserial.checkpoints.lazy import open_checkpoint as open
     from fastserial.checkpoints.load import load

@@ -36,6 +36,7 @@ SUMMARY = "FASTSERIAL_SUMMARY"  # no option: see `fastserial.diagnosis.totals`
 
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
+Priority = Literal["normal", "low"]
 
 _NUMBERS = {
     "block_size": "a number of bytes",
@@ -53,6 +54,7 @@ _SWITCHES = (
     "verify_on_load",
     "safetensors",
 )
+_PRIORITIES = ("normal", "low")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class Config:
         on_load: called with the `LoadReport` after each load, in the loading thread.
         safetensors: `safetensors.torch.save_file` and `save_model` write through fastserial, too,
             where `install()` was called with it.
+        priority: of the threads that save beside the program: `"low"` gives them less CPU time and
+            lets other I/O go first.
     """
 
     engine: str | EngineFactory = "threads"
@@ -104,6 +108,7 @@ class Config:
     verify_on_load: bool = False
     on_load: Callable[[LoadReport], None] | None = None
     safetensors: bool = False
+    priority: Priority = "normal"
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str) and not callable(self.engine):
@@ -128,6 +133,8 @@ class Config:
             raise ConfigError(f'direct must be "auto", True or False, not {self.direct!r}')
         if self.cache not in _CACHES:
             raise ConfigError(f'cache must be "auto", "keep" or "drop", not {self.cache!r}')
+        if self.priority not in _PRIORITIES:
+            raise ConfigError(f'priority must be "normal" or "low", not {self.priority!r}')
 
     @staticmethod
     def resolve(values: Mapping[str, Any] | None = None) -> Config:
@@ -202,6 +209,13 @@ def _parse_cache(text: str) -> str:
     return word
 
 
+def _parse_priority(text: str) -> str:
+    word = text.strip().lower()
+    if word not in _PRIORITIES:
+        raise ConfigError(f"expected normal or low, not {text!r}")
+    return word
+
+
 def parse_count(text: str) -> int:
     """Return the number that a text stands for."""
     try:
@@ -225,6 +239,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "progress": parse_bool,
     "verify_on_load": parse_bool,
     "safetensors": parse_bool,
+    "priority": _parse_priority,
 }
 
 

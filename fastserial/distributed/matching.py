@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastserial.distributed.file_index import FileTensor
-from fastserial.distributed.pieces import Holding, holding
+from fastserial.distributed.pieces import Holding, as_dtensor, holding
 from fastserial.distributed.states import LiveState
 from fastserial.distributed.walk import below, is_leaf, is_live
 from fastserial.errors import LoadMismatchError
@@ -114,12 +114,20 @@ class Match:
             return
         if not there["state"]:
             self.used.add((*path, "state"))
-        for name, mine in live.entries.items():
+        for name in {**live.parameters, **live.entries}:
             key = names.get(name, name)
-            if key in there["state"]:
-                self._compare(mine, there["state"][key], (*path, "state", key), None)
+            where = (*path, "state", key)
+            if key not in there["state"]:
+                had = live.entries.pop(name, None) is not None
+                if name not in names and (had or there["state"]):
+                    self.missing.append(path_name(where))
+                continue
+            state = there["state"][key]
+            if name in live.entries or (not _fits(live.parameters[name], state) and live.make()):
+                self._compare(live.entries[name], state, where, None)
             else:
-                self.missing.append(path_name((*path, "state", key)))
+                self.used.add(where)
+                live.entries[name] = self._made(state, where, live.parameters[name])
 
     def _compare_mapping(self, into: Mapping[Any, Any], there: Any, path: Path) -> None:
         if not isinstance(there, Mapping):
@@ -184,28 +192,47 @@ class Match:
         else:
             self.jobs.append(Job(there, held))
 
-    def _made(self, there: Any, path: Path) -> Any:
-        """Return a value of the file with new tensors in it, which are filled like others."""
+    def _made(self, there: Any, path: Path, like: torch.Tensor | None = None) -> Any:
+        """Return a value of the file with new tensors in it, which are filled like others.
+
+        Args:
+            like: what tensors of its shape are to be like: split, and on its device.
+        """
         if isinstance(there, FileTensor):
             if there.problem is not None:
                 self.problems.append(f"{path_name(path)}: {there.problem}")
                 return None
-            new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
-            self.jobs.append(Job(there, holding(new, path_name(path), self.rank, self.ranks)))
+            if like is not None and there.shape and like.shape == there.shape:
+                new = torch.empty_like(like, dtype=there.dtype, requires_grad=False)
+            else:
+                new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+            held = holding(new, path_name(path), self.rank, self.ranks, self._meshes)
+            self.jobs.append(Job(there, held))
             return new
         if isinstance(there, MutableMapping):
             for key, item in there.items():
-                there[key] = self._made(item, (*path, key))
+                there[key] = self._made(item, (*path, key), like)
         elif isinstance(there, list):
-            there[:] = [self._made(item, (*path, at)) for at, item in enumerate(there)]
+            there[:] = [self._made(item, (*path, at), like) for at, item in enumerate(there)]
         elif type(there) is tuple:
-            return tuple(self._made(item, (*path, at)) for at, item in enumerate(there))
+            return tuple(self._made(item, (*path, at), like) for at, item in enumerate(there))
         return there
 
     def _mismatch(self, path: Path, wanted: str, there: Any) -> None:
         self.used.add(path)
         found = "a tensor" if isinstance(there, FileTensor) else f"a {type(there).__name__}"
         self.problems.append(f"{path_name(path)}: it is {wanted} here, in the file {found}")
+
+
+def _fits(parameter: torch.Tensor, state: Any) -> bool:
+    """Tell whether a parameter's state can be made from what the file says of it.
+
+    How tensors of other shapes are split is known to the optimizer of a split parameter only.
+    """
+    if as_dtensor(parameter) is None:
+        return True
+    tensors = [found for _, found in file_leaves(state) if isinstance(found, FileTensor)]
+    return bool(parameter.shape) and all(found.shape in ((), parameter.shape) for found in tensors)
 
 
 def _setter(into: Mapping[Any, Any], key: Any) -> _Put | None:

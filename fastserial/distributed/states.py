@@ -1,55 +1,102 @@
-"""Modules and optimizers while they are filled: their state dicts, and the way back.
+"""Modules and optimizers as state dicts, and the way back.
 
 torch's own functions name the parameters. What is a module's own memory is filled in place; if that
 is not all of its state, `set_model_state_dict` gets it when the bytes are there.
+
+An optimizer without a state torch would make take a step: Adam would count it, momentum would begin
+with zeros, and training would not be what it is without a checkpoint. It is left as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from fastserial.distributed.pieces import as_dtensor
-from fastserial.distributed.walk import module_of
 
-__all__ = ["LiveState"]
+__all__ = ["LiveState", "module_of", "state_of_module", "state_of_optimizer"]
+
+
+class _AsItIs:
+    """An optimizer, for functions that would make its state if there is none."""
+
+    state = True
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def state_of_module(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state by canonical names; shards stay shards."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return get_model_state_dict(module)
+
+
+def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state by the canonical names of its parameters, and change nothing."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    asked: Any = [optimizer if optimizer.state else _AsItIs(optimizer)]
+    return get_optimizer_state_dict(module, asked)
+
+
+def module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module:
+    """Return the module whose parameters an optimizer has.
+
+    Raises:
+        ValueError: there is none.
+    """
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        if wanted <= {id(p) for p in module.parameters()}:
+            return module
+    raise ValueError(
+        "an optimizer is saved and loaded together with its module, which names its parameters: "
+        '{"model": model, "optimizer": optimizer}'
+    )
 
 
 class LiveState:
-    """The state of a module or an optimizer.
+    """The state of a module or an optimizer while it is filled.
 
     Attributes:
         entries: of a module, what its state dict holds; of an optimizer, the state of its
-            parameters by their names. A new optimizer has made its state.
+            parameters by their names.
+        parameters: of an optimizer, by their names.
     """
 
-    def __init__(
-        self, value: torch.nn.Module | torch.optim.Optimizer, modules: list[torch.nn.Module]
-    ) -> None:
+    def __init__(self, value: nn.Module | Optimizer, modules: list[nn.Module]) -> None:
         """Get the state.
 
         Raises:
             ValueError: an optimizer comes without the module whose parameters it has.
         """
-        from torch.distributed.checkpoint.state_dict import (
-            get_model_state_dict,
-            get_optimizer_state_dict,
-        )
-
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: Optimizer | None = None
         self._groups: list[Any] = []
         self._loose = False
-        if isinstance(value, torch.optim.Optimizer):
+        self.entries: dict[str, Any]
+        self.parameters: dict[str, torch.Tensor] = {}
+        if isinstance(value, Optimizer):
             self._module = module_of(value, modules)
             self._optimizer = value
-            state: Any = get_optimizer_state_dict(self._module, value)
-            self.entries: dict[str, Any] = state["state"]
+            state = state_of_optimizer(self._module, value)
+            self.entries = state["state"]
             self._groups = state["param_groups"]
+            names = chain.from_iterable(group["params"] for group in self._groups)
+            own = chain.from_iterable(group["params"] for group in value.param_groups)
+            self.parameters = dict(zip(names, own, strict=False))
             return
         self._module = value
-        self.entries = dict(get_model_state_dict(value))
+        self.entries = dict(state_of_module(value))
         known = {_memory(tensor) for tensor in _own_tensors(value)}
         self._loose = any(
             not isinstance(entry, torch.Tensor) or _memory(entry) not in known
@@ -65,19 +112,36 @@ class LiveState:
         """Take the file's parameter groups for the optimizer's own.
 
         Returns:
-            What the file calls the parameters, where it numbers them as `Optimizer.state_dict`
-            does; None if they are not as many as here.
+            What the file calls the parameters that it knows, where it numbers them as
+            `Optimizer.state_dict` does; None if they are not as many as here.
         """
         mine, self._groups = self._groups, groups
         numbers = [key for group in groups for key in group.get("params", ())]
         if not numbers or not all(isinstance(key, int) for key in numbers):
-            return {}
+            return {name: name for name in numbers}
         names = [list(group["params"]) for group in mine]
         if [len(group["params"]) for group in groups] != [len(group) for group in names]:
             return None
         for group, own in zip(groups, names, strict=True):
             group["params"] = own
         return dict(zip((name for own in names for name in own), numbers, strict=True))
+
+    def make(self) -> bool:
+        """Make the state of a new optimizer as torch does, with a step; False if that cannot be.
+
+        The optimizer itself gets it in `give_back`.
+        """
+        optimizer = self._optimizer
+        if optimizer is None or optimizer.state:
+            return False
+        if any(parameter.grad is not None for parameter in self.parameters.values()):
+            return False
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        made: Any = get_optimizer_state_dict(self._module, optimizer)["state"]
+        self.entries.update(made)
+        optimizer.state.clear()
+        return True
 
     def give_back(self) -> None:
         """Hand over what is not the module's or the optimizer's own memory."""
@@ -86,9 +150,13 @@ class LiveState:
             set_optimizer_state_dict,
         )
 
-        if self._optimizer is not None:
-            state: Any = {"state": self.entries, "param_groups": self._groups}
-            set_optimizer_state_dict(self._module, self._optimizer, state)
+        if (optimizer := self._optimizer) is not None:
+            entries = {name: self.entries.get(name, {}) for name in self.parameters}
+            state: Any = {"state": entries, "param_groups": self._groups}
+            asked: Any = [_AsItIs(optimizer)]
+            set_optimizer_state_dict(self._module, asked, state)
+            for parameter in [one for one, found in optimizer.state.items() if not found]:
+                del optimizer.state[parameter]  # torch wants an entry for each
         elif self._loose:
             set_model_state_dict(self._module, dict(self.entries))
 

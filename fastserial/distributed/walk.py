@@ -11,6 +11,7 @@ import torch
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
+from fastserial.distributed.states import module_of, state_of_module, state_of_optimizer
 
 __all__ = [
     "below",
@@ -159,14 +160,9 @@ def sequence_like(value: Any, items: list[Any]) -> Any:
 
 
 def _state(value: Any, modules: list[torch.nn.Module]) -> Any:
-    from torch.distributed.checkpoint.state_dict import (
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
-
     if isinstance(value, torch.nn.Module):
-        return _rebuilt(get_model_state_dict(value))
-    return _rebuilt(get_optimizer_state_dict(module_of(value, modules), value))
+        return _rebuilt(state_of_module(value))
+    return _rebuilt(state_of_optimizer(module_of(value, modules), value))
 
 
 def _rebuilt(value: Any) -> Any:
@@ -176,19 +172,3 @@ def _rebuilt(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return sequence_like(value, [_rebuilt(item) for item in value])
     return value.detach() if as_dtensor(value) is not None else value
-
-
-def module_of(optimizer: torch.optim.Optimizer, modules: list[torch.nn.Module]) -> torch.nn.Module:
-    """Return the module whose parameters an optimizer has.
-
-    Raises:
-        ValueError: there is none.
-    """
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in modules:
-        if wanted <= {id(p) for p in module.parameters()}:
-            return module
-    raise ValueError(
-        "an optimizer is saved and loaded together with its module, which names its parameters: "
-        '{"model": model, "optimizer": optimizer}'
-    )

@@ -14,14 +14,20 @@ Files and names are DeepSpeed's; stock DeepSpeed and stock torch read them. What
 is written whole or not at all, and `latest` names a checkpoint only when the files of all ranks are
 on their devices. If one rank cannot save, all ranks raise and `latest` stays as it was.
 
+`enable(engine, overlap=True)` writes the files while the next forward and backward pass run, and
+waits for them before the next optimizer step.
+
 `save_full(engine, path)` writes one ordinary torch file instead of a folder, and `load_full(engine,
 path)` loads it on any number of ranks.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +43,10 @@ from fastserial.checkpoints.save import save
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
 from fastserial.integrations.deepspeed_full import load_full, save_full
+from fastserial.overlap.asynchronous import KINDS, Kind, start_save, torch_arguments
+from fastserial.overlap.guard import storages_of_optimizer
+from fastserial.overlap.pending import PendingSave
+from fastserial.overlap.watch import all_storages
 
 if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
@@ -54,6 +64,8 @@ __all__ = [
 
 SECTION = "fastserial"
 _LATEST = "latest"
+_ZERO_3 = 3
+_log = logging.getLogger("fastserial")
 
 
 class CheckpointFailedError(FastserialError, RuntimeError):
@@ -66,16 +78,22 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
     An error in `save` is kept until `commit`, where the ranks tell each other: a rank that raised
     at once would leave the others waiting for it.
 
-    Saving that overlaps training would let `save` return early, say so in `is_decoupled`, and
-    wait in `commit`, which DeepSpeed then calls before the next optimizer step.
+    With `overlap`, `save` returns early, and `commit` waits for the files. DeepSpeed calls it
+    before the next optimizer step; what else makes or reads a checkpoint calls it before.
     """
 
-    def __init__(self, options: Mapping[str, Any], zip_container: bool = True) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        zip_container: bool = True,
+        overlap: Kind | None = None,
+    ) -> None:
         """Make an engine.
 
         Args:
             options: as in `fastserial.Config`.
             zip_container: torch's zip format; False is the legacy one.
+            overlap: write beside training; how its tensors are taken, as in `save_async`.
 
         Raises:
             ConfigError: an option has an unknown name or an impossible value.
@@ -85,13 +103,28 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         self.name = type(self).__name__
         self.options = dict(options)
         self.zip_container = zip_container
+        self.overlap = overlap
+        self.steady: Callable[[], set[int]] | None = None  # storages that only steps change
         self.info: CheckpointCommitInfo | None = None
+        self._uncommitted = False
+        self._saves: list[PendingSave] = []
         self._folders: set[str] = set()
         self._failure: Exception | None = None
+        _engines.add(self)
+
+    def is_decoupled(self) -> bool:
+        """Tell DeepSpeed whether to call `commit` before the next optimizer step only."""
+        return self.overlap is not None
+
+    def get_commit_info(self) -> CheckpointCommitInfo | None:
+        """Return what is not committed yet."""
+        return self.info if self._uncommitted else None
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begin a checkpoint."""
+        """Begin a checkpoint, after the one before is committed."""
+        self.conclude()
         self.info = info
+        self._uncommitted = True
         self._failure = None
         self._folders = {os.path.abspath(info.save_dir)}
 
@@ -101,14 +134,22 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         self._folders.add(os.path.abspath(path))
 
     def save(self, state_dict: object, path: str) -> None:
-        """Write one file. When this returns it is on its device, or `commit` will raise."""
+        """Write one file, or start to. It is on its device after `commit`, or that raises."""
         if self._failure is not None:
             return
         try:
             with config.options(**self.options):
-                save(state_dict, path, zip_container=self.zip_container)
+                if self.overlap is None:
+                    save(state_dict, path, zip_container=self.zip_container)
+                else:
+                    self._saves.append(self._started(state_dict, path, self.overlap))
         except Exception as error:
             self.fail(error)
+
+    def _started(self, state_dict: object, path: str, kind: Kind) -> PendingSave:
+        arguments = torch_arguments(_use_new_zipfile_serialization=self.zip_container)
+        steady = self.steady() if self.steady is not None else set()
+        return start_save(state_dict, path, kind, None, arguments, steady=steady)
 
     def fail(self, error: Exception) -> None:
         """Let `commit` raise on all ranks; the first error is kept."""
@@ -125,7 +166,15 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             CheckpointFailedError: another rank could not save.
             Exception: what this rank could not save for.
         """
+        saves, self._saves = self._saves, []
+        for started in saves:
+            error = started.exception()
+            if isinstance(error, Exception):
+                self.fail(error)
+            elif error is not None:
+                self.fail(FastserialError(f"{started.path}: {error!r}"))
         failure, self._failure = self._failure, None
+        self._uncommitted = False
         if failure is None:
             try:
                 sync_folders(self._folders)
@@ -133,6 +182,25 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
                 failure = error
         _agree(failure, f"checkpoint {info.tag}")
         return True
+
+    def conclude(self) -> None:
+        """Commit what is not committed, and let `latest` name it. Every rank must call it.
+
+        Raises:
+            CheckpointFailedError: another rank could not save.
+            Exception: what this rank could not save for.
+        """
+        info = self.get_commit_info()
+        if info is None:
+            return
+        self.commit(info)
+        if info.save_latest:
+            self.write_latest(info.save_dir)
+
+    def cleanup(self) -> None:
+        """Commit the last checkpoint: the DeepSpeed engine is destroyed."""
+        if self._uncommitted and dist.is_initialized():
+            self.conclude()
 
     def write_latest(self, save_dir: str) -> None:
         """Let `latest` name the checkpoint that was committed. Every rank must call it.
@@ -148,6 +216,22 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
             except OSError as error:
                 failure = error
         _agree(failure, _LATEST)
+
+
+_engines: weakref.WeakSet[FastserialCheckpointEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for engine in list(_engines):
+        info = engine.get_commit_info()
+        if info is not None and engine.is_decoupled():
+            _log.error(
+                "%s: checkpoint %s was not committed; call engine.destroy() on every rank before "
+                "the process group goes",
+                info.save_dir,
+                info.tag,
+            )
 
 
 def _agree(failure: Exception | None, what: str) -> None:
@@ -168,21 +252,28 @@ def _agree(failure: Exception | None, what: str) -> None:
     raise CheckpointFailedError(f"{what} is not complete, `latest` is as it was. {failures}")
 
 
-def enable(engine: Any, /, **options: Any) -> Any:
+def enable(engine: Any, /, *, overlap: bool | Kind = False, **options: Any) -> Any:
     """Let a DeepSpeed engine save through fastserial, and return it. Call it on every rank.
 
     Args:
         engine: what `deepspeed.initialize` returned.
+        overlap: write while the next forward and backward pass run; the next optimizer step waits
+            for the files of all ranks, and raises what went wrong. Call `engine.destroy()` at the
+            end. True is `in_place`: what optimizer steps alone change is not copied; or `copy`.
         options: as in `fastserial.Config`.
 
     Raises:
         ConfigError: an option has an unknown name or an impossible value; or the engine was made
             with a checkpoint writer of DeepSpeed's, which decides which ranks write what.
     """
+    if overlap not in (True, False, *KINDS):
+        raise ConfigError(f'overlap must be True, False, "copy" or "in_place", not {overlap!r}')
+    kind: Kind | None = overlap if isinstance(overlap, str) else "in_place" if overlap else None
     current = engine.checkpoint_engine
     if isinstance(current, FastserialCheckpointEngine):
         config.current(**options)
-        current.options = dict(options)
+        current.conclude()
+        current.options, current.overlap = dict(options), kind
         return engine
     if not isinstance(current, TorchCheckpointEngine):
         raise ConfigError(
@@ -191,7 +282,9 @@ def enable(engine: Any, /, **options: Any) -> Any:
             "fastserial.integrations.deepspeed.install() before deepspeed.initialize"
         )
     zip_container = getattr(current, "zipfile_serialization", True)
-    engine.checkpoint_engine = FastserialCheckpointEngine(options, zip_container)
+    ours = FastserialCheckpointEngine(options, zip_container, kind)
+    ours.steady = functools.partial(_steady, weakref.ref(engine))
+    engine.checkpoint_engine = ours
     for name, method in _METHODS.items():
         bound = functools.partial(method, engine)
         setattr(engine, name, functools.update_wrapper(bound, getattr(type(engine), name)))
@@ -201,6 +294,7 @@ def enable(engine: Any, /, **options: Any) -> Any:
 def disable(engine: Any) -> None:
     """Give an engine DeepSpeed's own checkpoint engine back."""
     if isinstance(engine.checkpoint_engine, FastserialCheckpointEngine):
+        engine.checkpoint_engine.conclude()
         engine.checkpoint_engine = TorchCheckpointEngine(engine._config)
         for name in _METHODS:
             delattr(engine, name)
@@ -216,8 +310,10 @@ def _save_checkpoint(
 ) -> Any:
     """DeepSpeed's `save_checkpoint`, but `latest` is written by us: it truncates the old one."""
     stock = type(engine).save_checkpoint
-    done = stock(engine, save_dir, tag, client_state or {}, False, exclude_frozen_parameters)
-    if save_latest:
+    later = engine.checkpoint_engine.is_decoupled()
+    by_stock = save_latest and later  # then it only notes that
+    done = stock(engine, save_dir, tag, client_state or {}, by_stock, exclude_frozen_parameters)
+    if save_latest and not later:
         engine.checkpoint_engine.write_latest(save_dir)
     return done
 
@@ -230,9 +326,41 @@ def _copy_recovery_script(engine: Any, save_path: str) -> None:
         engine.checkpoint_engine.fail(error)
 
 
+def _commit_decoupled_checkpoint(engine: Any) -> None:
+    """DeepSpeed's, which it calls before an optimizer step, but `latest` is written by us."""
+    engine.checkpoint_engine.conclude()
+
+
+def _load_checkpoint(engine: Any, *arguments: Any, **named: Any) -> Any:
+    """DeepSpeed's `load_checkpoint`, once what was saved before can be loaded."""
+    engine.checkpoint_engine.conclude()
+    return type(engine).load_checkpoint(engine, *arguments, **named)
+
+
+def _steady(reference: weakref.ref[Any]) -> set[int]:
+    """Return the identities of the storages that nothing but an optimizer step changes.
+
+    Under ZeRO 3 parameters are gathered and given up while training goes on.
+    """
+    engine = reference()
+    if engine is None:
+        return set()
+    found: set[int] = set()
+    if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
+        found.update(storages_of_optimizer(engine.basic_optimizer))
+    if engine.zero_optimization_stage() < _ZERO_3:
+        found.update(all_storages(engine.module.parameters()))
+    else:
+        found.difference_update(all_storages(engine.module.parameters()))
+    found.difference_update(all_storages(engine.module.buffers()))
+    return found
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
     "save_checkpoint": _save_checkpoint,
     "_copy_recovery_script": _copy_recovery_script,
+    "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
+    "load_checkpoint": _load_checkpoint,
 }
 _original: Any = None
 
@@ -240,8 +368,8 @@ _original: Any = None
 def install() -> None:
     """Honour the section "fastserial" of DeepSpeed's config. May be called again.
 
-    The section is `true`, or options as in `fastserial.Config` with an optional `enabled`. Where it
-    is, the section "checkpoint.writer" has no effect.
+    The section is `true`, or options as for `enable` with an optional `enabled`. Where it is, the
+    section "checkpoint.writer" has no effect.
     """
     global _original
     if _original is None:

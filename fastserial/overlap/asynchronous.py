@@ -41,7 +41,7 @@ from fastserial.saving.writer import FastFileWriter
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-__all__ = ["KINDS", "Kind", "save_async", "size_of", "start_save"]
+__all__ = ["KINDS", "Kind", "save_async", "size_of", "start_save", "torch_arguments"]
 
 Kind = Literal["copy", "in_place"]
 
@@ -92,8 +92,13 @@ def save_async(
         raise ConfigError(f"snapshot_budget must not be negative, not {snapshot_budget}")
     if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
         raise TypeError(f"save_async() got an unexpected argument {min(unknown)!r}")
-    arguments = {**_ARGUMENTS, **torch_save_arguments}
+    arguments = torch_arguments(**torch_save_arguments)
     return start_save(obj, path, snapshot, snapshot_budget, arguments)
+
+
+def torch_arguments(**given: Any) -> dict[str, Any]:
+    """Return the arguments of `torch.save`, with its defaults."""
+    return {**_ARGUMENTS, **given}
 
 
 def start_save(

@@ -14,9 +14,10 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from fastserial import config
 from fastserial.errors import FastserialError
 from fastserial.interrupts import Background
-from fastserial.overlap import guard
+from fastserial.overlap import guard, priority
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.threads_at import at_rest
 from fastserial.reports import SaveReport
@@ -250,6 +251,8 @@ def _run(save: PendingSave, work: Callable[[], SaveReport], before: list[Pending
     report: SaveReport | None = None
     error: BaseException | None = None
     try:
+        if config.current().priority == "low":
+            priority.lower()
         report = work()
     except BaseException as found:
         error = found

@@ -356,7 +356,7 @@ class Snapshot:
         with self.lock:
             regions, self._regions = self._regions, []
         for region in regions:
-            staging.give(region)
+            staging.give(region, stays=self._budget is not None)
 
     def _is_wanted(self) -> bool:
         return any(memory.wanted for memory in self._live)

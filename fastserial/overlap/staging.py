@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+from typing import Any
 
 from fastserial.files.meminfo import available_bytes
 
@@ -13,6 +14,7 @@ __all__ = ["Region", "Staging", "staging"]
 
 _LARGER = 2  # a kept region is used for as few as one part in so many of its bytes,
 _LITTLE = 1024 * 1024  # or up to so many more
+_MORE = 8 * 1024 * 1024  # bytes kept beyond the most that was in use at a time
 _SHARE = 2  # without a budget, copies take at most one part in so many of the memory that is free
 
 _madvise = ctypes.CDLL(None).madvise
@@ -40,16 +42,17 @@ class Region:
         """Let the kernel take the pages when it is short of memory; else they are used again."""
         self._advise(mmap.MADV_FREE)
 
-    def __del__(self) -> None:
+    def __del__(self, advice: int = mmap.MADV_DONTNEED) -> None:
         if hasattr(self, "address"):
-            self._advise(mmap.MADV_DONTNEED)  # `munmap` would hold the interpreter's lock
+            self._advise(advice)  # `munmap` would hold the interpreter's lock
 
-    def _advise(self, advice: int) -> None:
+    def _advise(self, advice: int, madvise: Any = _madvise) -> None:
         """Advise the kernel; a failure costs time only.
 
         Millions of pages take their time, and `mmap.madvise` does not drop the interpreter's lock.
+        Names of the module may be gone when the interpreter ends; defaults are not.
         """
-        _madvise(self.address, self.nbytes, advice)
+        madvise(self.address, self.nbytes, advice)
 
 
 class Staging:
@@ -59,6 +62,7 @@ class Staging:
         self._lock = threading.RLock()
         self._free: list[Region] = []
         self._in_use = 0
+        self._most_in_use = 0
 
     @property
     def held(self) -> int:
@@ -90,23 +94,37 @@ class Staging:
                 region = min(fitting, key=lambda found: found.nbytes)
                 self._free.remove(region)
             else:
-                self._free.clear()  # never more than was in use at a time
+                self._make_room(nbytes)
                 region = Region(nbytes)
             self._in_use += region.nbytes
+            self._most_in_use = max(self._most_in_use, self._in_use)
             return region
 
-    def give(self, region: Region) -> None:
-        """Take a region back."""
+    def _make_room(self, nbytes: int) -> None:
+        """Let go of kept regions, the largest first: never many more bytes than were in use."""
+        needed = self._in_use + nbytes
+        most = max(self._most_in_use, needed) + _MORE
+        self._free.sort(key=lambda found: found.nbytes)
+        while self._free and self.held + nbytes > most:
+            self._free.pop()
+
+    def give(self, region: Region, stays: bool = False) -> None:
+        """Take a region back.
+
+        Args:
+            stays: its pages are kept, also when the kernel is short of memory.
+        """
         with self._lock:
             self._in_use -= region.nbytes
-            region.forget()
+            if not stays:
+                region.forget()
             self._free.append(region)
 
     def forget(self) -> None:
         """Begin anew in a forked child: whoever uses the regions is not there."""
         self._lock = threading.RLock()
         self._free.clear()
-        self._in_use = 0
+        self._in_use = self._most_in_use = 0
 
 
 staging = Staging()

@@ -149,9 +149,7 @@ class Together:
     def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
         traffic = self._talk()
         with traffic.together():
-            # torch makes the state of an optimizer that is asked for it: not yet
-            saved = {name: value for name, value in _saved(objects).items() if not _is_new(value)}
-            return size_of({**saved, OWN: own}, path, traffic)
+            return size_of({**_saved(objects), OWN: own}, path, traffic)
 
     def is_asked(self, mine: bool) -> bool:
         """Tell whether any rank was asked; about once a second the ranks really ask each other."""
@@ -175,10 +173,6 @@ class Together:
 
     def _talk(self) -> Traffic:
         return traffic_of(self._group, self._timeout, _USE)
-
-
-def _is_new(value: object) -> bool:
-    return isinstance(value, torch.optim.Optimizer) and not value.state
 
 
 def _saved(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from said import Said, check_exit, having
+from said import Said, check_exit, having, losses
 
 Launch = Callable[..., Said]
 SHORT = ["--bf16", "--steps", 2, "--save-at", 1]
@@ -93,6 +93,60 @@ def test_latest_waits_for_the_slowest(launch: Launch, tmp_path: Path) -> None:
     latest = (tmp_path / "latest").stat().st_ctime_ns
     assert latest > max(times.values())
     assert max(times.values()) - min(times.values()) > 2e9
+
+
+# --- written while training goes on ------------------------------------------------------------
+
+OVERLAP = ["--via", "enable", "--overlap", "in_place"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_overlapped_files_are_stocks(launch: Launch, tmp_path: Path, stage: int) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    at = ["--folder", ours, "--compare", theirs, *OVERLAP]
+    check_exit(launch(2, "--stage", stage, *SHORT, *at))
+    assert files(ours) == files(theirs)
+
+
+def test_overlapped_latest_waits_for_all(launch: Launch, tmp_path: Path) -> None:
+    """`save_checkpoint` returns before the slow rank has written; `latest` comes after it has."""
+    at = ["--stage", 1, "--folder", tmp_path, *OVERLAP, "--slow-rank", 1, "--destroy"]
+    said = launch(2, "--bf16", "--steps", 3, "--save-at", 1, "--save-at", 3, *at)
+    check_exit(said)
+    saved = {(line["rank"], line["saved"]): line["latest"] for line in having(said, "saved")}
+    assert saved == {(0, 1): None, (1, 1): None, (0, 3): "global_step1", (1, 3): "global_step1"}
+    assert [line["destroyed"] for line in having(said, "destroyed")] == ["global_step3"] * 2
+    for step in ("global_step1", "global_step3"):
+        times = {path.name: path.stat().st_ctime_ns for path in (tmp_path / step).iterdir()}
+        assert len(times) == 3
+        assert max(times.values()) - min(times.values()) > 1e9
+    assert (tmp_path / "latest").stat().st_ctime_ns > max(times.values())
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_overlapped_one_rank_cannot_save(launch: Launch, tmp_path: Path, full: int) -> None:
+    """The next step raises on all ranks; they train on, and save again."""
+    at = ["--stage", 1, "--folder", tmp_path, *OVERLAP, "--full-disk-on", full]
+    said = launch(2, "--bf16", "--steps", 3, "--save-at", 1, "--save-at", 2, *at)
+    check_exit(said)
+    failed = having(said, "failed")
+    assert [line["rank"] for line in failed] == [0, 1]
+    assert failed[full]["failed"] == ("OSError" if full == 0 else "WriteError")  # DeepSpeed's copy
+    assert failed[1 - full]["failed"] == "CheckpointFailedError"
+    assert (tmp_path / "latest").read_text() == "global_step1"
+    left = [path.name for path in (tmp_path / "global_step2").iterdir()]
+    assert not [name for name in left if name.endswith(".tmp")]
+    plain = launch(2, "--bf16", "--steps", 3, "--stage", 1)
+    assert losses(said) == losses(plain)
+
+
+def test_overlap_by_config(launch: Launch, tmp_path: Path) -> None:
+    config = json.dumps({"fastserial": {"overlap": True}})
+    at = ["--stage", 2, "--folder", tmp_path, "--via", "config", "--config", config, "--destroy"]
+    said = launch(1, "--bf16", "--steps", 1, "--save-at", 1, *at)
+    check_exit(said)
+    assert [line["latest"] for line in having(said, "saved")] == [None]
+    assert [line["destroyed"] for line in having(said, "destroyed")] == ["global_step1"]
 
 
 # --- DeepSpeed's own "writer": {"type": "fast"} (0.19.8 on CPU) -------------------------------

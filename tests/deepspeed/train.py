@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--via", choices=["stock", "enable", "config"], default="stock")
+    parser.add_argument("--overlap", choices=["copy", "in_place"])
+    parser.add_argument("--destroy", action="store_true", help="destroy the engine at the end")
     parser.add_argument("--legacy", action="store_true")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--experts", type=int, default=0)
@@ -137,7 +139,8 @@ def main() -> None:
         model=model, optimizer=optimizer, config=configuration(options)
     )
     if options.via == "enable":
-        fast.enable(engine)
+        slow = {"engine": slow_writes, "small_file": 0} if options.slow_rank == rank else {}
+        fast.enable(engine, overlap=options.overlap or False, **(slow if options.overlap else {}))
     first = 0
     if options.resume:
         path, state = engine.load_checkpoint(options.folder)
@@ -149,7 +152,12 @@ def main() -> None:
     for step in range(first, options.steps):
         loss = engine(batch(step, rank))
         engine.backward(loss)
-        engine.step()
+        try:
+            engine.step()
+        except Exception as error:  # the checkpoint; the step was not made
+            say(rank, failed=type(error).__name__, text=str(error))
+            unlimited()
+            engine.step()
         say(rank, step=step, loss=loss.item().hex())
         if step + 1 in options.save_at:
             rngs: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
@@ -158,6 +166,9 @@ def main() -> None:
         if options.kill_at == step + 1:
             torch.distributed.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
+    if options.destroy:
+        engine.destroy()
+        say(rank, destroyed=latest(options))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     os._exit(0)  # stock DeepSpeed under ZeRO 3 now and then aborts while the interpreter ends
@@ -168,7 +179,7 @@ def save(engine: Any, options: argparse.Namespace, state: dict[str, Any], rank: 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if options.full_disk_on == rank and state["step"] > options.save_at[0]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # a large file fails
-    if options.slow_rank == rank:
+    if options.slow_rank == rank and not options.overlap:
         slow_down(engine.checkpoint_engine)
     try:
         engine.save_checkpoint(options.folder, client_state=state)
@@ -176,9 +187,10 @@ def save(engine: Any, options: argparse.Namespace, state: dict[str, Any], rank: 
         say(rank, failed=type(error).__name__, text=str(error))
         return
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if not options.overlap:
+            unlimited()
     by = type(engine.checkpoint_engine).__name__
-    say(rank, saved=state["step"], by=by, container=container(options))
+    say(rank, saved=state["step"], by=by, container=container(options), latest=latest(options))
     if options.compare:
         import fastserial
         from fastserial.integrations.deepspeed import disable, enable
@@ -190,6 +202,39 @@ def save(engine: Any, options: argparse.Namespace, state: dict[str, Any], rank: 
         engine.save_16bit_model(options.compare)
         fastserial.install()
         enable(engine)
+
+
+def unlimited() -> None:
+    """Let the disk have room again."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def latest(options: argparse.Namespace) -> str | None:
+    """What `latest` names."""
+    path = os.path.join(options.folder, "latest")
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="ascii") as file:
+        return file.read()
+
+
+def slow_writes(threads: int) -> Any:
+    """An engine that takes 2 s more for each file."""
+    from fastserial.engines.threads import ThreadsEngine
+
+    class Slow(ThreadsEngine):
+        name = "slow"
+
+        def open(self, *given: Any) -> None:
+            time.sleep(2)
+            super().open(*given)
+
+        def close(self) -> None:
+            super().close()
+            time.sleep(0.1)  # what comes next is younger: the clock of files ticks every 4 ms
+
+    return Slow(threads)
 
 
 def container(options: argparse.Namespace) -> str | None:

@@ -15,7 +15,7 @@ MiB = 1024 * 1024
 _MARGIN = 96 * MiB
 
 
-@pytest.mark.trials(12, 500)
+@pytest.mark.trials(5, 500)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("kind", "budget"),

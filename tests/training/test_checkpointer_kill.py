@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support import ranks
+from support.beside import FULL
 
 import fastserial
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "training.py"
-STEPS = 400
-
-
-def start(folder: Path, steps: int, *more: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, PROGRAM, folder, str(steps), *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+STEPS = 400 if FULL else 150
 
 
 def losses(lines: list[str]) -> dict[int, str]:
@@ -34,30 +29,35 @@ def losses(lines: list[str]) -> dict[int, str]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The losses of a run that nobody kills."""
-    process = start(tmp_path_factory.mktemp("unbroken"), STEPS)
-    out, _ = process.communicate()
-    assert process.returncode == 0
+    (out,) = ranks.run("training", 1, tmp_path_factory.mktemp("unbroken"), STEPS)
     found = losses(out.splitlines(keepends=True))
     assert len(found) == STEPS
     return found
 
 
-@pytest.mark.trials(8, 100)
+@pytest.mark.trials(5, 100)
 @pytest.mark.timeout(3600)
 def test_kill(tmp_path: Path, dice: random.Random, trials: int, unbroken: dict[int, str]) -> None:
     kills = hits = 0
     folder, told = tmp_path / "run", tmp_path / "told"
     while kills < trials:
         told.unlink(missing_ok=True)
-        process = start(folder, STEPS, told)
-        assert process.stdout is not None
-        first = process.stdout.readline().split()
-        assert first[0] == "start"
-        time.sleep(dice.random() * 0.8)
-        process.kill()
-        lines = process.communicate()[0].splitlines(keepends=True)
+        job = ranks.Job("training", 1, folder, STEPS, told)
+        try:
+            until = time.monotonic() + 60
+            while "\n" not in job.out(0):
+                assert time.monotonic() < until, "it does not start"
+                time.sleep(0.002)
+            time.sleep(dice.random() * 0.8)
+            with contextlib.suppress(ProcessLookupError):  # it has come to its end
+                job.kill(0)
+        finally:
+            (ended,) = job.wait(60)
+        lines = ended.out.splitlines(keepends=True)
+        first = lines[0]
+        assert first.startswith("start"), ended
         kills += 1
-        hits += process.returncode == -9
+        hits += ended.code == -9
         for step, loss in losses(lines).items():
             assert loss == unbroken[step], (step, first)
         reported = int(told.read_text() or 0) if told.exists() else 0
@@ -70,9 +70,7 @@ def test_kill(tmp_path: Path, dice: random.Random, trials: int, unbroken: dict[i
         if newest == STEPS:
             folder = tmp_path / f"run{kills}"
     assert hits
-    process = start(folder, STEPS)
-    out, _ = process.communicate()
-    assert process.returncode == 0
+    (out,) = ranks.run("training", 1, folder, STEPS)
     rest = losses(out.splitlines(keepends=True))
     assert all(unbroken[step] == loss for step, loss in rest.items())
     print(f"{kills} kills, {hits} before the end")
