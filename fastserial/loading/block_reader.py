@@ -109,7 +109,7 @@ class BlockReader:
         self._refused = False
         self._depth = config.queue_depth
         self._lanes: list[int] = []
-        self._in_lanes = False
+        self._lane_files = Descriptors()
         self._in_flight = 0
         self._batch: list[Request] = []
         self._crew = crew
@@ -156,21 +156,28 @@ class BlockReader:
             return DirectFile(-1)
         return open_direct(self._fd, os.O_RDONLY, config.block_size, self._files)
 
-    def expect(self, nbytes: int) -> None:
-        """Get ready for that many bytes, which are read in the order of the file, more or less."""
-        self._in_lanes = False
-        self._depth = self._config.queue_depth
+    def expect(self, first: int, stop: int, nbytes: int) -> None:
+        """Get ready for bytes that are read in the order of the file, until `expect_nothing`.
+
+        Args:
+            first, stop: the range of the file that they are in.
+            nbytes: how many they are.
+        """
         if self._direct_fd >= 0 or not self.scatters or nbytes <= self._config.small_file:
             return
-        if (cached_fraction(self._fd, 0, self._size) or 0.0) >= MOSTLY_CACHED:
+        if (cached_fraction(self._fd, first, stop - first) or 0.0) >= MOSTLY_CACHED:
             self._depth = max(1, min(self._depth, len(os.sched_getaffinity(0))))
             return
-        count = min(self._depth, LANES)
         with contextlib.suppress(OSError):  # without /proc, or with no descriptor left
-            while len(self._lanes) < count:
-                self._lanes.append(linux.reopen(self._fd, os.O_RDONLY, self._files))
-        if self._lanes:
-            self._depth, self._in_lanes = len(self._lanes), True
+            while len(self._lanes) < min(self._config.queue_depth, LANES):
+                self._lanes.append(linux.reopen(self._fd, os.O_RDONLY, self._lane_files))
+        self._depth = len(self._lanes) or self._depth
+
+    def expect_nothing(self) -> None:
+        """Go back to blocks in any order; nothing is in flight."""
+        self._depth = self._config.queue_depth
+        self._lanes = []
+        self._lane_files.close()
 
     @property
     def engine_name(self) -> str:
@@ -194,7 +201,7 @@ class BlockReader:
     @property
     def best_size(self) -> int:
         """Bytes of the blocks that are read in the order of the file, after `expect`."""
-        whole = self.never_direct and self.scatters and not self._in_lanes
+        whole = self.never_direct and self.scatters and not self._lanes
         return SCATTERED_BLOCK if whole else self._config.block_size
 
     def ordered(self, blocks: Iterable[Block | None]) -> Iterator[Block]:
@@ -202,7 +209,7 @@ class BlockReader:
 
         None among them: nothing more is known now, what is held back must come.
         """
-        if self._in_lanes:
+        if self._lanes:
             return in_turns(blocks, len(self._lanes))
         return (block for block in blocks if block is not None)
 
@@ -262,6 +269,7 @@ class BlockReader:
         self._batch = []
         self._in_flight = 0
         self._direct_fd = -1
+        self._lane_files.close()
         self._files.close()
         self._owner = None
 
@@ -269,7 +277,7 @@ class BlockReader:
 
     def _request(self, block: Block) -> Request:
         pieces, length = block.pieces, block.length
-        fd = self._lanes[lane_of(block.offset, len(self._lanes))] if self._in_lanes else self._fd
+        fd = self._lanes[lane_of(block.offset, len(self._lanes))] if self._lanes else self._fd
         if pieces is not None:
             buffer = _NOTHING
         else:

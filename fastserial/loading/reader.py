@@ -98,17 +98,22 @@ class FastFileReader:
                     path=self.name,
                     offset=extent.offset,
                 )
-        blocks = self.blocks
-        nbytes = sum(extent.length for extent in extents)
-        self.bar.expect(nbytes)
-        blocks.expect(nbytes)
+        self.bar.expect(sum(extent.length for extent in extents))
         with self.translated():
-            for block in blocks.ordered(
-                plan_blocks(extents, blocks, self.config.block_size, self.size)
-            ):
-                blocks.put(block)
-            blocks.drain()
+            if extents:
+                self._read(extents)
             self.check_unchanged()
+
+    def _read(self, extents: Sequence[ReadExtent]) -> None:
+        blocks = self.blocks
+        first = min(extent.offset for extent in extents)
+        stop = max(extent.offset + extent.length for extent in extents)
+        blocks.expect(first, stop, sum(extent.length for extent in extents))
+        plan = plan_blocks(extents, blocks, self.config.block_size, self.size)
+        for block in blocks.ordered(plan):
+            blocks.put(block)
+        blocks.drain()
+        blocks.expect_nothing()
 
     def check_unchanged(self) -> None:
         """Raise if the file was written to since it was opened.

@@ -34,6 +34,8 @@ EXTRAS = {
     "progress": ["tqdm"],
     "bench": ["numpy", "transformers", "safetensors", "tqdm", "fastserial.bench.cli"],
     "plot": ["matplotlib"],
+    "lightning": ["lightning", "fastserial.integrations.lightning"],
+    "transformers": ["transformers", "accelerate", "fastserial.integrations.transformers"],
     "test": ["pytest", "hypothesis", "dill", "xdist", "fsspec", "fastserial.testing"],
 }
 ELSEWHERE = {"deepspeed"}
