@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.children import child
 
 import fastserial
 from fastserial import tally
 from fastserial.diagnosis.totals import REMEDIES
-from tests.support.children import child
 
 LARGE = {"x": torch.zeros(4_000_000)}
 SMALL = {"x": torch.zeros(10)}

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.runs import Ran, Run
+from support.runs import Ran, Run
 
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 

@@ -17,7 +17,7 @@ import torch
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("Lightning is not installed: nox -s integrations", allow_module_level=True)
 
-from tests.support.runs import Ran, Run
+from support.runs import Ran, Run
 
 PROGRAM = "lightning_run.py"
 STEPS = 12

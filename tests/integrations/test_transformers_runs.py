@@ -18,7 +18,7 @@ if importlib.util.find_spec("transformers") is None or not importlib.util.find_s
         allow_module_level=True,
     )
 
-from tests.support.runs import Run
+from support.runs import Run
 
 TRAINER = "trainer_run.py"
 ACCELERATE = "accelerate_run.py"

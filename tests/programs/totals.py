@@ -6,9 +6,9 @@ import io
 import os
 
 import torch
+from support.children import answer, arguments
 
 import fastserial
-from tests.support.children import answer, arguments
 
 (folder,) = arguments()
 fastserial.install()
