@@ -283,7 +283,10 @@ def unknown_variables() -> dict[str, str | None]:
     found = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if not found:
         return {}
-    from difflib import get_close_matches  # rarely wanted
+    try:
+        from difflib import get_close_matches  # rarely wanted
+    except ImportError:  # rights given up since the start may not reach it any more
+        return dict.fromkeys(found)
 
     options = [name.removeprefix(prefix) for name in known]
     near = [get_close_matches(name.removeprefix(prefix), options, 1, _NEAR) for name in found]

@@ -42,7 +42,7 @@ def read_storages(
     if any(storage.device.type not in _DEVICES for storage in untyped):
         raise UnreadableCheckpointError("storages on other devices are torch's to read")
     extents: list[ReadExtent] = []
-    pages = HugePages()
+    host: list[tuple[int, int]] = []
     for key, storage in zip(keys, untyped, strict=True):
         nbytes, item = storage.nbytes(), storages[key].dtype.itemsize
         count = COUNT.pack(nbytes // item)
@@ -50,9 +50,10 @@ def read_storages(
         offset += COUNT.size
         if nbytes:
             if storage.device.type == "cpu":
-                pages.advise(storage.data_ptr(), nbytes)
+                host.append((storage.data_ptr(), nbytes))
             extents.append(ReadExtent(offset, nbytes, storage_sink(storage)))
             offset += nbytes
+    HugePages().advise_all(host)
     synchronize(untyped)
     reader.read_into(extents)
     return offset

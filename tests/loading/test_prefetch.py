@@ -87,7 +87,9 @@ def test_any_order(path: Path, order: str, verify: bool, options: dict[str, Any]
         assert ahead.take("data/99", 5) is None
 
 
-def test_records_that_nobody_asks_for(path: Path) -> None:
+def test_records_that_nobody_asks_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 1)  # else it may be done before we look
+    monkeypatch.setattr(prefetch_plan, "SCATTERED_UNIT", 1)
     before = len(os.listdir("/proc/self/task"))
     with opened(path) as (ahead, records):
         assert ahead.take("data/4", records["data/4"].size) is not None
