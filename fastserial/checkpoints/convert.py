@@ -1,4 +1,4 @@
-"""`fastserial.convert`: a checkpoint in another container, streamed from file to file.
+"""What `fastserial.convert` writes to files, streamed from the source.
 
 Pickles are read under torch's `weights_only` rules. Storages are never loaded: the writer fetches
 their bytes from the source while it fills its staging buffers.
@@ -7,12 +7,11 @@ their bytes from the source while it fills its staging buffers.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from fastserial.checkpoints.mapped_source import INDEX, Source, open_source
+from fastserial.checkpoints.mapped_source import Source
 from fastserial.checkpoints.safetensors_shards import write_shards
 from fastserial.checkpoints.streaming import (
     StreamWriter,
@@ -22,13 +21,11 @@ from fastserial.checkpoints.streaming import (
     write_safetensors,
     write_zip,
 )
-from fastserial.checkpoints.verify import refuse_damaged
-from fastserial.config import Config, current
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.config import Config
+from fastserial.errors import ConvertError
 
-__all__ = ["Container", "Converted", "container_of", "convert", "part_of", "write_source"]
+__all__ = ["Converted", "container_of", "part_of", "write_source"]
 
-Container = Literal["zip", "legacy", "safetensors"]
 _SHOWN_KEYS = 8
 
 
@@ -47,63 +44,6 @@ class Converted:
     target: str
     nbytes: int
     dropped: tuple[str, ...] = ()
-
-
-def convert(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    to: Container | None = None,
-    *,
-    key: str = "",
-    copy_shared: bool = False,
-    shard_nbytes: int | None = None,
-    verify: bool = False,
-    config: Config | None = None,
-) -> Converted:
-    """Write a checkpoint in another container; the target is replaced as a whole, or not at all.
-
-    Locations of storages become `cpu`.
-
-    Args:
-        source: a zip, legacy or safetensors file, or the index of several safetensors files, or
-            their folder.
-        target: the new file; with `shard_nbytes` a new folder.
-        to: its container; by default safetensors or zip, by the target's name.
-        key: convert the part of it under this key, such as `model`; nested keys and places in
-            lists joined by dots, as `inspect` shows them.
-        copy_shared: write tensors that share memory, which safetensors cannot tell, several times.
-        shard_nbytes: write several safetensors files with an index, none with more than so many
-            bytes of tensors, if one tensor has not more.
-        verify: check every CRC-32 of the source first (zip).
-        config: options of the writer; by default those in force.
-
-    Raises:
-        ConvertError: the pickle needs more than `weights_only` allows, or something in it cannot
-            be represented in the other container; names the entry.
-        CorruptCheckpointError: the source is damaged, or no checkpoint.
-        WriteError: the target cannot be written; what was there is intact.
-        OSError: the source cannot be read.
-    """
-    name = os.fspath(source)
-    container = container_of(os.fspath(target), to, shard_nbytes)
-    if verify and not os.path.isdir(name) and not name.endswith(INDEX):
-        refuse_damaged(name)
-    opened = open_source(name)
-    try:
-        return write_source(
-            opened,
-            os.fspath(target),
-            container,
-            key=key,
-            copy_shared=copy_shared,
-            shard_nbytes=shard_nbytes,
-            config=config or current(),
-        )
-    except CorruptCheckpointError as error:
-        error.path = error.path or name
-        raise
-    finally:
-        opened.close()
 
 
 def container_of(target: str, to: str | None, shard_nbytes: int | None) -> str:

@@ -12,8 +12,9 @@ import contextvars
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from fastserial.config.performance import (
@@ -202,17 +203,10 @@ def _parse_direct(text: str) -> Direct:
     return "auto" if text.strip().lower() == "auto" else parse_bool(text)
 
 
-def _parse_cache(text: str) -> str:
+def _parse_word(words: Sequence[str], text: str) -> str:
     word = text.strip().lower()
-    if word not in _CACHES:
-        raise ConfigError(f"expected auto, keep or drop, not {text!r}")
-    return word
-
-
-def _parse_priority(text: str) -> str:
-    word = text.strip().lower()
-    if word not in _PRIORITIES:
-        raise ConfigError(f"expected normal or low, not {text!r}")
+    if word not in words:
+        raise ConfigError(f"expected {', '.join(words[:-1])} or {words[-1]}, not {text!r}")
     return word
 
 
@@ -231,7 +225,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "threads": parse_count,
     "durable": parse_bool,
     "direct": _parse_direct,
-    "cache": _parse_cache,
+    "cache": partial(_parse_word, _CACHES),
     "preallocate": parse_bool,
     "small_file": parse_size,
     "tuned": parse_bool,
@@ -239,7 +233,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "progress": parse_bool,
     "verify_on_load": parse_bool,
     "safetensors": parse_bool,
-    "priority": _parse_priority,
+    "priority": partial(_parse_word, _PRIORITIES),
 }
 
 

@@ -6,7 +6,6 @@ import os
 from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, container_of, write_source
-from fastserial.checkpoints.convert import convert as convert_file
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.mapped_source import INDEX, Source, open_source
 from fastserial.checkpoints.verify import refuse_damaged
@@ -59,23 +58,13 @@ def convert(
     """
     name, path = os.fspath(source), os.fspath(target)
     from_folder = is_dcp_folder(name)
-    if not from_folder and to not in _FOLDERS:
-        return convert_file(
-            name,
-            path,
-            to,  # type: ignore[arg-type]
-            key=key,
-            copy_shared=copy_shared,
-            shard_nbytes=shard_nbytes,
-            verify=verify,
-            config=config,
-        )
     container = container_of(path, to, shard_nbytes)
     if from_folder and container == "legacy" and patched("_legacy_save") is None:
         raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
     if verify and (from_folder or not (os.path.isdir(name) or name.endswith(INDEX))):
         refuse_damaged(name)
-    if os.path.abspath(name) == os.path.abspath(path):
+    folders = from_folder or container in _FOLDERS
+    if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")
     opened = _opened(name, from_folder)
     try:

@@ -19,9 +19,9 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial.checkpoints.convert import Container, convert
 from fastserial.checkpoints.inspect import inspect
 from fastserial.cli import convert as convert_module
+from fastserial.distributed.convert import Container, convert
 from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from support.damage import flip
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
@@ -75,14 +76,6 @@ def assert_same(found: Any, expected: Any, key: str = "") -> None:
         assert torch.equal(found, expected), key
     else:
         assert found == expected, key
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x10]))
 
 
 # -- verify ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.corpus import aligned, without_crc
+from support.damage import flip
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -183,14 +184,6 @@ def test_stock_says_that_it_cannot_read_packed_ones(tmp_path: Path) -> None:
 
 
 # -- damage ----------------------------------------------------------------------------------------
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x10]))
 
 
 @pytest.mark.parametrize("who", ["dcp", "packed", "stock"])

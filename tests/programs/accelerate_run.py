@@ -7,14 +7,13 @@ Arguments: a JSON object; see `OPTIONS`. `kill_in` kills the process (-9) in the
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from support.kills import kill_in
 
 OPTIONS: dict[str, Any] = {
     "folder": "",
@@ -27,26 +26,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def kill_in(number: int) -> None:
-    """Kill this process before it writes the optimizer's state for the so many-th time."""
-    save, count = torch.save, 0
-
-    def hit(obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
-        nonlocal count
-        if os.path.basename(str(f)) == "optimizer.bin":
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-        save(obj, f, *arguments, **named)
-
-    torch.save = hit
-
-
 def main() -> None:
     options = {**OPTIONS, **json.loads(sys.argv[1])}
     torch.set_num_threads(1)
     if options["kill_in"]:
-        kill_in(options["kill_in"])
+        kill_in(options["kill_in"], "optimizer.bin")
     set_seed(3)
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(

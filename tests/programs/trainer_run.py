@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 import torch
+from support.kills import kill_in
 from transformers import (
     PretrainedConfig,
     PreTrainedModel,
@@ -87,21 +88,6 @@ class Terminate(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def kill_in(number: int, name: str) -> None:
-    """Kill this process before it writes a file of that name for the so many-th time."""
-    save, count = torch.save, 0
-
-    def hit(obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
-        nonlocal count
-        if os.path.basename(str(f)) == name:
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-        save(obj, f, *arguments, **named)
-
-    torch.save = hit
 
 
 def main() -> None:
