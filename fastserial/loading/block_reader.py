@@ -150,7 +150,7 @@ class BlockReader:
     def _open_direct(self) -> DirectFile:
         config = self._config
         small = self._size <= config.small_file
-        if config.direct is False or (small and config.direct is not True):
+        if config.never_direct or (small and config.direct is not True):
             return DirectFile(-1)
         if reads_through_cache(config, self._size):
             return DirectFile(-1)
