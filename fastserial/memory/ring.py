@@ -43,7 +43,8 @@ class Ring(BufferPool):
         self._pinned: Pinned | None = pinned
         self._base = pinned.address
         self._streams: dict[torch.device, CopyStream] = {}
-        self._fences: list[list[Fence]] = [[] for _ in range(count)]
+        # by buffer; with what is copied, which must stay until then
+        self._fences: list[list[tuple[Fence, object]]] = [[] for _ in range(count)]
         self._first = address
         self._divide(view, address, count, nbytes)
 
@@ -83,14 +84,17 @@ class Ring(BufferPool):
         Raises:
             StorageChangedError: a storage was resized.
         """
-        used: dict[torch.device, CopyStream] = {}
-        for at, memory, start, length in pieces:
-            memory.check()
-            stream = used[memory.device] = self._streams[memory.device]
-            stream.fetch(
-                memory.whole[start : start + length], self._host(buffer.address + at, length)
-            )
-        self._fences[buffer.index] += [stream.mark() for stream in used.values()]
+        used: dict[torch.device, list[torch.Tensor]] = {}
+        try:
+            for at, memory, start, length in pieces:
+                memory.check()
+                used.setdefault(memory.device, []).append(memory.whole)
+                source = memory.whole[start : start + length]
+                self._streams[memory.device].fetch(source, self._host(buffer.address + at, length))
+        finally:
+            self._fences[buffer.index] += [
+                (self._streams[device].mark(), wholes) for device, wholes in used.items()
+            ]
 
     def arrive(self, buffer: Buffer) -> None:
         """Wait for the copies to and from a buffer.
@@ -100,7 +104,7 @@ class Ring(BufferPool):
         """
         fences = self._fences[buffer.index]
         while fences:
-            fences[-1].synchronize()
+            fences[-1][0].synchronize()
             fences.pop()
 
     def holds(self, address: int, length: int) -> bool:
@@ -112,7 +116,7 @@ class Ring(BufferPool):
         stream = self._streams[target.device]
         stream.send(self._host(address, length), target)
         nbytes = self.buffers[0].nbytes
-        self._fences[(address - self._first) // nbytes].append(stream.mark())
+        self._fences[(address - self._first) // nbytes].append((stream.mark(), target))
 
     def settle(self) -> None:
         """Wait for all copies.
