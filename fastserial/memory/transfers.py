@@ -16,7 +16,7 @@ from fastserial.reports import Transfer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["open_ring", "wanted"]
+__all__ = ["missing", "open_ring", "wanted"]
 
 _log = logging.getLogger("fastserial")
 _CUFILE = ("gds", "gpu_async", "gpu_batch")
@@ -24,17 +24,23 @@ _NO_CUFILE = "fastserial has no engine for cuFile yet"
 _warned: set[str] = set()
 
 
+def missing(word: str) -> str | None:
+    """Return why a transfer type cannot be had, whatever the machine, or None."""
+    return _NO_CUFILE if word in _CUFILE else None
+
+
 def wanted(config: Config) -> Transfer:
     """Return the transfer type to try; one that cannot be had is replaced, with one warning."""
     word = config.transfer
     if word == "auto":
         return Transfer("cpu_async_gpu", "auto: pinned memory and streams of its own")
-    if word in _CUFILE:
+    why = missing(word)
+    if why is not None:
         if word not in _warned:
             _warned.add(word)
-            text = f"transfer {word!r}: {_NO_CUFILE}; going on with 'cpu_async_gpu'"
+            text = f"transfer {word!r}: {why}; going on with 'cpu_async_gpu'"
             warnings.warn(text, UserWarning, stacklevel=2)
-        return Transfer("cpu_async_gpu", f"{word}: {_NO_CUFILE}")
+        return Transfer("cpu_async_gpu", f"{word}: {why}")
     return Transfer(word, "asked for")
 
 
