@@ -1,4 +1,4 @@
-"""Files for direct reads to a device: torch's own setting `storage_alignment`, from torch 2.7 on."""
+"""Files for direct reads to a device: torch's setting `storage_alignment`, from torch 2.7 on."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.corpus import noise
+from support.identity import stock
 
 import fastserial
 from fastserial.formats.zip.directory import read_directory
 from fastserial.saving.torch_writer import DEFAULT_ALIGNMENT, has_alignment
-from support.corpus import noise
-from support.identity import stock
 
 pytestmark = pytest.mark.skipif(not has_alignment(), reason="torch 2.6 has no such setting")
 PAGE = 4096
