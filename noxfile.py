@@ -118,6 +118,43 @@ def deepspeed(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or default), env=cpu)
 
 
+NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """On a CUDA GPU: identity, order of streams, transfer types, benchmarks (docs/gpu.md).
+
+    `nox -s gpu -- prepare` downloads and installs what `nox -R -s gpu` then runs without network.
+    """
+    prepare = session.posargs == ["prepare"]
+    if not (prepare or NVIDIA.exists()):
+        session.skip(f"no GPU here: {NVIDIA} is not there")
+    install(session, TORCH, "bench,test,plot")
+    if prepare:
+        return
+    folder = Path(session.create_tmp()) / "gpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    session.run("pytest", "-n", "4", *(session.posargs or ["tests/gpu"]))
+    if session.posargs:
+        return
+    checker = shutil.which("compute-sanitizer")
+    if checker is None:
+        session.warn("compute-sanitizer is not installed: memory accesses are not checked")
+    else:
+        checked = (checker, "--error-exitcode", "9", "python", "-m", "pytest", "-q")
+        session.run(*checked, "tests/gpu/test_gpu_order.py", external=True)
+    session.run("fastserial", "doctor", str(folder), success_codes=[0, 1])
+    where = ("--folder", str(folder))
+    sweep = "--block-size 2MiB,8MiB --queue-depth 6,16 --threads 6 --runs 2 --size 1GiB".split()
+    results = ("--csv", str(folder / "sweep.csv"), "--plot", str(folder / "sweep.png"))
+    session.run("fastserial", "bench", "sweep", *where, *sweep, *results)
+    model = ("--model", "llama3-1b", "--half", "--gpu", "--runs", "3", "--no-loose", "--no-legacy")
+    session.run("fastserial", "bench", "model", *where, *model)
+    overlap = ("--model", "medium", "--device", "cuda", "--runs", "1")
+    session.run("fastserial", "bench", "overlap", *where, *overlap)
+
+
 @nox.session
 def integrations(session: nox.Session) -> None:
     """Lightning, Hugging Face's Trainer and accelerate for real, killed in saves and resumed."""

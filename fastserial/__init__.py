@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         UnsupportedTorchWarning,
         WriteError,
     )
+    from fastserial.memory.ring import free_pinned
     from fastserial.overlap.asynchronous import save_async
     from fastserial.overlap.pending import PendingSave, wait_all
     from fastserial.patching.install import install, installed, status, uninstall
@@ -71,6 +72,7 @@ __all__ = [
     "WriteError",
     "__version__",
     "convert",
+    "free_pinned",
     "inspect",
     "install",
     "installed",
@@ -105,6 +107,7 @@ _HOMES = {
         "TornSnapshotError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
+    "memory.ring": "free_pinned",
     "overlap.asynchronous": "save_async",
     "overlap.pending": "PendingSave wait_all",
     "patching.install": "install installed status uninstall",

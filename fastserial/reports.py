@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastserial import tally
 from fastserial.printable import printable
@@ -17,6 +17,7 @@ __all__ = [
     "Report",
     "SaveReport",
     "SnapshotReport",
+    "Transfer",
     "format_bandwidth",
     "format_bytes",
     "last_load_report",
@@ -79,6 +80,16 @@ class Latency:
 NO_LATENCY = Latency()
 
 
+class Transfer(NamedTuple):
+    """The transfer type that was taken (see `Config.transfer`), and why it was."""
+
+    word: str
+    why: str
+
+
+HOST_ONLY = Transfer("cpu", "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a save and a load tell alike.
@@ -94,6 +105,8 @@ class Report:
         phases: seconds per phase.
         submit: latency from queueing a block until its transfer starts.
         complete: latency of the transfer itself.
+        transfer: the transfer type taken, as in `Config.transfer`; `cpu` if no device took part.
+        transfer_why: why it was taken, for tensors on devices.
     """
 
     path: str
@@ -108,6 +121,8 @@ class Report:
     phases: dict[str, float] = field(default_factory=dict)
     submit: Latency = NO_LATENCY
     complete: Latency = NO_LATENCY
+    transfer: str = HOST_ONLY.word
+    transfer_why: str = HOST_ONLY.why
 
     @property
     def bandwidth(self) -> float:
@@ -127,6 +142,8 @@ class Report:
         return self._with_file(line)
 
     def _with_file(self, line: str) -> str:
+        if self.transfer_why:
+            line = f"{line}, transfer={self.transfer} ({printable(self.transfer_why)})"
         line = f"{line}, file={printable(self.path)}"
         return f"{line}, fallback={printable(self.fallback)}" if self.fallback else line
 

@@ -31,7 +31,6 @@ from fastserial.formats.storages import reach
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import CheckedSink, PartsSink, ReadExtent, Sink
 from fastserial.memory.gc_pause import paused_collection
-from fastserial.memory.storages import synchronize
 
 __all__ = ["LoadedKeys", "load_into"]
 
@@ -117,7 +116,7 @@ def load_into(
             passes = _last_of_each(jobs)
             if reader.size > len(jobs) * FEW_BYTES:
                 pause.end()  # reading may take long
-            synchronize([job.target.untyped_storage() for job in jobs])
+            reader.attend([job.target.untyped_storage() for job in jobs])
             checked = _read(reader, passes, verify)
         report_load(
             reader.blocks.counts,
@@ -128,6 +127,7 @@ def load_into(
             engine=reader.blocks.engine_name,
             verified=checked,
             fallback=reader.blocks.fallback,
+            transfer=reader.transfer,
         )
     for job in jobs:
         if not job.target.is_inference():
@@ -292,7 +292,7 @@ def _read(reader: FastFileReader, passes: Sequence[Sequence[_Job]], verify: bool
         for job in jobs:
             extent = None
             if not job.place.pending:
-                extent = direct_extent(job.base, meta_of(job.place), job.target)
+                extent = direct_extent(job.base, meta_of(job.place), job.target, reader.ring)
             if extent is None:
                 others.append(job)
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,10 @@ from fastserial.errors import UnreadableTensorError
 from fastserial.formats.storages import reach
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
+from fastserial.memory.storages import is_on_host
+
+if TYPE_CHECKING:
+    from fastserial.memory.ring import Ring
 
 __all__ = [
     "apply_pending",
@@ -72,13 +77,16 @@ def _same_layout(view: torch.Tensor, target: torch.Tensor) -> bool:
     return all(size == 1 or ours == theirs for size, ours, theirs in steps)
 
 
-def direct_extent(base: int, view: torch.Tensor, target: torch.Tensor) -> ReadExtent | None:
+def direct_extent(
+    base: int, view: torch.Tensor, target: torch.Tensor, ring: Ring | None = None
+) -> ReadExtent | None:
     """Return the extent that fills a tensor straight from the file, if the bytes are in its order.
 
     Args:
         base: where in the file element 0 of the view's storage lies (bytes).
         view: what to read.
-        target: a tensor of the same dtype and shape, on the host or on a GPU.
+        target: a tensor of the same dtype and shape, on the host or on a device.
+        ring: what bytes for devices pass through.
     """
     if not is_dense(view) or not _same_layout(view, target):
         return None
@@ -86,12 +94,13 @@ def direct_extent(base: int, view: torch.Tensor, target: torch.Tensor) -> ReadEx
         return None
     nbytes = target.numel() * target.itemsize
     sink: Sink
-    if target.device.type == "cpu":
+    if is_on_host(target.untyped_storage()):
         sink = HostSink(target.data_ptr(), nbytes, target)
     else:
         flat = torch.empty(0, dtype=torch.uint8, device=target.device)
         start = target.storage_offset() * target.itemsize
-        sink = DeviceSink(flat.set_(target.untyped_storage(), start, (nbytes,), (1,)))
+        flat.set_(target.untyped_storage(), start, (nbytes,), (1,))
+        sink = DeviceSink(flat, ring)
     return ReadExtent(_first(base, view), nbytes, sink)
 
 

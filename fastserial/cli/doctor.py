@@ -15,8 +15,6 @@ from fastserial.reports import format_bytes
 
 __all__ = ["show"]
 
-_NAMES = {"libaio": "libaio", "nvidia-fs": "nvidia-fs (GPUDirect Storage)"}
-
 
 def show(found: Diagnosis) -> None:
     """Print a diagnosis to standard output."""
@@ -51,14 +49,38 @@ def _lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     if found.folder is not None:
         yield "tuned", _tuned(found)
     for index, package in enumerate(found.packages):
-        name = _NAMES.get(package.name, package.name)
-        yield "libraries" if not index else "", f"{name}: {package.version or 'not there'}"
+        yield "libraries" if not index else "", f"{package.name}: {package.version or 'not there'}"
     limit = "unlimited" if found.memlock is None else format_bytes(found.memlock)
     yield "locked memory", f"{limit} (ulimit -l)"
     refused = found.small_pages
     yield "huge pages", f"none: {refused}" if refused else "given when asked for"
+    yield from _gpus(found)
     if found.folder is not None:
         yield from _folder(found.folder)
+
+
+def _gpus(found: Diagnosis) -> Iterator[tuple[str, str]]:
+    host, drive = found.gpus, found.drive
+    if host is None:
+        yield "GPUs", "no driver of NVIDIA's"
+        return
+    yield "GPUs", f"driver {host.driver}"
+    for gpu in host.gpus:
+        link = f"{gpu.speed} x{gpu.width} (at most x{gpu.most_width})"
+        yield "", f"{gpu.address} {gpu.model}, {link}, {_node(gpu.node)}"
+    if drive is not None:
+        raid = f", {drive.raid}" if drive.raid else ""
+        yield "", f"drive {drive.name}: {_node(drive.node)}{raid}"
+    yield "cuFile", f"would go by {host.gds}; fastserial does not use it yet"
+    yield "", f"nvidia-fs: {host.nvidia_fs or 'not loaded'}"
+    lacks = ", ".join(host.p2pdma_lacks)
+    yield "", f"P2PDMA: {'lacks ' + lacks if lacks else 'what it needs is there'}"
+    compat = {None: "not set", True: "allowed", False: "not allowed"}[host.compat]
+    yield "", f"cufile.json: {host.cufile_json or 'none'}, compatibility mode {compat}"
+
+
+def _node(number: int | None) -> str:
+    return "NUMA node not told" if number is None else f"NUMA node {number}"
 
 
 def _torch(found: Diagnosis) -> str:

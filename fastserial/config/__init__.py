@@ -2,6 +2,7 @@
 
 from fastserial.config.settings import (
     MAX_BLOCK,
+    TRANSFERS,
     Config,
     chosen,
     current,
@@ -16,6 +17,7 @@ from fastserial.config.settings import (
 
 __all__ = [
     "MAX_BLOCK",
+    "TRANSFERS",
     "Config",
     "chosen",
     "current",

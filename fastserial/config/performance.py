@@ -59,6 +59,13 @@ SEQUENTIAL_CHUNK = 16 * MiB
 # that kernel and device need, 15 to 30 % of the speed of a save on 2 cores.
 FEW_CORES = 4
 
+# -- devices ---------------------------------------------------------------------------------------
+
+# Not measured: no GPU was there. A ring holds the blocks that are written and as many that are on
+# their way from the device; one save and one load may have one each.
+PINNED_RING = 32 * MiB
+PINNED_MOST = 64 * MiB
+
 # -- loads -----------------------------------------------------------------------------------------
 
 LARGE_RECORD = 512 * KiB  # records from here on get memory and reads of their own

@@ -38,6 +38,9 @@ SUMMARY = "FASTSERIAL_SUMMARY"  # no option: see `fastserial.diagnosis.totals`
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
 Priority = Literal["normal", "low"]
+Transfer = Literal[
+    "auto", "gds", "cpu", "cpu_gpu", "cpu_async_gpu", "cpu_cached_gpu", "gpu_async", "gpu_batch"
+]
 
 _NUMBERS = {
     "block_size": "a number of bytes",
@@ -56,6 +59,17 @@ _SWITCHES = (
     "safetensors",
 )
 _PRIORITIES = ("normal", "low")
+# In the order of the numbers that gdsio gives them, from 0 on (`-x`).
+TRANSFERS = (
+    "gds",
+    "cpu",
+    "cpu_gpu",
+    "cpu_async_gpu",
+    "cpu_cached_gpu",
+    "gpu_async",
+    "gpu_batch",
+)
+_TRANSFERS = ("auto", *TRANSFERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +105,12 @@ class Config:
             where `install()` was called with it.
         priority: of the threads that save beside the program: `"low"` gives them less CPU time and
             lets other I/O go first.
+        transfer: how tensors on a device get to the disk and back. `"auto"` and
+            `"cpu_async_gpu"`: through pinned memory, on streams of its own, so that copies,
+            checksums and I/O overlap; `"cpu_gpu"`: each copy is waited for; `"cpu"`: likewise, and
+            `torch.load` reads to the host, from where torch copies; `"cpu_cached_gpu"`: as
+            `"cpu_async_gpu"`, and all files through the page cache; `"gds"`, `"gpu_async"` and
+            `"gpu_batch"`: cuFile, which is not built yet: `"auto"` is taken, with a warning.
     """
 
     engine: str | EngineFactory = "threads"
@@ -110,6 +130,7 @@ class Config:
     on_load: Callable[[LoadReport], None] | None = None
     safetensors: bool = False
     priority: Priority = "normal"
+    transfer: Transfer = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str) and not callable(self.engine):
@@ -136,6 +157,14 @@ class Config:
             raise ConfigError(f'cache must be "auto", "keep" or "drop", not {self.cache!r}')
         if self.priority not in _PRIORITIES:
             raise ConfigError(f'priority must be "normal" or "low", not {self.priority!r}')
+        if self.transfer not in _TRANSFERS:
+            known = ", ".join(_TRANSFERS)
+            raise ConfigError(f"transfer must be one of {known}, not {self.transfer!r}")
+
+    @property
+    def never_direct(self) -> bool:
+        """Whether every file goes through the page cache."""
+        return self.direct is False or self.transfer == "cpu_cached_gpu"
 
     @staticmethod
     def resolve(values: Mapping[str, Any] | None = None) -> Config:
@@ -234,6 +263,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "verify_on_load": parse_bool,
     "safetensors": parse_bool,
     "priority": partial(_parse_word, _PRIORITIES),
+    "transfer": partial(_parse_word, _TRANSFERS),
 }
 
 

@@ -21,7 +21,9 @@ from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
 from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
 from fastserial.diagnosis.folder import folder_problem, probe_folder
+from fastserial.diagnosis.gpu import Drive, probe_drive, probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
+from fastserial.files.device_id import block_node
 from fastserial.memory import huge_pages
 from fastserial.patching import install
 from fastserial.tuning import lookup
@@ -30,7 +32,6 @@ from fastserial.tuning.store import Entry
 __all__ = ["examine"]
 
 _LIBAIO = ("libaio.so.1", "libaio.so.1t64")
-_NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 _PACKAGES = ("isal", "tqdm", "deepspeed", "cuda-bindings")
 
 
@@ -66,6 +67,8 @@ def examine(folder: Path | None = None) -> Diagnosis:
         folder=probe_folder(folder) if folder is not None else None,
         tuned=entry,
         tuned_problem=tuned_problem,
+        gpus=probe_gpus(),
+        drive=_drive(folder),
     )
     return dataclasses.replace(diagnosis, findings=tuple(judge(diagnosis, chosen)))
 
@@ -129,6 +132,11 @@ def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
         return None, str(error)
 
 
+def _drive(folder: Path | None) -> Drive | None:
+    node = block_node(os.stat(folder).st_dev) if folder is not None else None
+    return probe_drive(node) if node is not None else None
+
+
 def _boot() -> Boot:
     environment = {**os.environ, startup.VARIABLE: "1"}
     probe = subprocess.run(
@@ -141,10 +149,9 @@ def _boot() -> Boot:
 
 
 def _packages() -> tuple[Package, ...]:
-    """Return what is optional. cuFile itself is never called: it may not return (no driver)."""
+    """Return what is optional."""
     found = [Package(name, _version(name)) for name in _PACKAGES]
     found.append(Package("libaio", _libaio()))
-    found.append(Package("nvidia-fs", _first_line(_NVIDIA_FS)))
     return tuple(found)
 
 
@@ -163,13 +170,6 @@ def _libaio() -> str | None:
             continue
         return name
     return None
-
-
-def _first_line(path: Path) -> str | None:
-    try:
-        return path.read_text().partition("\n")[0] or None
-    except OSError:
-        return None
 
 
 def _memlock() -> int | None:

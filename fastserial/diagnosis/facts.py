@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserial.diagnosis.folder import Folder
+from fastserial.diagnosis.gpu import Drive, GpuHost
 from fastserial.engines import EngineStatus
 from fastserial.tuning.store import Entry
 
@@ -69,6 +70,7 @@ class Diagnosis:
 
     `small_pages` is why buffers get no huge pages, or None if they do.
     `tuned` is what `fastserial tune` found for the folder, in force or not.
+    `gpus` is None without a driver; `drive` is known with a folder on a block device.
     """
 
     fastserial: str
@@ -89,6 +91,8 @@ class Diagnosis:
     findings: tuple[Finding, ...] = ()
     tuned: Entry | None = None
     tuned_problem: str | None = None
+    gpus: GpuHost | None = None
+    drive: Drive | None = None
 
     @property
     def fast(self) -> bool:

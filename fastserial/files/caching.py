@@ -44,8 +44,8 @@ def reads_through_cache(config: Config, nbytes: int) -> bool:
 
     Otherwise only what is in it already, and the rest directly.
     """
-    if config.direct != "auto" or config.cache == "drop":
-        return config.direct is False
+    if config.never_direct or config.direct is True or config.cache == "drop":
+        return config.never_direct
     return config.cache == "keep" or fits(nbytes)
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.config import Config
@@ -27,7 +28,10 @@ from fastserial.files.page_cache import cached_fraction
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.crew import Crew, Hand, engage
 from fastserial.loading.lanes import in_turns, lane_of
-from fastserial.memory.buffers import Buffer
+from fastserial.memory.buffers import Buffer, BufferPool
+
+if TYPE_CHECKING:
+    from fastserial.memory.ring import Ring
 
 __all__ = ["Block", "BlockReader", "ReadCounts"]
 
@@ -100,6 +104,7 @@ class BlockReader:
             EngineUnavailableError: the configured engine cannot read here.
         """
         self.counts = ReadCounts()
+        self.ring: Ring | None = None
         self._fd = fd
         self._size = size
         self._config = config
@@ -150,11 +155,15 @@ class BlockReader:
     def _open_direct(self) -> DirectFile:
         config = self._config
         small = self._size <= config.small_file
-        if config.direct is False or (small and config.direct is not True):
+        if config.never_direct or (small and config.direct is not True):
             return DirectFile(-1)
         if reads_through_cache(config, self._size):
             return DirectFile(-1)
         return open_direct(self._fd, os.O_RDONLY, config.block_size, self._files)
+
+    def stage_in(self, ring: Ring) -> None:
+        """Use the buffers of a ring as staging buffers from here on; it is closed with this."""
+        self.ring = ring
 
     def expect(self, first: int, stop: int, nbytes: int) -> None:
         """Get ready for bytes that are read in the order of the file, until `expect_nothing`.
@@ -272,6 +281,8 @@ class BlockReader:
         self._lane_files.close()
         self._files.close()
         self._owner = None
+        if self.ring is not None:
+            self.ring.close()
 
     # -- one block -----------------------------------------------------------------------------
 
@@ -293,8 +304,12 @@ class BlockReader:
             tag=block, finish=self._finish, pieces=pieces,
         )  # fmt: skip
 
+    @property
+    def _pool(self) -> BufferPool:
+        return self._working.pool if self.ring is None else self.ring
+
     def _staging_buffer(self) -> Buffer:
-        pool = self._working.pool
+        pool = self._pool
         while not pool.free:
             self.reap()
         return pool.take()
@@ -323,7 +338,7 @@ class BlockReader:
         elif not self._engine.capabilities.parallel_prepare:
             self._finish(request, completion.transferred)
         if block.memory is None and block.pieces is None:
-            self._working.pool.give(request.buffer)
+            self._pool.give(request.buffer)
         self._count(request, direct)
         if self._on_progress is not None:
             self._on_progress(block.length)

@@ -9,12 +9,11 @@ from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.legacy.layout import COUNT
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ExpectedSink, ReadExtent, storage_sink
+from fastserial.memory.devices import has_streams
 from fastserial.memory.huge_pages import HugePages
-from fastserial.memory.storages import synchronize
+from fastserial.memory.storages import is_on_host
 
 __all__ = ["read_storages"]
-
-_DEVICES = frozenset({"cpu", "cuda"})
 
 
 def read_storages(
@@ -39,8 +38,9 @@ def read_storages(
     if len(set(keys)) != len(keys) or not all(key in storages for key in keys):
         raise CorruptCheckpointError("the list of storages is damaged")
     untyped = [storages[key]._untyped_storage for key in keys]
-    if any(storage.device.type not in _DEVICES for storage in untyped):
+    if not all(is_on_host(storage) or has_streams(storage.device) for storage in untyped):
         raise UnreadableCheckpointError("storages on other devices are torch's to read")
+    reader.attend(untyped)
     extents: list[ReadExtent] = []
     host: list[tuple[int, int]] = []
     for key, storage in zip(keys, untyped, strict=True):
@@ -49,11 +49,10 @@ def read_storages(
         extents.append(ReadExtent(offset, COUNT.size, ExpectedSink(count, f"the size of {key}")))
         offset += COUNT.size
         if nbytes:
-            if storage.device.type == "cpu":
+            if is_on_host(storage):
                 host.append((storage.data_ptr(), nbytes))
-            extents.append(ReadExtent(offset, nbytes, storage_sink(storage)))
+            extents.append(ReadExtent(offset, nbytes, storage_sink(storage, reader.ring)))
             offset += nbytes
     HugePages().advise_all(host)
-    synchronize(untyped)
     reader.read_into(extents)
     return offset

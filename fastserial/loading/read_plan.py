@@ -54,7 +54,7 @@ def plan_blocks(
             first, last = run[0].offset, max(piece.end for piece in run)
             if blocks.goes_direct(first, last - first):
                 yield _direct(run, alignment, file_size, straight)
-            elif blocks.scatters and (block := _scattered(run)) is not None:
+            elif blocks.scatters and blocks.ring is None and (block := _scattered(run)) is not None:
                 yield block
             else:
                 for part in _windows(run, block_size):

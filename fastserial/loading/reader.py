@@ -6,8 +6,8 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError
@@ -20,8 +20,14 @@ from fastserial.loading.crew import Crew
 from fastserial.loading.read_plan import plan_blocks
 from fastserial.loading.sinks import ReadExtent
 from fastserial.memory import headroom
+from fastserial.memory.storages import is_on_host, synchronize
 from fastserial.progress import progress_bar
-from fastserial.reports import Latency, LoadReport, publish_load
+from fastserial.reports import HOST_ONLY, Latency, LoadReport, Transfer, publish_load
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastserial.memory.ring import Ring
 
 __all__ = ["FastFileReader", "report_load"]
 
@@ -70,6 +76,7 @@ class FastFileReader:
             raise
 
     def _start(self, crew: Crew | None) -> None:
+        self.transfer = HOST_ONLY
         self.bar = progress_bar(self.config.progress, self.name)
         self.blocks = BlockReader(
             self.fd, self.size, self.config, self.bar.update, self._files, crew
@@ -79,6 +86,30 @@ class FastFileReader:
     def closed(self) -> bool:
         """Whether the reader was closed."""
         return self._closed
+
+    @property
+    def ring(self) -> Ring | None:
+        """Where bytes for devices pass through, after `attend`."""
+        return self.blocks.ring
+
+    def attend(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Get ready to fill storages, some of which may be on devices.
+
+        They come after what the calling thread's current streams hold now.
+        """
+        away = [storage for storage in storages if not is_on_host(storage)]
+        if not away:
+            return
+        from fastserial.memory.transfers import open_ring  # not without a device
+
+        synchronize(away)  # for what does not pass through the ring
+        places = {storage.device for storage in away}
+        if self.ring is not None:
+            self.ring.join(places)
+            return
+        ring, self.transfer = open_ring(self.config, places, self.blocks.takes_any_memory)
+        if ring is not None:
+            self.blocks.stage_in(ring)
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
         """Read extents, in the order of the file; returns when all are in their places.
@@ -110,9 +141,16 @@ class FastFileReader:
         stop = max(extent.offset + extent.length for extent in extents)
         blocks.expect(first, stop, sum(extent.length for extent in extents))
         plan = plan_blocks(extents, blocks, self.config.block_size, self.size)
-        for block in blocks.ordered(plan):
-            blocks.put(block)
-        blocks.drain()
+        try:
+            for block in blocks.ordered(plan):
+                blocks.put(block)
+            blocks.drain()
+            if self.ring is not None:
+                self.ring.settle()
+        except BaseException:
+            if self.ring is not None:
+                blocks.close()  # nothing may be on its way to memory that others use from here on
+            raise
         blocks.expect_nothing()
 
     def check_unchanged(self) -> None:
@@ -186,12 +224,15 @@ def _open(
         return text, files.duplicate(fd)
 
 
-def report_load(counts: ReadCounts, config: Config, **rest: Any) -> None:
+def report_load(
+    counts: ReadCounts, config: Config, transfer: Transfer = HOST_ONLY, **rest: Any
+) -> None:
     """Publish the report of a load.
 
     Args:
         counts: what was read.
         config: the options that it was read with.
+        transfer: the way to devices that was taken.
         rest: the other fields of `LoadReport`.
     """
     report = LoadReport(
@@ -203,6 +244,8 @@ def report_load(counts: ReadCounts, config: Config, **rest: Any) -> None:
         threads=config.threads,
         submit=Latency.of(counts.submit_seconds),
         complete=Latency.of(counts.complete_seconds),
+        transfer=transfer.word,
+        transfer_why=transfer.why,
         **rest,
     )
     publish_load(report, config.on_load)

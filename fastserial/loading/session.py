@@ -13,11 +13,11 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
 from fastserial.loading.block_reader import ReadCounts
-from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.loading.zip_reader import FastZipReader
+from fastserial.loading.zip_reader import FastZipReader, StorageSource
 from fastserial.memory import headroom
 from fastserial.memory.gc_pause import paused_collection
+from fastserial.reports import HOST_ONLY
 
 __all__ = ["LoadSession", "current_session"]
 
@@ -51,7 +51,7 @@ class LoadSession:
         self.verified = False
         self.phases: dict[str, float] = {}
         self.reader: FastFileReader | None = None
-        self.prefetch: Prefetch | None = None
+        self.prefetch: StorageSource | None = None
         self.archive: FastZipReader | None = None
         self.pause = paused_collection()
 
@@ -107,6 +107,7 @@ class LoadSession:
             verified=self.verified,
             fallback=fallback,
             phases=self.phases,
+            transfer=self.reader.transfer if self.reader is not None else HOST_ONLY,
         )
 
     def open_reader(self, source: FileSource, needed: int = 0) -> FastFileReader:

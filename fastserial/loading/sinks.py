@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.memory.buffers import Buffer, host_buffer
-from fastserial.memory.storages import HostMemory, memmove
+from fastserial.memory.storages import HostMemory, is_on_host, memmove
 
 if TYPE_CHECKING:
     import torch
 
+    from fastserial.memory.ring import Ring
+
 __all__ = [
+    "BytesSink",
     "CheckedSink",
     "DeviceSink",
     "ExpectedSink",
@@ -60,21 +63,44 @@ class HostSink(HostMemory):
 
 
 class DeviceSink:
-    """Bytes of a tensor on a device, given as one-dimensional uint8."""
+    """Bytes of a tensor on a device, given as one-dimensional uint8.
 
-    __slots__ = ("_bytes",)
+    What comes in a buffer of the ring is on its way when it is delivered, and there when the ring
+    has settled.
+    """
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    __slots__ = ("_bytes", "_ring")
+
+    def __init__(self, flat: torch.Tensor, ring: Ring | None = None) -> None:
         self._bytes = flat
+        self._ring = ring
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         import torch
 
-        host = torch.frombuffer(view, dtype=torch.uint8)
-        self._bytes[start : start + len(view)].copy_(host)
+        target = self._bytes[start : start + len(view)]
+        if self._ring is not None and self._ring.holds(address, len(view)):
+            self._ring.send(address, len(view), target)
+            return
+        target.copy_(torch.frombuffer(view, dtype=torch.uint8))
         if self._bytes.device.type == "cuda":
             # the buffer is used again, and the caller's stream is not this thread's
             torch.cuda.current_stream(self._bytes.device).synchronize()
+
+    def place(self, start: int, length: int) -> Buffer | None:
+        return None
+
+
+class BytesSink:
+    """Keeps the bytes, in `data`."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, length: int) -> None:
+        self.data = bytearray(length)
+
+    def deliver(self, view: memoryview, address: int, start: int) -> None:
+        self.data[start : start + len(view)] = view
 
     def place(self, start: int, length: int) -> Buffer | None:
         return None
@@ -135,10 +161,11 @@ class PartsSink:
         return None
 
 
-def storage_sink(storage: torch.UntypedStorage) -> Sink:
-    """Return the sink that fills a storage, on the host or on a device."""
-    if storage.device.type == "cpu":
+def storage_sink(storage: torch.UntypedStorage, ring: Ring | None = None) -> Sink:
+    """Return the sink that fills a storage, on the host or on a device (through the ring)."""
+    if is_on_host(storage):
         return HostSink(storage.data_ptr(), storage.nbytes(), storage)
     import torch
 
-    return DeviceSink(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return DeviceSink(flat, ring)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fastserial.formats.zip.directory import RecordEntry
 
-__all__ = ["Arrivals", "AsItLies", "CopiedOut", "Scattered", "Unit"]
+__all__ = ["Arrivals", "AsItLies", "CopiedOut", "Scattered", "Unit", "is_header"]
 
 _ALIGNMENT = 64  # of torch's own memory (bytes)
 
@@ -182,7 +182,7 @@ class Scattered(Unit):
         storage = self._storages.pop(record.name)
         return (
             _part(storage, 0, record.size)
-            if _is_header(self._heads.pop(record.name), record)
+            if is_header(self._heads.pop(record.name), record)
             else None
         )
 
@@ -246,7 +246,7 @@ class AsItLies(Unit):
         head = self._base + record.header_offset - self.offset
         size = record.data_offset - record.header_offset
         with host_buffer(head, size).view as view:
-            if not _is_header(view, record):
+            if not is_header(view, record):
                 return None
         at = head + size
         if at % _ALIGNMENT:  # a file with another alignment of storages than torch's
@@ -280,7 +280,7 @@ class CopiedOut(Unit):
         for record, storage in zip(self.records, storages, strict=True):
             head = record.header_offset - self.offset
             at = record.data_offset - self.offset
-            if not _is_header(view[head:at], record):
+            if not is_header(view[head:at], record):
                 self._found[record.name] = None
                 continue
             tell.see(record, 0, view[at : at + record.size])
@@ -292,7 +292,7 @@ class CopiedOut(Unit):
         return self._found.pop(record.name)
 
 
-def _is_header(view: memoryview, record: RecordEntry) -> bool:
+def is_header(view: memoryview, record: RecordEntry) -> bool:
     """Tell whether these bytes, from which on a record's data follows, are its local header."""
     if len(view) < LOCAL.size:
         return False

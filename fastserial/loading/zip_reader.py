@@ -7,16 +7,34 @@ as expected; the others come from the prefetch.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from fastserial.checksums import crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import Directory, RecordEntry
-from fastserial.loading.prefetch import Prefetch
 
-__all__ = ["FastZipReader"]
+__all__ = ["FastZipReader", "StorageSource"]
+
+
+class StorageSource(Protocol):
+    """Storages that are read without torch."""
+
+    wait_seconds: float
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the reading before its time."""
+
+    def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
+        """Return a record of `nbytes` bytes, None if torch must read it itself."""
+
+    def end_of(self, name: str) -> int:
+        """Return the offset of the first byte after a record's data."""
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
 
 
 class _Loaded:
@@ -40,7 +58,7 @@ class FastZipReader:
         path: str,
         limit: int,
         directory: Directory | None = None,
-        prefetch: Prefetch | None = None,
+        prefetch: StorageSource | None = None,
         verify: bool = False,
     ) -> None:
         """Stand before `stock`, a PyTorchFileReader on the same file.

@@ -19,6 +19,7 @@ from fastserial.memory.storages import (
     bytes_at,
     device_types,
     host_bytes,
+    is_on_host,
     other_threads,
 )
 
@@ -158,12 +159,12 @@ def storage_batch(storages: Sequence[torch.UntypedStorage]) -> Batch:
     if device_types(storages) <= {"cpu"}:
         addresses = list(map(UntypedStorage.data_ptr, storages))
     else:
-        addresses = [s.data_ptr() if s.device.type == "cpu" else 0 for s in storages]
+        addresses = [s.data_ptr() if is_on_host(s) else 0 for s in storages]
     shared = other_threads()
 
     def memory(index: int) -> Memory:
         storage, size = storages[index], sizes[index]
-        if storage.device.type == "cpu":
+        if is_on_host(storage):
             return StorageOnHost(storage, addresses[index], size, shared)
         found = StorageMemory(storage)
         if found.nbytes != size:

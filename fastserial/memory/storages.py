@@ -23,6 +23,7 @@ __all__ = [
     "StorageOnHost",
     "device_types",
     "host_bytes",
+    "is_on_host",
     "new_storage",
     "other_threads",
     "storage_memory",
@@ -133,15 +134,28 @@ os.register_at_fork(after_in_child=_note_gone)
 
 
 class StorageMemory:
-    """Bytes of a storage on a device, copied to the host in the chunks that are asked for."""
+    """Bytes of a storage on a device, copied to the host in the chunks that are asked for.
 
-    __slots__ = ("_bytes", "nbytes")
+    `whole` is a tensor of them, one-dimensional uint8, as long as `check` passes.
+    """
+
+    __slots__ = ("device", "nbytes", "whole")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         import torch
 
         self.nbytes = storage.nbytes()
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self.device = storage.device
+        self.whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def check(self) -> None:
+        """Raise if the storage is not as it was.
+
+        Raises:
+            StorageChangedError: it was resized.
+        """
+        if self.whole.untyped_storage().nbytes() != self.nbytes:
+            raise StorageChangedError
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Copy bytes [start, start + length) to host memory at `address`; returns when done.
@@ -151,11 +165,10 @@ class StorageMemory:
         """
         import torch
 
-        if self._bytes.untyped_storage().nbytes() != self.nbytes:
-            raise StorageChangedError
+        self.check()
         target = (ctypes.c_char * length).from_address(address)
         host = torch.frombuffer(target, dtype=torch.uint8)
-        host.copy_(self._bytes[start : start + length])
+        host.copy_(self.whole[start : start + length])
 
 
 def host_bytes(memory: Memory, length: int) -> bytes:
@@ -170,9 +183,14 @@ def device_types(storages: Iterable[torch.UntypedStorage]) -> set[str]:
     return {device.type for device in set(map(attrgetter("device"), storages))}
 
 
+def is_on_host(storage: torch.UntypedStorage) -> bool:
+    """Return whether the bytes of a storage are in the host's memory."""
+    return storage.device.type == "cpu"
+
+
 def storage_memory(storage: torch.UntypedStorage) -> StorageOnHost | StorageMemory:
     """Return the memory of a storage on the host or a device."""
-    if storage.device.type == "cpu":
+    if is_on_host(storage):
         place = storage.data_ptr(), storage.nbytes()
         return StorageOnHost(storage, *place, other_threads())
     return StorageMemory(storage)

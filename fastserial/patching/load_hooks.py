@@ -57,7 +57,7 @@ def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
     try:
         load.fallback = _torchs_own(map_location, overall_storage)
         if load.fallback is None:
-            return _fast_reader(load, stock)
+            return _fast_reader(load, stock, map_location)
     except CorruptCheckpointError as error:
         error.path = error.path or (load.source.name if load.source is not None else None)
         raise
@@ -82,7 +82,7 @@ def _torchs_own(map_location: Any, overall_storage: Any) -> str | None:
     return None
 
 
-def _fast_reader(load: LoadSession, stock: Any) -> Any:
+def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     source, config = load.source, load.config
     if source is None:
         load.fallback = "not a plain file on a file system"
@@ -114,19 +114,41 @@ def _fast_reader(load: LoadSession, stock: Any) -> Any:
     if source.size <= config.small_file or not records:
         load.fallback = "a small file" if records else "no storages"
     else:
-        _read_ahead(load, source, records)
+        _read_ahead(load, source, records, _device(load, stock, map_location))
     prefetch = load.prefetch if load.ours else None
     load.archive = FastZipReader(stock, source.name, limit, directory, prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive
 
 
-def _read_ahead(load: LoadSession, source: FileSource, records: Sequence[RecordEntry]) -> None:
+def _device(load: LoadSession, stock: Any, map_location: Any) -> torch.device | None:
+    """Return the device to read all storages to, None if they come to the host."""
+    if not isinstance(map_location, str | torch.device) or load.config.transfer == "cpu":
+        return None
+    if str(map_location) == "cpu":
+        return None
+    from fastserial.loading.device_records import device_of  # not without a device
+
+    return device_of(map_location, stock)
+
+
+def _read_ahead(
+    load: LoadSession,
+    source: FileSource,
+    records: Sequence[RecordEntry],
+    device: torch.device | None,
+) -> None:
     """Start reading the records; if that cannot be, torch's reader gives all of them."""
+    verify = load.config.verify_on_load
     try:
-        reader = load.open_reader(source, source.size)
-        load.prefetch = Prefetch(reader, records, load.config.verify_on_load)
-        load.ours = load.prefetch.start(load)
+        reader = load.open_reader(source, 0 if device is not None else source.size)
+        if device is not None:
+            from fastserial.loading.device_records import DeviceRecords
+
+            load.prefetch, load.ours = DeviceRecords(reader, records, device, verify), True
+            return
+        load.prefetch = prefetch = Prefetch(reader, records, verify)
+        load.ours = prefetch.start(load)
         if not load.ours:
             load.fallback = "no thread to read ahead with"
     except Exception as error:  # no such engine, no thread: what is read is verified all the same

@@ -12,9 +12,10 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
@@ -30,10 +31,16 @@ from fastserial.formats.extents import Data, Hole, Literal, Made, Packed, Source
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import headroom
 from fastserial.memory.buffers import BufferPool
+from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.buffered import write_all, write_buffered
-from fastserial.saving.fill import Part, fill, staged
+from fastserial.saving.fill import Part, fetches, fill, staged
 from fastserial.saving.read_back import ReadBack
 from fastserial.saving.statistics import TransferTally
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastserial.memory.ring import Ring
 
 __all__ = ["BlockWriter"]
 
@@ -50,6 +57,7 @@ class _Block:
     length: int
     files: object
     fill_seconds: float = 0.0
+    ring: Ring | None = None  # device memory is on its way to the buffer
 
 
 class BlockWriter:
@@ -84,6 +92,7 @@ class BlockWriter:
         """
         self.direct = False
         self.fallback: str | None = None
+        self.transfer = HOST_ONLY
         self.submit_seconds: list[float] = []
         self.complete_seconds: list[float] = []
         self.tally = tally if tally is not None else TransferTally()
@@ -103,6 +112,8 @@ class BlockWriter:
         self._align = PAGE
         self._engine: Engine | None = None
         self._pool: BufferPool | None = None
+        self._places: set[torch.device] = set()  # devices that parts come from
+        self._ring: Ring | None = None
         self._batch: list[Request] = []
         self._in_flight = 0
         self._parts: list[Part] = []  # of the block that is not full yet,
@@ -113,6 +124,14 @@ class BlockWriter:
     def engine_name(self) -> str:
         """The engine in use, or `buffered` as long as there was no need for one."""
         return self._engine.name if self._engine is not None else "buffered"
+
+    def join(self, places: Collection[torch.device]) -> None:
+        """Get ready for parts from devices, as they are after what is queued there now."""
+        self._places.update(places)
+        if self._ring is not None:
+            self._ring.join(places)
+        elif self._pool is not None:
+            self.transfer = Transfer("cpu_gpu", "the file began with blocks of the host")
 
     def put(self, part: Part) -> None:
         """Take a part. Blocks that are full are queued."""
@@ -210,15 +229,18 @@ class BlockWriter:
             self._trial(self._cached, offset, length)
         aligned = length - length % self._align
         direct = self.direct and aligned > 0 and offset % self._align == 0
+        buffer, ring = pool.take(), self._ring
+        if ring is not None:
+            ring.fetch(buffer, fetches(parts))
         self._batch.append(
             Request(
                 Op.WRITE,
                 self._direct_fd if direct else self._fd,
                 offset,
                 aligned if direct else length,
-                pool.take(),
+                buffer,
                 _prepare,
-                _Block(parts, length, (self._owner, self._files)),
+                _Block(parts, length, (self._owner, self._files), ring=ring),
             )
         )
 
@@ -294,15 +316,25 @@ class BlockWriter:
         """
         engine = create(config.engine, config.threads)
         try:
-            pool = engine.allocate(config.queue_depth, config.block_size)
+            pool = self._open_ring(engine)
+            pool = pool or engine.allocate(config.queue_depth, config.block_size)
         except BaseException:
             engine.close()
             raise
         self._engine, self._pool = engine, pool
         return engine, pool
 
+    def _open_ring(self, engine: Engine) -> BufferPool | None:
+        if not self._places:
+            return None
+        from fastserial.memory.transfers import open_ring  # not without a device
+
+        any_memory = not engine.capabilities.registered_buffers
+        self._ring, self.transfer = open_ring(self._config, self._places, any_memory)
+        return self._ring
+
     def _open_direct(self) -> None:
-        if self._config.direct is False:
+        if self._config.never_direct:
             return
         if self._compression is Compression.THROUGH_CACHE:
             self.fallback = "the file system compresses this file, but not direct writes"
@@ -388,7 +420,10 @@ def _prepare(request: Request) -> None:
     block: _Block = request.tag
     began = perf_counter()
     try:
-        fill(block.parts, request.buffer.view, request.buffer.address)
+        if block.ring is not None:
+            with trace.step("copy from the device (D2H)"):
+                block.ring.arrive(request.buffer)
+        fill(block.parts, request.buffer.view, request.buffer.address, block.ring is not None)
         block.fill_seconds = perf_counter() - began
     except BaseException as error:
         for part in block.parts:

@@ -16,9 +16,10 @@ from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.files.compression import Compression, compression_of
 from fastserial.formats.extents import Extent
+from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.block_writer import BlockWriter
 from fastserial.saving.buffered import write_buffered
-from fastserial.saving.fill import Part
+from fastserial.saving.fill import Part, device_memory
 from fastserial.saving.statistics import TransferTally
 
 __all__ = ["ExtentWriter"]
@@ -60,6 +61,13 @@ class ExtentWriter:
         self._expected: int | None = None
         self._nbytes = 0
         self._blocks: BlockWriter | None = None
+        self._transfer = HOST_ONLY
+
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer type taken, and why."""
+        blocks = self._blocks
+        return self._transfer if blocks is None or blocks.transfer == HOST_ONLY else blocks.transfer
 
     @property
     def engine_name(self) -> str:
@@ -117,6 +125,7 @@ class ExtentWriter:
             Part(base + extent.offset, extent.source, extent.start, extent.length, ledger)
             for extent in extents
         ]
+        places = {memory.device for part in parts if (memory := device_memory(part)) is not None}
         nbytes = sum([part.length for part in parts])
         self._nbytes += nbytes
         config, blocks = self._config, self._blocks
@@ -134,10 +143,14 @@ class ExtentWriter:
                 owner=self._owner,
             )
         if blocks is not None:
+            if places:
+                blocks.join(places)
             with trace.step("cut into blocks"):
                 for part in parts:
                     blocks.put(part)
             return
+        if places:
+            self._transfer = Transfer("cpu_gpu", "a small file")
         began = perf_counter()
         write_buffered(self._fd, parts, self._sequential)
         self.tally.cached_bytes += nbytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -26,9 +26,9 @@ from fastserial.formats.extents import (
     Trailer,
 )
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
-from fastserial.memory.storages import HostMemory, memmove
+from fastserial.memory.storages import HostMemory, StorageMemory, memmove
 
-__all__ = ["Part", "fill", "staged"]
+__all__ = ["Part", "device_memory", "fetches", "fill", "staged"]
 
 _CRC = struct.Struct("<I")
 
@@ -49,17 +49,38 @@ class Part(NamedTuple):
     ledger: CrcLedger | None
 
 
-def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
+def device_memory(part: Part) -> StorageMemory | None:
+    """Return the memory on a device that a part comes from, None if it does not."""
+    source = part.source
+    if isinstance(source, Data) and isinstance(source.memory, StorageMemory):
+        return source.memory
+    return None
+
+
+def fetches(parts: Sequence[Part]) -> Iterator[tuple[int, StorageMemory, int, int]]:
+    """Yield what `fill` puts where from devices, as `memory.ring.Fetch` has it."""
+    at = 0
+    for part in parts:
+        memory = device_memory(part)
+        if memory is not None:
+            yield at, memory, part.start, part.length
+        at += part.length
+
+
+def fill(parts: Sequence[Part], view: memoryview, address: int, fetched: bool = False) -> None:
     """Put the bytes of the parts back to back at `address`, which `view` shows.
 
     What needs checksums comes last: it may wait for other threads to fill the blocks before.
+
+    Args:
+        fetched: the `fetches` of the parts are there.
     """
     at = 0
     late: list[tuple[int, Part]] = []
     for part in parts:
         _, source, start, length, ledger = part
         if isinstance(source, Data):
-            _fill_data(source, part, view, address, at)
+            _fill_data(source, part, view, address, at, fetched)
         elif isinstance(source, Packed):
             if length == source.length:
                 _fill_packed(source, ledger, view, address, at)
@@ -92,15 +113,21 @@ def fill(parts: Sequence[Part], view: memoryview, address: int) -> None:
         view[at : at + length] = text[start : start + length]
 
 
-def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int) -> None:
+def _fill_data(
+    source: Data, part: Part, view: memoryview, address: int, at: int, fetched: bool
+) -> None:
     _, _, start, length, ledger = part
     memory = source.memory
     wanted = source.record is not None and ledger is not None
     step = FILL_CHUNK if wanted or isinstance(memory, HostMemory) else length
     copy_to, checksum = memory.copy_to, crc32
-    if trace.listener is not None:
+    if fetched and isinstance(memory, StorageMemory):
+        memory.check()
+        copy_to = _is_there
+    elif trace.listener is not None:
         near = isinstance(memory, HostMemory)
         copy_to = trace.traced("copy" if near else "copy from the device (D2H)")(copy_to)
+    if trace.listener is not None:
         checksum = trace.traced("CRC-32")(checksum)
     crc = 0
     for done in range(0, length, step):
@@ -110,6 +137,10 @@ def _fill_data(source: Data, part: Part, view: memoryview, address: int, at: int
             crc = checksum(view[at + done : at + done + size], crc)
     if source.record is not None and ledger is not None:
         ledger.add(source.record, start, length, crc)
+
+
+def _is_there(address: int, start: int, length: int) -> None:
+    """Stand in for a copy that was made."""
 
 
 def _packed_piece(source: Packed, ledger: CrcLedger | None, start: int, length: int) -> bytes:

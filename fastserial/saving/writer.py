@@ -425,6 +425,8 @@ class FastFileWriter:
             queue_depth=config.queue_depth,
             threads=config.threads,
             phases=self._phases,
+            transfer=out.transfer.word,
+            transfer_why=out.transfer.why,
             submit=Latency.of(out.submit_seconds),
             complete=Latency.of(out.complete_seconds),
         )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fastserial.bench.cli.sweep import _grid
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.measure import Sample
 from fastserial.bench.presenting import sweep_view
@@ -22,7 +23,7 @@ from fastserial.cli.main import app
 from fastserial.errors import EngineUnavailableError
 
 KIB, MIB = 1 << 10, 1 << 20
-GRID = Grid((64 * KIB, MIB), (1, 4), (1, 4), ("threads",), ("host",), ("write", "read"))
+GRID = Grid((64 * KIB, MIB), (1, 4), (1, 4), ("threads",), ("cpu",), ("write", "read"))
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def result(point: Point, run: int = 0, ratio: float = 1.0, **more: Any) -> Resul
 
 
 def point(op: str = "write", size: int = MIB, depth: int = 4, threads: int = 4) -> Point:
-    return Point(op, "host", "threads", size, depth, threads)
+    return Point(op, "cpu", "threads", size, depth, threads)
 
 
 class FakeRunner:
@@ -157,7 +158,7 @@ def test_files_of_something_else_are_left_alone(tmp_path: Path, fake: type[FakeR
     before = path.read_text()
     with pytest.raises(BenchError, match="give another --csv"):
         run_sweep(plan(tmp_path / "disk", nbytes=MIB), path)
-    path.write_text(before.replace(",write,host,threads,", ",write,host,threads,x", 1))
+    path.write_text(before.replace(",write,cpu,threads,", ",write,cpu,threads,x", 1))
     with pytest.raises(BenchError, match="line 2"):
         run_sweep(plan(tmp_path / "disk"), path)
 
@@ -228,23 +229,31 @@ def test_an_engine_that_cannot_run_is_noted(
         return Sample(1000, 1.0, 0.0)
 
     monkeypatch.setattr(sweep._Runner, "_sample", sample)
-    found = made.result(Point("write", "host", "picky", MIB, 4, 4), 0)
+    found = made.result(Point("write", "cpu", "picky", MIB, 4, 4), 0)
     assert found.error == "no memory may be locked"
     assert found.ratio == 0
 
 
-def test_device_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("word", "why"), [("cpu_async_gpu", "CUDA"), ("gds", "cuFile"), ("gpu_batch", "cuFile")]
+)
+def test_transfers_that_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, why: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    grid = Grid((MIB,), (1,), (1,), ("threads",), ("device",), ("write",))
-    with pytest.raises(BenchError, match="CUDA"):
+    grid = Grid((MIB,), (1,), (1,), ("threads",), (word,), ("write",))
+    with pytest.raises(BenchError, match=f"transfer '{word}': .*{why}"):
         run_sweep(plan(tmp_path / "disk", grid=grid), tmp_path / "a.csv")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and driver")
-def test_device(tmp_path: Path) -> None:
-    grid = Grid((MIB,), (4,), (4,), ("threads",), ("device",), ("write", "read"))
-    results = run_sweep(plan(tmp_path / "disk", grid=grid), tmp_path / "a.csv")
-    assert {one.point.op for one in results} == {"write", "read"}
+def test_numbers_of_gdsio(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "1MiB", "1", "1", "threads"
+    assert _grid(*sizes, "1, 3,cpu_gpu,2", "write").transfers == ("cpu", "cpu_async_gpu", "cpu_gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _grid(*sizes, "", "write").transfers == ("cpu",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    all_of_them = ("cpu", "cpu_gpu", "cpu_async_gpu", "cpu_cached_gpu")
+    assert _grid(*sizes, "", "write").transfers == all_of_them
 
 
 # --- what is shown ----------------------------------------------------------------------------
@@ -277,7 +286,7 @@ def test_plot(tmp_path: Path) -> None:
     plot(found, path, "a title")
     assert path.read_bytes().startswith(b"\x89PNG")
     maps = sweep_view._maps(found)
-    assert [one.title for one in maps] == ["read, host, threads", "write, host, threads"]
+    assert [one.title for one in maps] == ["read, cpu, threads", "write, cpu, threads"]
     assert maps[1].sizes == [MIB, 2 * MIB]
     assert maps[1].best[MIB, 4].ratio.median == 3.0  # the better number of threads
     with pytest.raises(BenchError, match="map"):

@@ -697,7 +697,9 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> bytes:
-    """A copy of a CPU storage's bytes."""
+    """A copy of a storage's bytes."""
+    if storage.device.type != "cpu":
+        storage = storage.cpu()
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
 
 
@@ -713,7 +715,7 @@ class _Digester:
 
     def storage(self, storage: torch.UntypedStorage) -> None:
         self.alive.append(storage)
-        if storage.device.type != "cpu":
+        if storage.device.type == "meta":
             self.say("storage", str(storage.device), storage.nbytes())
         elif not storage.nbytes():  # releases differ in whether they share these on reading
             self.say("empty storage")
@@ -721,6 +723,8 @@ class _Digester:
             self.say("same storage", self.storages[storage._cdata])
         else:
             self.storages[storage._cdata] = len(self.storages)
+            if storage.device.type != "cpu":
+                self.say("on", str(storage.device))
             self.say("storage", storage.nbytes())
             self.hash.update(storage_bytes(storage))
 

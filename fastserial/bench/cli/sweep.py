@@ -38,7 +38,11 @@ def sweep(
     ] = "",
     transfers: Annotated[
         str,
-        typer.Option("--transfer", help="host, device; default: host, and device with CUDA."),
+        typer.Option(
+            "--transfer",
+            help="cpu, cpu_gpu, cpu_async_gpu, cpu_cached_gpu, or gdsio's numbers (1 to 4); "
+            "default: cpu, and with CUDA all.",
+        ),
     ] = "",
     ops: Annotated[str, typer.Option("--op", help="write, read")] = "write,read",
     csv_file: Annotated[
@@ -113,8 +117,8 @@ def _grid(
     import torch
 
     from fastserial import engines
-    from fastserial.bench.studies.sweep import OPS, TRANSFERS, Grid
-    from fastserial.config import Config, parse_count
+    from fastserial.bench.studies.sweep import HOST, ON_DEVICES, OPS, Grid
+    from fastserial.config import TRANSFERS, Config, parse_count
 
     names = _values(engine_names, str, "--engine")
     if not names:
@@ -122,9 +126,9 @@ def _grid(
         names = tuple(engine.name for engine in able)
     for name in names:
         engines.load(name)
-    where = _values(transfers, str, "--transfer")
+    where = _values(transfers, _transfer, "--transfer")
     if not where:
-        where = TRANSFERS if torch.cuda.is_available() else TRANSFERS[:1]
+        where = (HOST, *ON_DEVICES) if torch.cuda.is_available() else (HOST,)
     grid = Grid(
         _values(block_sizes, parse_bytes, "--block-size"),
         _values(queue_depths, parse_count, "--queue-depth"),
@@ -136,6 +140,14 @@ def _grid(
     for size, depth, count in itertools.product(grid.block_sizes, grid.queue_depths, grid.threads):
         Config(block_size=size, queue_depth=depth, threads=count)
     return grid
+
+
+def _transfer(word: str) -> str:
+    """Return the transfer type of a word, or of gdsio's number for it."""
+    from fastserial.config import TRANSFERS
+
+    numbers = {str(number): word for number, word in enumerate(TRANSFERS)}
+    return numbers.get(word, word)
 
 
 def _values(text: str, parse: Callable[[str], _T], option: str) -> tuple[_T, ...]:

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -25,19 +26,21 @@ from fastserial.bench.measuring.settle import settle
 from fastserial.bench.measuring.temperature import chill
 from fastserial.bench.studies.sweep_file import Point, Result, SweepFile
 from fastserial.bench.subjects.payload import check_memory
-from fastserial.config import Config
+from fastserial.config import TRANSFERS, Config
 from fastserial.errors import EngineUnavailableError
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ReadExtent, storage_sink
-from fastserial.reports import Latency
+from fastserial.memory.transfers import missing
+from fastserial.reports import Latency, Transfer
 from fastserial.saving.writer import FastFileWriter
 from fastserial.tuning import lookup
 from fastserial.tuning.store import Settings
 
-__all__ = ["OPS", "TRANSFERS", "Grid", "Sweep", "points", "run_sweep"]
+__all__ = ["HOST", "ON_DEVICES", "OPS", "Grid", "Sweep", "points", "run_sweep"]
 
 OPS = ("write", "read")
-TRANSFERS = ("host", "device")
+HOST = "cpu"  # the transfer type that has no device in it
+ON_DEVICES = tuple(word for word in TRANSFERS if word != HOST and missing(word) is None)
 _FRESH = 4  # results until the defaults are measured again
 _LAST = 3  # measurements of the defaults whose median results are compared with
 _COPIES = 2
@@ -100,14 +103,18 @@ def run_sweep(
 
     Raises:
         BenchError: too little memory or disk; the file is of another sweep; what was read is not
-            what was written; there is no CUDA device for the transfer `device`.
+            what was written; a transfer type cannot be had here.
         WriteError: a write failed.
     """
     wanted = points(sweep)
     if not wanted:
         raise BenchError("no combination is left: each needs threads ≤ queue depth, and memory")
-    if "device" in sweep.grid.transfers and not torch.cuda.is_available():
-        raise BenchError("the transfer `device` needs a CUDA device; torch sees none")
+    for word in sweep.grid.transfers:
+        why = missing(word)
+        if why is None and word != HOST and not torch.cuda.is_available():
+            why = "it needs a CUDA device; torch sees none"
+        if why is not None:
+            raise BenchError(f"transfer {word!r}: {why}")
     check_memory(_COPIES * sweep.nbytes)
     total = len(wanted) * sweep.runs
     with scratch(sweep.folder, _COPIES * sweep.nbytes + _HEADROOM) as place:
@@ -148,11 +155,13 @@ class _Runner:
         self._source = folder / "source"
         generator = torch.Generator().manual_seed(0)
         host = torch.empty(sweep.nbytes, dtype=torch.uint8).random_(generator=generator)
-        self._data: dict[str, torch.Tensor] = {"host": host}
-        self._target: dict[str, torch.Tensor] = {"host": torch.empty_like(host)}
-        if "device" in sweep.grid.transfers:
-            self._data["device"] = host.cuda()
-            self._target["device"] = torch.empty_like(self._data["device"])
+        self._data = {HOST: host}
+        self._target = {HOST: torch.empty_like(host)}
+        words = [word for word in sweep.grid.transfers if word != HOST]
+        if words:
+            there = host.cuda()
+            self._data |= dict.fromkeys(words, there)
+            self._target |= dict.fromkeys(words, torch.empty_like(there))
         if "read" in sweep.grid.ops:
             self._write(self._source, host, Config())
         self._kind: tuple[str, str] | None = None
@@ -204,14 +213,15 @@ class _Runner:
             block_size=point.block_size,
             queue_depth=point.queue_depth,
             threads=point.threads,
+            transfer=cast("Any", point.transfer),
         )
         settle(self._sweep.pause)
         if point.op == "read":
-            return self._read(self._source, self._target[point.transfer], config)
+            return self._read(self._source, point.transfer, config)
         path = self._folder / "written"
         try:
             sample = self._write(path, self._data[point.transfer], config)
-            self._read(path, self._target["host"], Config())
+            self._read(path, HOST, Config())
         finally:
             path.unlink(missing_ok=True)
         return sample
@@ -228,26 +238,37 @@ class _Runner:
         report = writer.report
         if report is None:
             raise BenchError(f"{path} was not written")
-        return used.sample(report.bytes, report.complete, report.fallback)
+        taken = Transfer(report.transfer, report.transfer_why)
+        return used.sample(report.bytes, report.complete, _fallback(config, taken, report.fallback))
 
-    def _read(self, path: Path, target: torch.Tensor, config: Config) -> Sample:
+    def _read(self, path: Path, transfer: str, config: Config) -> Sample:
         """Read a file that is not in the page cache, and compare.
 
         Raises:
             BenchError: it holds something else than was written, or stays in the page cache.
         """
         chill([path])
+        target = self._target[transfer]
         target.zero_()  # also, so that the memory is there before the time is taken
-        sink = storage_sink(target.untyped_storage())
         reader = FastFileReader(path, config)
 
         def read() -> None:
             with reader:
+                reader.attend([target.untyped_storage()])
+                sink = storage_sink(target.untyped_storage(), reader.ring)
                 reader.read_into([ReadExtent(0, target.nbytes, sink)])
 
         used = measure(read)
-        if not torch.equal(target, self._data["host" if target.is_cpu else "device"]):
+        if not torch.equal(target, self._data[transfer]):
             raise BenchError(f"what was read with {config} is not what was written")
         counts = reader.blocks.counts
         latency = Latency.of(counts.complete_seconds)
-        return used.sample(target.nbytes, latency, reader.blocks.fallback)
+        fallback = _fallback(config, reader.transfer, reader.blocks.fallback)
+        return used.sample(target.nbytes, latency, fallback)
+
+
+def _fallback(config: Config, taken: Transfer, fallback: str | None) -> str | None:
+    """Return why it went another way than it was to: also if the transfer type is another one."""
+    if taken.why and config.transfer not in ("auto", taken.word):
+        return f"{taken.word}: {taken.why}"
+    return fallback

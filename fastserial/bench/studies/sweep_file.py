@@ -23,7 +23,7 @@ class Point:
 
     Attributes:
         op: `write` or `read`.
-        transfer: `host` or `device`: whose memory the bytes come from or go to.
+        transfer: the transfer type, as in `fastserial.Config`; `cpu`: host memory.
         engine, block_size, queue_depth, threads: as in `fastserial.Config`.
     """
 

@@ -31,7 +31,7 @@ from fastserial.formats.storages import contiguous_stride
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, HostSink, ReadExtent
 from fastserial.memory.buffers import host_buffer
-from fastserial.memory.storages import bytes_at, synchronize
+from fastserial.memory.storages import bytes_at
 
 __all__ = ["ShardReader", "Wanted"]
 
@@ -203,7 +203,8 @@ class ShardReader:
                 view = torch.empty_strided(
                     content.shape, content.strides, dtype=content.dtype, device="meta"
                 )
-                extent = direct_extent(offset + content.start, view, target)
+                self._reader.attend([target.untyped_storage()])
+                extent = direct_extent(offset + content.start, view, target, self._reader.ring)
                 if extent is not None:
                     straight.append(_Straight(wanted, target, extent, content.crc))
                     return
@@ -220,7 +221,7 @@ class ShardReader:
                 sink = CheckedSink(extent.sink, ledger, record)
                 extent = ReadExtent(extent.offset, extent.length, sink)
             extents.append(extent)
-        synchronize([one.target.untyped_storage() for one in straight])
+        self._reader.attend([one.target.untyped_storage() for one in straight])
         self._reader.read_into(extents)
         for record, one in enumerate(straight):
             known = self._verify and one.crc is not None

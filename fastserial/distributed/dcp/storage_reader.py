@@ -132,6 +132,7 @@ class FastStorageReader(StorageReader):
                     engine=reader.blocks.engine_name,
                     verified=found.all_verified,
                     fallback=reader.blocks.fallback,
+                    transfer=reader.transfer,
                 )
 
     @property

@@ -1,0 +1,174 @@
+"""What the kernel tells of NVIDIA GPUs, their way to a drive, and GPUDirect Storage.
+
+Only files of /proc, /sys and /etc are read. cuFile itself is never called: without a driver its
+`cuFileDriverOpen` was seen not to return.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastserial.files.device_id import first_line
+
+__all__ = ["Drive", "Gpu", "GpuHost", "probe_drive", "probe_gpus"]
+
+_CONFIGURATIONS = ("etc/cufile.json", "usr/local/cuda/gds/cufile.json")
+_CONFIGURATION_VARIABLE = "CUFILE_ENV_PATH_JSON"
+_STATIC_BAR = "RMForceStaticBar1=1"
+_OLDEST_KERNEL = (6, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. Where the kernel does not tell, `node` is None and the rest empty or 0.
+
+    Attributes:
+        address: on the PCI bus.
+        node: NUMA node that it is next to.
+        speed: of its link now; less than it can be while the GPU is idle.
+        width, most_width: lanes of its link: in use, and at most.
+    """
+
+    address: str
+    model: str
+    node: int | None
+    speed: str
+    width: int
+    most_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """What holds a folder, as far as a GPU is concerned.
+
+    Attributes:
+        name: of the block device.
+        node: NUMA node that it is next to, None if the kernel does not tell.
+        raid: level of an MD array, such as `raid0`, else empty.
+    """
+
+    name: str
+    node: int | None
+    raid: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHost:
+    """The GPUs of a machine, and what there is for direct transfers between them and drives.
+
+    Attributes:
+        driver: version of NVIDIA's driver.
+        nvidia_fs: version of the kernel module nvidia-fs, empty if it is not loaded.
+        p2pdma_lacks: what keeps cuFile from P2PDMA, its way without nvidia-fs.
+        cufile_json: cuFile's configuration, empty if there is none.
+        compat: that lets cuFile read and write through the host where there is no other way; None:
+            not said.
+    """
+
+    driver: str
+    gpus: tuple[Gpu, ...]
+    nvidia_fs: str
+    p2pdma_lacks: tuple[str, ...]
+    cufile_json: str
+    compat: bool | None
+
+    @property
+    def gds(self) -> str:
+        """How cuFile would move bytes here: `nvidia-fs`, `P2PDMA`, or `compat`, not directly."""
+        if self.nvidia_fs:
+            return "nvidia-fs"
+        return "compat" if self.p2pdma_lacks else "P2PDMA"
+
+
+def probe_gpus(root: Path = Path("/")) -> GpuHost | None:
+    """Return what is known of the GPUs, None without a driver of NVIDIA's.
+
+    Args:
+        root: where /proc, /sys and /etc are.
+    """
+    proc = root / "proc/driver/nvidia"
+    told = first_line(proc / "version")
+    if not told:
+        return None
+    version = re.search(r"\s(\d+\.\d[\d.]*)\s", told)
+    name, settings = _configuration(root)
+    found = (proc / "gpus").glob("*/information") if (proc / "gpus").is_dir() else ()
+    return GpuHost(
+        driver=version[1] if version else told.partition("\n")[0],
+        gpus=tuple(_gpu(root, file) for file in sorted(found)),
+        nvidia_fs=first_line(root / "proc/driver/nvidia-fs/version").partition("\n")[0],
+        p2pdma_lacks=tuple(_lacking(root, settings)),
+        cufile_json=name,
+        compat=settings.get("allow_compat_mode"),
+    )
+
+
+def probe_drive(node: Path) -> Drive:
+    """Return what matters of a block device, given by its folder in sysfs."""
+    disk = node.parent if (node / "partition").exists() else node
+    return Drive(node.name, _node(disk), first_line(disk / "md/level"))
+
+
+def _gpu(root: Path, information: Path) -> Gpu:
+    address = information.parent.name
+    model = re.search(r"^Model:\s*(.+)$", first_line(information), re.MULTILINE)
+    device = root / "sys/bus/pci/devices" / address
+    return Gpu(
+        address,
+        model[1].strip() if model else "",
+        _node(device),
+        first_line(device / "current_link_speed"),
+        _number(device / "current_link_width"),
+        _number(device / "max_link_width"),
+    )
+
+
+def _lacking(root: Path, settings: dict[str, bool]) -> Iterator[str]:
+    release = re.match(r"(\d+)\.(\d+)", first_line(root / "proc/sys/kernel/osrelease"))
+    if release is None or (int(release[1]), int(release[2])) <= _OLDEST_KERNEL:
+        yield "a kernel newer than 6.2"
+    if not settings.get("use_pci_p2pdma"):
+        yield '"use_pci_p2pdma": true in cufile.json'
+    if first_line(root / "sys/module/nvme_core/parameters/multipath") != "N":
+        yield "nvme_core.multipath=N"
+    if _STATIC_BAR not in first_line(root / "proc/driver/nvidia/params"):
+        yield f"{_STATIC_BAR} in the driver's registry (NVreg_RegistryDwords)"
+
+
+def _configuration(root: Path) -> tuple[str, dict[str, bool]]:
+    """Return the name of cuFile's configuration, and the switches in it."""
+    given = os.environ.get(_CONFIGURATION_VARIABLE)
+    for path in [Path(given)] if given else [root / name for name in _CONFIGURATIONS]:
+        text = first_line(path)
+        if text:
+            return str(path), _switches(text)
+    return "", {}
+
+
+def _switches(text: str) -> dict[str, bool]:
+    """Return the switches under `properties`. The file may hold comments, as JSON may not."""
+    plain = re.sub(r"^\s*//.*$|(?<=[\s,{])//.*$", "", text, flags=re.MULTILINE)
+    try:
+        properties = json.loads(plain).get("properties", {})
+        return {name: value for name, value in properties.items() if isinstance(value, bool)}
+    except (ValueError, AttributeError):
+        return {}
+
+
+def _node(device: Path) -> int | None:
+    """Return the NUMA node of a device in sysfs, or of what it hangs on."""
+    for folder in (device, *device.parents):
+        text = first_line(folder / "numa_node")
+        if text:
+            return int(text) if text.isdecimal() else None  # -1: the machine has one
+    return None
+
+
+def _number(path: Path) -> int:
+    text = first_line(path)
+    return int(text) if text.isdecimal() else 0

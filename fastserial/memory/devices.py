@@ -1,0 +1,130 @@
+"""Streams of a device that are for copies alone, and pinned host memory.
+
+Whatever torch gives streams and events will do: CUDA (by which name ROCm goes, too), XPU and
+others. Nothing of a device is touched before a tensor is on it: its context is there then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CopyStream", "Fence", "Pinned", "copy_stream", "has_streams", "pin", "unpin"]
+
+_NEEDED = ("Event", "Stream", "current_stream", "device", "stream")
+
+
+@dataclass(eq=False)
+class Pinned:
+    """Host memory of `nbytes` bytes at `address` that a device reads and writes by itself.
+
+    `whole` is a tensor of it, one-dimensional uint8, and keeps it.
+    """
+
+    address: int
+    nbytes: int
+    whole: torch.Tensor
+
+
+class Fence(Protocol):
+    """A moment in a stream."""
+
+    def synchronize(self) -> None:
+        """Return when the stream has got there."""
+
+
+class CopyStream(Protocol):
+    """Copies between a device and pinned memory, one after the other, beside everything else.
+
+    The tensors are one-dimensional uint8, `device` on the device, `host` pinned; both must stay as
+    they are until a later `mark` is reached. Any thread may start copies.
+    """
+
+    def follow(self) -> None:
+        """Let copies started from here on wait for what the caller's current stream holds now."""
+
+    def fetch(self, device: torch.Tensor, host: torch.Tensor) -> None:
+        """Start a copy from the device."""
+
+    def send(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        """Start a copy to the device."""
+
+    def mark(self) -> Fence:
+        """Return the moment when all copies started so far are complete."""
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether torch has streams and events for a device."""
+    return device.type not in ("cpu", "meta") and all(
+        hasattr(_module(device), name) for name in _NEEDED
+    )
+
+
+def copy_stream(device: torch.device) -> CopyStream | None:
+    """Return a stream of a device for copies, None if it has none."""
+    return _TorchStream(device) if has_streams(device) else None
+
+
+def pin(nbytes: int) -> Pinned:
+    """Return new pinned memory.
+
+    Raises:
+        RuntimeError: there is none, or no device that would need it.
+    """
+    import torch
+
+    whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return Pinned(whole.data_ptr(), nbytes, whole)
+
+
+def unpin() -> None:
+    """Give pinned memory that no tensor uses back to the system; torch would keep it."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return
+    empty: Any = getattr(torch.accelerator, "empty_host_cache", None)
+    empty = empty or getattr(torch._C, "_host_emptyCache", None)  # in older releases
+    if empty is not None:
+        empty()
+
+
+def _module(device: torch.device) -> Any:
+    import torch
+
+    return getattr(torch, device.type, None)
+
+
+class _TorchStream:
+    """A `CopyStream` of torch's.
+
+    `stream` alone would make a thread's device the first one again when it is left, and so begin a
+    context there, of some hundred MB; `device` leaves a device without a context alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._torch = _module(device)
+        self._stream = self._torch.Stream(device)
+
+    def follow(self) -> None:
+        event = self._torch.Event()
+        event.record(self._torch.current_stream(self._device))
+        self._stream.wait_event(event)
+
+    def fetch(self, device: torch.Tensor, host: torch.Tensor) -> None:
+        with self._torch.device(self._device), self._torch.stream(self._stream):
+            host.copy_(device, non_blocking=True)
+
+    def send(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        with self._torch.device(self._device), self._torch.stream(self._stream):
+            device.copy_(host, non_blocking=True)
+
+    def mark(self) -> Fence:
+        event: Any = self._torch.Event()
+        event.record(self._stream)
+        marked: Fence = event
+        return marked

@@ -1,0 +1,210 @@
+"""A ring of pinned staging buffers: the device copies to some while others are read or written.
+
+No copy is waited for before its buffer is needed: a save checksums and writes the blocks that have
+come while later ones are on their way, a load fills a buffer again once the device has taken what
+was in it. The memory is kept between saves; `free_pinned` gives it back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fastserial.config.performance import PAGE, PINNED_MOST, PINNED_RING
+from fastserial.interrupts import finish
+from fastserial.memory import devices
+from fastserial.memory.buffers import Buffer, BufferPool
+from fastserial.memory.devices import CopyStream, Fence, Pinned
+from fastserial.memory.storages import StorageMemory
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PinnedStore", "Ring", "free_pinned", "pinned_store"]
+
+
+class Ring(BufferPool):
+    """Staging buffers in pinned memory, and the copies between them and devices.
+
+    One thread takes buffers and gives them back, as with any pool; who has a buffer may fetch to
+    it and send from it, on any thread.
+    """
+
+    def __init__(self, pinned: Pinned, count: int, nbytes: int) -> None:
+        """Divide pinned memory into up to `count` buffers of `nbytes` bytes, a multiple of 4096."""
+        before = -pinned.address % PAGE
+        count = min(count, (pinned.nbytes - before) // nbytes)
+        address = pinned.address + before
+        view = memoryview((ctypes.c_char * (count * nbytes)).from_address(address)).cast("B")
+        self._pinned: Pinned | None = pinned
+        self._base = pinned.address
+        self._streams: dict[torch.device, CopyStream] = {}
+        # by buffer; with what is copied, which must stay until then
+        self._fences: list[list[tuple[Fence, object]]] = [[] for _ in range(count)]
+        self._first = address
+        self._divide(view, address, count, nbytes)
+
+    def join(self, places: Iterable[torch.device]) -> bool:
+        """Get ready for copies from and to devices; False: one of them has no streams.
+
+        They come after what the calling thread's current streams hold now.
+        """
+        for device in places:
+            stream = self._streams.get(device) or devices.copy_stream(device)
+            if stream is None:
+                return False
+            stream.follow()
+            self._streams[device] = stream
+        return True
+
+    def take(self) -> Buffer:
+        """Take the buffer that was given back first, once no copy needs it any more.
+
+        Raises:
+            EngineError: there is none.
+            RuntimeError: a copy failed.
+        """
+        if self._free:
+            self._free.append(self._free.pop(0))  # the base class takes the last
+        buffer = super().take()
+        self.arrive(buffer)
+        return buffer
+
+    def fetch(self, buffer: Buffer, pieces: Iterable[tuple[int, StorageMemory, int, int]]) -> None:
+        """Start copies from devices to a buffer.
+
+        Args:
+            buffer: one that was taken.
+            pieces: (byte of the buffer, memory, first byte, bytes) of each copy.
+
+        Raises:
+            StorageChangedError: a storage was resized.
+        """
+        used: dict[torch.device, list[torch.Tensor]] = {}
+        try:
+            for at, memory, start, length in pieces:
+                memory.check()
+                used.setdefault(memory.device, []).append(memory.whole)
+                source = memory.whole[start : start + length]
+                self._streams[memory.device].fetch(source, self._host(buffer.address + at, length))
+        finally:
+            self._fences[buffer.index] += [
+                (self._streams[device].mark(), wholes) for device, wholes in used.items()
+            ]
+
+    def arrive(self, buffer: Buffer) -> None:
+        """Wait for the copies to and from a buffer.
+
+        Raises:
+            RuntimeError: a copy failed.
+        """
+        fences = self._fences[buffer.index]
+        while fences:
+            fences[-1][0].synchronize()
+            fences.pop()
+
+    def holds(self, address: int, length: int) -> bool:
+        """Return whether host memory is in a buffer of this ring."""
+        return self._first <= address and address + length <= self._first + len(self._whole)
+
+    def send(self, address: int, length: int, target: torch.Tensor) -> None:
+        """Start a copy of a buffer's bytes to a device's memory, one-dimensional uint8."""
+        stream = self._streams[target.device]
+        stream.send(self._host(address, length), target)
+        nbytes = self.buffers[0].nbytes
+        self._fences[(address - self._first) // nbytes].append((stream.mark(), target))
+
+    def settle(self) -> None:
+        """Wait for all copies.
+
+        What was sent is there for every stream then, as after a copy of torch's. To let only the
+        caller's current stream wait would not do.
+
+        Raises:
+            RuntimeError: a copy failed.
+        """
+        for buffer in self.buffers:
+            self.arrive(buffer)
+
+    def _host(self, address: int, length: int) -> torch.Tensor:
+        if self._pinned is None:
+            raise ValueError("the ring is closed")
+        start = address - self._base
+        return self._pinned.whole[start : start + length]
+
+    def close(self) -> None:
+        """Wait for all copies, and keep the memory for the next ring. Idempotent."""
+        if self._pinned is not None:
+            finish(self.settle, super().close)
+
+    def _unmap(self) -> None:
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned_store.give(pinned)
+
+
+class PinnedStore:
+    """The pinned memory of a process: `PINNED_MOST` bytes, in pieces of `PINNED_RING`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may save, too
+        self._kept: list[Pinned] = []
+        self._all: weakref.WeakSet[Pinned] = weakref.WeakSet()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are pinned, in use or not."""
+        return sum(pinned.nbytes for pinned in list(self._all))
+
+    def take(self) -> Pinned | None:
+        """Return `PINNED_RING` bytes; None: others have all that there may be.
+
+        Raises:
+            RuntimeError: the system has none.
+        """
+        with self._lock:
+            if self._kept:
+                return self._kept.pop()
+            if self.held + PINNED_RING > PINNED_MOST:
+                return None
+            pinned = devices.pin(PINNED_RING)
+            self._all.add(pinned)
+            return pinned
+
+    def give(self, pinned: Pinned) -> None:
+        """Take memory back that nothing uses any more."""
+        with self._lock:
+            self._kept.append(pinned)
+
+    def free(self) -> int:
+        """Free what is not in use, and return how many bytes that was."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+            nbytes = sum(pinned.nbytes for pinned in kept)
+            if kept:
+                kept.clear()
+                devices.unpin()
+            return nbytes
+
+    def forget(self) -> None:
+        """Begin anew in a forked child: the device and what it pinned are the parent's."""
+        _parents.extend(self._all)
+        self.__init__()  # type: ignore[misc]
+
+
+_parents: list[Pinned] = []
+pinned_store = PinnedStore()
+os.register_at_fork(after_in_child=pinned_store.forget)
+
+
+def free_pinned() -> int:
+    """Free the pinned host memory that is kept for the next save or load of device tensors.
+
+    Returns:
+        Bytes freed; what a save or load is using stays, and is kept again after it.
+    """
+    return pinned_store.free()

@@ -1,0 +1,93 @@
+"""Which way bytes go between the disk and a device: the transfer types of the option `transfer`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from fastserial.config import Config
+from fastserial.config.performance import PINNED_RING
+from fastserial.memory import devices
+from fastserial.memory.ring import Ring, pinned_store
+from fastserial.reports import Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["missing", "open_ring", "wanted"]
+
+_log = logging.getLogger("fastserial")
+_CUFILE = ("gds", "gpu_async", "gpu_batch")
+_NO_CUFILE = "fastserial has no engine for cuFile yet"
+_warned: set[str] = set()
+
+
+def missing(word: str) -> str | None:
+    """Return why a transfer type cannot be had, whatever the machine, or None."""
+    return _NO_CUFILE if word in _CUFILE else None
+
+
+def wanted(config: Config) -> Transfer:
+    """Return the transfer type to try; one that cannot be had is replaced, with one warning."""
+    word = config.transfer
+    if word == "auto":
+        return Transfer("cpu_async_gpu", "auto: pinned memory and streams of its own")
+    why = missing(word)
+    if why is not None:
+        if word not in _warned:
+            _warned.add(word)
+            text = f"transfer {word!r}: {why}; going on with 'cpu_async_gpu'"
+            warnings.warn(text, UserWarning, stacklevel=2)
+        return Transfer("cpu_async_gpu", f"{word}: {why}")
+    return Transfer(word, "asked for")
+
+
+def open_ring(
+    config: Config, places: Collection[torch.device], any_memory: bool = True
+) -> tuple[Ring | None, Transfer]:
+    """Return a ring for copies from and to devices, or None, and the transfer type that it is.
+
+    The copies come after what the calling thread's current streams hold now. Without a ring each
+    copy is waited for.
+
+    Args:
+        config: the options in force.
+        places: the devices.
+        any_memory: the engine moves blocks from and to any memory, not only its own.
+    """
+    asked = wanted(config)
+    if asked.word in ("cpu", "cpu_gpu"):
+        return None, Transfer("cpu_gpu", asked.why)
+    count = min(2 * config.queue_depth, PINNED_RING // config.block_size)
+    why = _objection(places, any_memory, count)
+    if why is None:
+        try:
+            pinned = pinned_store.take()
+        except RuntimeError as error:
+            why = f"no pinned memory: {error}"
+        else:
+            if pinned is not None:
+                ring = Ring(pinned, count, config.block_size)
+                try:
+                    ring.join(places)
+                except BaseException:
+                    ring.close()
+                    raise
+                return ring, asked
+            why = "other saves or loads use the pinned memory"
+    _log.debug("device tensors go through the host, one copy after the other: %s", why)
+    return None, Transfer("cpu_gpu", why)
+
+
+def _objection(places: Collection[torch.device], any_memory: bool, count: int) -> str | None:
+    """Return why there can be no ring, or None."""
+    if not any_memory:
+        return "the engine has buffers of its own"
+    if count < 2:
+        return "two blocks are more than the pinned memory: set a smaller block_size"
+    for device in places:
+        if not devices.has_streams(device):
+            return f"torch has no streams for {device.type}"
+    return None

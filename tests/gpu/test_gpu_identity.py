@@ -1,0 +1,95 @@
+"""The identity corpus with its tensors on the GPU, saved and loaded by stock and by fastserial.
+
+A case is brought there by a load of stock's, so that what shares memory still does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import loading
+from support.corpus import CASES, Case
+from support.gpu import DEVICE, need_gpu
+from support.identity import TARGETS, both, fast, stock
+
+need_gpu()
+
+SMALL: dict[str, Any] = {"small_file": 0, "durable": False}
+OPTIONS = [
+    {},
+    {**SMALL, "block_size": 65536, "queue_depth": 3},
+    {**SMALL, "direct": False, "transfer": "cpu_cached_gpu"},
+    {**SMALL, "transfer": "cpu_gpu", "read_back": True},
+]
+PLACES = [DEVICE, "cuda:0", torch.device(DEVICE), None, "cpu", {"cuda:0": "cpu"}]
+
+
+def runnable() -> list[Any]:
+    return [
+        pytest.param(case, fmt, id=f"{case.name}-{fmt}")
+        for case in CASES.values()
+        for fmt in case.formats
+        if fmt in case.loads and not case.raises and not case.rebuild and case.missing() is None
+    ]
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path) -> Any:
+    """Return a case's object with its tensors on the GPU, and the file of it."""
+
+    def bring(case: Case, fmt: str) -> tuple[Any, Path]:
+        path = tmp_path / "there.pt"
+        with warnings.catch_warnings(), stock():
+            warnings.simplefilter("ignore")
+            with case.context():
+                torch.save(case.build(), path, **case.options(fmt))
+            try:
+                live = torch.load(path, map_location=DEVICE, weights_only=False)
+            except (RuntimeError, TypeError, NotImplementedError) as error:
+                pytest.skip(f"stock cannot load it to a GPU: {error}")
+            torch.save(live, path, **case.options(fmt))
+        return live, path
+
+    return bring
+
+
+@pytest.mark.parametrize(("case", "fmt"), runnable())
+def test_saves(case: Case, fmt: str, on_gpu: Any, tmp_path: Path) -> None:
+    live, _ = on_gpu(case, fmt)
+    both(case, fmt, TARGETS["path"], tmp_path / "path", *OPTIONS, live=live)
+    both(case, fmt, TARGETS["file"], tmp_path / "file", OPTIONS[1], live=live)
+
+
+@pytest.mark.parametrize(("case", "fmt"), runnable())
+def test_loads(case: Case, fmt: str, on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = on_gpu(case, fmt)
+    with loading.forced(monkeypatch, large=1):
+        for place in PLACES:
+            loading.both(
+                lambda place=place: torch.load(path, map_location=place, weights_only=False),
+                *OPTIONS,
+                {**SMALL, "verify_on_load": True},
+            )
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_across(tmp_path: Path, zipped: bool) -> None:
+    """A file of a GPU's tensors, saved by either, loads to GPU and host by either."""
+    torch.manual_seed(0)
+    wanted = {f"{n}": torch.randn(n, device=DEVICE) for n in (1, 1000, 3_000_000)}
+    sides = {"stock": stock, "fast": fast}
+    for writer, write in sides.items():
+        path = tmp_path / f"{writer}.pt"
+        with write():
+            torch.save(wanted, path, _use_new_zipfile_serialization=zipped)
+        for read in sides.values():
+            for place in (None, DEVICE, "cpu"):
+                with read():
+                    loaded = torch.load(path, map_location=place)
+                for name, tensor in wanted.items():
+                    assert loaded[name].device.type == ("cpu" if place == "cpu" else DEVICE)
+                    assert torch.equal(loaded[name].to(DEVICE), tensor)

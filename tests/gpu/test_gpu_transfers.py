@@ -1,0 +1,131 @@
+"""The transfer types on a GPU: which one is taken, and how much memory it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.gpu import DEVICE, need_gpu
+
+import fastserial
+from fastserial.config.performance import PINNED_MOST
+from fastserial.memory import transfers
+from fastserial.memory.ring import pinned_store
+
+need_gpu()
+
+MIB = 1 << 20
+LARGE = 1 << 30
+TAKEN = {
+    "auto": "cpu_async_gpu",
+    "gds": "cpu_async_gpu",
+    "cpu": "cpu_gpu",
+    "cpu_gpu": "cpu_gpu",
+    "cpu_async_gpu": "cpu_async_gpu",
+    "cpu_cached_gpu": "cpu_cached_gpu",
+    "gpu_async": "cpu_async_gpu",
+    "gpu_batch": "cpu_async_gpu",
+}
+
+
+@pytest.fixture(autouse=True)
+def _stock_afterwards() -> Iterator[None]:
+    yield
+    fastserial.uninstall()
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {str(n): torch.randn(n, device=DEVICE) for n in (1, 1000, 5_000_000, 7_000_001)}
+
+
+@pytest.mark.filterwarnings("ignore:transfer ")
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("word", TAKEN)
+def test_words(tmp_path: Path, word: str, zipped: bool) -> None:
+    wanted = state()
+    torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    stocks = (tmp_path / "a.pt").read_bytes()
+    fastserial.install(transfer=word)
+    torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    assert (tmp_path / "a.pt").read_bytes() == stocks
+    saved = fastserial.last_save_report()
+    assert saved is not None
+    assert (saved.transfer, bool(saved.transfer_why)) == (TAKEN[word], True)
+    loaded = torch.load(tmp_path / "a.pt", map_location=DEVICE)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
+    told = fastserial.last_load_report()
+    assert told is not None
+    assert told.transfer == ("cpu" if word == "cpu" and zipped else TAKEN[word])
+
+
+def resident(field: str = "VmRSS") -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_memory(tmp_path: Path, zipped: bool) -> None:
+    """At most 96 MiB of the host's and 16 MiB of the device's, whatever the size."""
+    value = {str(n): torch.ones(LARGE // 32, device=DEVICE) for n in range(8)}  # 1 GiB
+    path = tmp_path / "a.pt"
+    fastserial.install(durable=False)
+    small = {"a": torch.ones(5_000_000, device=DEVICE)}
+    torch.save(small, path, _use_new_zipfile_serialization=zipped)
+    torch.load(path, map_location=DEVICE)
+    fastserial.free_pinned()
+
+    def extra(run: Any, kept: int) -> tuple[int, int]:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        device = torch.cuda.memory_allocated()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident()
+        found = run()
+        host = resident("VmHWM") - before
+        del found
+        return host, torch.cuda.max_memory_allocated() - device - kept
+
+    def save() -> None:
+        torch.save(value, path, _use_new_zipfile_serialization=zipped)
+
+    host, device = extra(save, 0)
+    assert host <= 96 * MIB, host
+    assert device <= 16 * MIB, device
+    host, device = extra(lambda: torch.load(path, map_location=DEVICE), LARGE)
+    assert host <= 96 * MIB, host
+    assert device <= 16 * MIB, device
+
+
+def test_pinned_memory_is_kept_and_freed(tmp_path: Path) -> None:
+    fastserial.install()
+    for _ in range(3):
+        torch.save(state(), tmp_path / "a.pt")
+        torch.load(tmp_path / "a.pt", map_location=DEVICE)
+    assert 0 < pinned_store.held <= PINNED_MOST
+    assert fastserial.free_pinned() == PINNED_MOST // 2
+    assert pinned_store.held == 0
+
+
+def test_a_missing_type_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_warned", set())
+    fastserial.install(transfer="gds")
+    with pytest.warns(UserWarning, match="'gds': .*cuFile"):
+        torch.save(state(), tmp_path / "a.pt")
+    torch.save(state(), tmp_path / "a.pt")
+
+
+def test_no_context_on_other_gpus(tmp_path: Path) -> None:
+    """Threads of ours begin no context on the first GPU while the program is on another."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(1):
+        value = {"a": torch.ones(5_000_000, device="cuda:1")}
+        free = torch.cuda.mem_get_info(0)[0]
+        fastserial.install(small_file=0)
+        torch.save(value, tmp_path / "a.pt")
+        torch.load(tmp_path / "a.pt", map_location="cuda:1")
+        assert free - torch.cuda.mem_get_info(0)[0] < 64 * MIB
