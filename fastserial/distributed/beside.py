@@ -145,9 +145,7 @@ def start_save(
     return save
 
 
-def size_of(
-    obj: object, path: str, traffic: Traffic, look: Callable[[bytes], object]
-) -> int:
+def size_of(obj: object, path: str, traffic: Traffic, look: Callable[[bytes], object]) -> int:
     """Return the bytes of the file that would be written. Collective.
 
     Args:

@@ -1,4 +1,4 @@
-"""Whether what is saved can be resumed from: torch's `weights_only` refuses classes it does not know."""
+"""Whether `weights_only`, which refuses classes that torch does not know, loads what is saved."""
 
 from __future__ import annotations
 
