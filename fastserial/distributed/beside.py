@@ -136,16 +136,23 @@ def start_save(
     if not beside:
         told.kind = "blocking"
         return pending.finished(path, target, work)
-    taken.wait_unwatched()
+    try:
+        taken.wait_unwatched()
+    except BaseException:  # Ctrl-C
+        taken.abandon()
+        raise
     told.stall = perf_counter() - began
     return save
 
 
-def size_of(obj: object, path: str, traffic: Traffic) -> int:
+def size_of(obj: object, path: str, traffic: Traffic, look: Callable[[bytes], object]) -> int:
     """Return the bytes of the file that would be written. Collective.
 
+    Args:
+        look: gets the pickle, on rank 0.
+
     Raises:
-        DistributedError: the state cannot be saved.
+        DistributedError: the state cannot be saved; or `look` raises.
     """
     with traffic.together():
         state = states(obj)
@@ -153,6 +160,7 @@ def size_of(obj: object, path: str, traffic: Traffic) -> int:
 
         def laid_out(_: list[bytes]) -> bytes:
             made = lay_out(archive_name(path), state, table, keep=False)
+            look(made.entries[0].data or b"")
             return str(made.places.nbytes).encode()
 
         return int(traffic.consult(b"", laid_out))

@@ -52,6 +52,7 @@ _ARGUMENTS = {
     "_use_new_zipfile_serialization": True,
     "_disable_byteorder_record": False,
 }
+_PICKLE = "data.pkl"
 _log = logging.getLogger("fastserial")
 
 
@@ -156,9 +157,13 @@ def start_save(
         if kind == "in_place":
             guard.protect(taken)
 
-    if not pending.run_beside(save, work, first):
-        return pending.finished(name, target, work)
-    taken.wait_unwatched()
+    try:
+        if not pending.run_beside(save, work, first):
+            return pending.finished(name, target, work)
+        taken.wait_unwatched()
+    except BaseException:  # Ctrl-C
+        taken.abandon()
+        raise
     told.stall = perf_counter() - began
     return save
 
@@ -181,19 +186,41 @@ def _lay_out(
     return layout
 
 
-def size_of(obj: object, path: str) -> int | None:
+def size_of(obj: object, path: str, look: Callable[[bytes], object]) -> int | None:
     """Return the bytes of the file that would be written, None where torch writes it.
 
+    Args:
+        look: gets the pickle.
+
     Raises:
-        Exception: the object cannot be pickled.
+        Exception: the object cannot be pickled; or `look` raises.
     """
     function = patched("_save")
     if function is None:
         return None
     sink = _PlanSink(path)
-    with ZipArchive(sink, archive_name(path), owns_writer=False) as layout:
+    with _PickleArchive(sink, archive_name(path), owns_writer=False) as layout:
         function(obj, layout, pickle, _ARGUMENTS["pickle_protocol"], False)
+    look(layout.pickled)
     return sink.plan.nbytes if sink.plan is not None else None
+
+
+class _PickleArchive(ZipArchive):
+    """Keeps the pickle.
+
+    Attributes:
+        pickled: the pickle.
+    """
+
+    pickled = b""
+
+    def __enter__(self) -> _PickleArchive:
+        return self
+
+    def write_record(self, name: str, data: str | bytes | int | UntypedStorage, size: int) -> None:
+        if name == _PICKLE and isinstance(data, bytes):
+            self.pickled = data[:size]
+        super().write_record(name, data, size)
 
 
 class _SnapshotArchive(ZipArchive):

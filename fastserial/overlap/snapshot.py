@@ -307,6 +307,11 @@ class Snapshot:
         if self._must_wait:
             self.wait()
 
+    def abandon(self) -> None:
+        """The call ends with an exception: nobody goes on to wait as `wait_unwatched` does."""
+        with self.lock:
+            self.torn |= self._must_wait and not self.taken
+
     # -- until the bytes are taken -------------------------------------------------------------
 
     @property

@@ -11,6 +11,7 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.overlap.asynchronous import Kind, size_of, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
+from fastserial.training.loadable import check_loadable
 from fastserial.training.parts import restore, states, steady
 from fastserial.training.way import OWN
 
@@ -65,7 +66,8 @@ class Alone:
         return mine
 
     def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
-        return size_of({**states(objects), OWN: own}, path)
+        look = check_loadable if self._weights_only else len
+        return size_of({**states(objects), OWN: own}, path, look)
 
     def is_asked(self, mine: bool) -> bool:
         return mine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
 import os
 import signal
 import tempfile
@@ -107,7 +108,7 @@ class Checkpointer:
         self._kind = snapshot
         self._budget = snapshot_budget
         self._rng = rng
-        self._way = _way(group, weights_only, timeout)
+        self._way = _way(state, group, weights_only, timeout)
         self._folder = CheckpointFolder(os.path.abspath(os.fspath(folder)))
         self._damaged: set[int] = set()
         self._last: PendingSave | None = None
@@ -125,10 +126,16 @@ class Checkpointer:
         Waits for the checkpoint before, if that is still being written. One that a signal asked
         for is made whatever `every` says, and waited for.
 
+        Args:
+            step: a whole number, not negative.
+
         Raises:
             Exception: the checkpoint before failed, or this one cannot be started.
         """
         began = perf_counter()
+        step = operator.index(step)  # NumPy's and torch's, too: the file holds Python's
+        if step < 0:
+            raise ConfigError(f"a step must not be negative, not {step}")
         asked = self.asked
         if self._handlers and not self._way.alone and not asked:
             self._agreed = self._way.is_asked(self._asked)
@@ -176,13 +183,14 @@ class Checkpointer:
             last.wait()
 
     def check(self) -> int | None:
-        """Try at the start what would go wrong later: can the state be saved, and is there room?
+        """Try at the start what would go wrong later: saving the state, resuming, room for it.
 
         Returns:
             About how many bytes a checkpoint has; None where that is not known.
 
         Raises:
             WriteError: the folder cannot be written, or is too small for `keep` + 1 checkpoints.
+            ConfigError: `resume` would refuse what is in the state (`weights_only`).
             Exception: an object cannot be pickled.
         """
         path = self._folder.path
@@ -322,16 +330,24 @@ class Checkpointer:
             _log.error("the last checkpoint was not saved: %s", another)  # it hides not the first
 
 
-def _way(group: dist.ProcessGroup | None, weights_only: bool, timeout: float) -> Way:
-    """Return the way of this process: alone, or as one of the ranks of a group."""
+def _way(
+    state: Mapping[str, Any], group: dist.ProcessGroup | None, weights_only: bool, timeout: float
+) -> Way:
+    """Return the way of this process: alone, or as one of the ranks of a group.
+
+    One rank has FSDP's shards, too, and a file that any number of ranks resumes from has none.
+    """
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return Alone(weights_only)
-    if torch.distributed.get_world_size(group) == 1:
+    alone = torch.distributed.get_world_size(group) == 1
+    if alone and not weights_only:
         return Alone(weights_only)
     if not weights_only:
         raise ConfigError("several ranks load with weights_only=True only")
-    from fastserial.training.together import Together
+    from fastserial.training.together import Together, holds_shards
 
+    if alone and not holds_shards(state):
+        return Alone(weights_only)
     return Together(group, timeout)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from fastserial.errors import LoadMismatchError
 from fastserial.overlap.guard import storages_of_optimizer
@@ -58,16 +59,20 @@ def put(objects: Mapping[str, Any], name: str, state: Any, path: str) -> None:
 def steady(objects: Mapping[str, Any]) -> set[int]:
     """Return the identities of the storages that change in an optimizer's step only.
 
-    These are parameters and what belongs to optimizers. A forward pass changes buffers; and
-    whatever else there is may change at any time.
+    These are what belongs to optimizers, and the parameters of modules that they train. A forward
+    pass changes buffers; and whatever else there is may change at any time, as averages do. Without
+    an optimizer among the objects, all modules are taken for trained.
     """
     modules = [value for value in objects.values() if isinstance(value, torch.nn.Module)]
     storages: set[int] = set()
     for value in objects.values():
         if isinstance(value, torch.optim.Optimizer):
             storages.update(storages_of_optimizer(value))
+    stepped = frozenset(storages)
     for module in modules:
-        storages.update(all_storages(module.parameters()))
+        parameters = set(all_storages(module.parameters()))
+        if not (stepped and stepped.isdisjoint(parameters)):
+            storages |= parameters
     for module in modules:
         storages.difference_update(all_storages(module.buffers()))
     return storages
@@ -85,12 +90,17 @@ def expected_bytes(objects: Mapping[str, Any]) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return the module that `torch.compile` wraps, so that files are the same with and without.
+    """Return the module that `torch.compile` and DDP wrap: files are the same with and without.
 
     Other values are returned as they are.
     """
-    inner = getattr(value, "_orig_mod", None)
-    return inner if isinstance(inner, torch.nn.Module) else value
+    while isinstance(value, torch.nn.Module):
+        name = "module" if isinstance(value, DistributedDataParallel) else "_orig_mod"
+        inner = getattr(value, name, None)
+        if not isinstance(inner, torch.nn.Module):
+            break
+        value = inner
+    return value
 
 
 def state_of(value: Any) -> Any:

@@ -31,6 +31,7 @@ from fastserial.overlap.asynchronous import Kind
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.generators import portable
+from fastserial.training.loadable import check_loadable
 from fastserial.training.parts import plain, put, state_of, steady
 from fastserial.training.way import OWN
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Together"]
 
 _USE = "checkpointer"
+_FSDP_1 = "FullyShardedDataParallel"
 _PERIOD = 1.0  # seconds: about so often the ranks ask each other whether a signal came
 _log = logging.getLogger("fastserial")
 
@@ -149,7 +151,7 @@ class Together:
     def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
         traffic = self._talk()
         with traffic.together():
-            return size_of({**_saved(objects), OWN: own}, path, traffic)
+            return size_of({**_saved(objects), OWN: own}, path, traffic, check_loadable)
 
     def is_asked(self, mine: bool) -> bool:
         """Tell whether any rank was asked; about once a second the ranks really ask each other."""
@@ -173,6 +175,20 @@ class Together:
 
     def _talk(self) -> Traffic:
         return traffic_of(self._group, self._timeout, _USE)
+
+
+def holds_shards(objects: Mapping[str, Any]) -> bool:
+    """Tell whether an object, or a module's parameter, is split among ranks, be it only one."""
+    for value in objects.values():
+        held = value.modules() if isinstance(value, torch.nn.Module) else ()
+        parameters = value.parameters() if isinstance(value, torch.nn.Module) else ()
+        if any(type(module).__name__ == _FSDP_1 for module in held):
+            return True
+        if any(is_sharded(one) for one in parameters):
+            return True
+        if any(is_sharded(leaf) for _, leaf in leaves(value)):
+            return True
+    return False
 
 
 def _saved(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Way(Protocol):
         """Return the bytes that the file would have now, None where that is not known.
 
         Raises:
-            Exception: an object cannot be pickled.
+            Exception: an object cannot be pickled, or would not be loaded again.
         """
 
     def is_asked(self, mine: bool) -> bool:

@@ -9,25 +9,39 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.beside import FULL
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "many_saves.py"
+KINDS = ("copy", "in_place")
 MiB = 1024 * 1024
 _MARGIN = 96 * MiB
+_BUDGETS = (0, 20, 600) if FULL else (20,)  # MiB
 
 
-@pytest.mark.trials(5, 500)
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("kind", "budget"),
-    [("copy", 0), ("copy", 20 * MiB), ("copy", 200 * MiB), ("in_place", 20 * MiB)],
-)
-def test_memory(tmp_path: Path, trials: int, kind: str, budget: int) -> None:
-    command = [sys.executable, PROGRAM, tmp_path, str(trials), kind, str(budget)]
+def saved(folder: Path, saves: int, kind: str, budget: int, size: int) -> dict[str, int]:
+    """Run the program; budget and size in MiB."""
+    command = [sys.executable, PROGRAM, folder, str(saves), kind, str(budget * MiB), str(size)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["state"] > 60 * MiB
-    assert found["peak"] <= min(budget, found["state"]) + _MARGIN, found
+    found: dict[str, int] = json.loads(done.stdout)
+    print(saves, kind, budget, found)
+    return found
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("budget", _BUDGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_budget_holds(tmp_path: Path, kind: str, budget: int) -> None:
+    found = saved(tmp_path, 12 if FULL else 2, kind, budget, 1500 if FULL else 240)
+    assert found["state"] > budget * MiB + 2 * _MARGIN  # a second copy would be too much
+    assert found["peak"] <= budget * MiB + _MARGIN, found
+
+
+@pytest.mark.trials(30, 500)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_grows(tmp_path: Path, trials: int, kind: str) -> None:
+    found = saved(tmp_path, trials, kind, 20, 240 if FULL else 30)
     assert found["last"] - found["first"] <= 24 * MiB, found
     assert found["open"] <= 0, found
     assert found["threads"] <= 0, found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import hashlib
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -134,6 +135,35 @@ def test_a_copy_beyond_the_budget_is_written_at_once(
     assert report is not None
     assert report.snapshot is not None
     assert report.snapshot.copied <= budget
+
+
+def test_an_interrupted_call_makes_no_torn_file(tmp_path: Path, state: Any, gate: Gate) -> None:
+    """It would have written before it returns: nobody waits for that any more."""
+
+    def interrupt() -> None:
+        assert gate.stopped.wait(60)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    def raising(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"old")
+    before = signal.signal(signal.SIGUSR1, raising)
+    try:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(InterruptedError):
+            fastserial.save_async(state, path, snapshot_budget=0)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    for tensor in (*state["weights"], *state["small"]):
+        tensor.zero_()
+    gate.open.set()
+    with pytest.raises(fastserial.TornSnapshotError):
+        fastserial.wait_all()
+    assert path.read_bytes() == b"old"
 
 
 def trained(mode: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

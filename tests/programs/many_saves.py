@@ -1,4 +1,6 @@
-"""Saves again and again: `many_saves.py FOLDER COUNT copy|in_place BUDGET`; prints JSON.
+"""Saves again and again: `many_saves.py FOLDER COUNT copy|in_place BUDGET SIZE`; prints JSON.
+
+SIZE: about so many MiB are saved.
 
 `first` and `last`: the most bytes resident after a save of the first half, and of the last quarter;
 `peak`: the most beyond what there was before; `state`: bytes of the file; `open`: descriptors that
@@ -11,6 +13,7 @@ import gc
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ import torch
 
 import fastserial
 
-FOLDER, COUNT, KIND, BUDGET = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+FOLDER, COUNT, KIND = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+BUDGET, SIZE = int(sys.argv[4]), int(sys.argv[5])
+WIDTH = 2000  # a weight has 15 MiB, and a momentum as large
 
 
 def status(name: str) -> int:
@@ -30,13 +35,14 @@ def status(name: str) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(8)])
+    count = -(-SIZE // (2 * WIDTH * WIDTH * 4 >> 20))
+    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(count)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found: dict[str, Any] = {}
     resident: list[int] = []
 
     def step() -> None:
-        model(torch.randn(2, 1000)).sum().backward()
+        model(torch.randn(2, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
@@ -61,6 +67,9 @@ def main() -> None:
         report = saving.wait()
         gc.collect()
         resident.append(status("VmRSS"))
+    until = time.monotonic() + 5  # the last thread may be about to end
+    while len(os.listdir("/proc/self/task")) > threads and time.monotonic() < until:
+        time.sleep(0.01)
     found |= {
         "first": max(resident[: COUNT // 2]),
         "last": max(resident[-COUNT // 4 :]),

@@ -284,6 +284,49 @@ def test_leftovers_of_killed_saves_go(tmp_path: Path) -> None:
     assert names(tmp_path) == [other.name]
 
 
+@pytest.mark.parametrize("kind", [int, np.int64, torch.tensor])
+def test_a_step_is_a_whole_number_of_any_type(tmp_path: Path, kind: Callable[[int], Any]) -> None:
+    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
+        checkpointer.save(kind(3))
+        checkpointer.wait()
+        assert checkpointer.resume() == 3
+        with pytest.raises(fastserial.ConfigError, match="negative"):
+            checkpointer.save(-3)
+        with pytest.raises(TypeError):
+            checkpointer.save(3.0)  # type: ignore[arg-type]
+    assert names(tmp_path) == ["step-00000003.pt"]
+
+
+def test_check_tells_what_could_not_be_resumed_from(tmp_path: Path) -> None:
+    state = {"best": np.float64(0.5), "x": torch.ones(3)}
+    with Checkpointer(tmp_path, state) as checkpointer:
+        with pytest.raises(fastserial.ConfigError, match=r"numpy\..*scalar"):
+            checkpointer.check()
+        state["best"] = 0.5
+        assert checkpointer.check()
+    with Checkpointer(tmp_path, {"x": Custom()}, weights_only=False) as checkpointer:
+        assert checkpointer.check()
+
+
+def test_averages_may_change_right_after_a_save(tmp_path: Path, gate: Gate) -> None:
+    """No optimizer steps them, so that none would wait."""
+    run = Run()
+    run.step()
+    average = torch.optim.swa_utils.AveragedModel(run.model)
+    expected = [found.clone() for found in average.parameters()]
+    with Checkpointer(tmp_path, {**run.state, "averages": average}) as checkpointer:
+        checkpointer.save(1)
+        assert gate.stopped.wait(60)
+        average.update_parameters(run.model)
+        average.update_parameters(run.model)
+        with torch.no_grad():
+            average.module[0].weight.add_(1)
+        gate.open.set()
+        checkpointer.wait()
+    found = torch.load(tmp_path / "step-00000001.pt")["averages"]
+    assert all(map(torch.equal, expected, [found[name] for name, _ in average.named_parameters()]))
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     for options in ({"keep": 0}, {"every": 0}, {"snapshot": "none"}):
         with pytest.raises(fastserial.ConfigError):

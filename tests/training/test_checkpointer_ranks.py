@@ -1,10 +1,11 @@
 """Checkpointer in a job of several ranks: one file a step, and the same decisions on all.
 
-`FASTSERIAL_DISTRIBUTED=full` kills a hundred times.
+`FASTSERIAL_DISTRIBUTED=full` kills 120 times.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -23,7 +24,8 @@ import fastserial
 FULL = os.environ.get("FASTSERIAL_DISTRIBUTED") == "full"
 KINDS = ("ddp",) if torch.__version__.startswith("2.6.") else ("ddp", "fsdp")  # no FSDP2 on CPUs
 PAIRS = list(product(KINDS, (2, 4))) if FULL else [(KINDS[0], 2), (KINDS[-1], 4)]
-STEPS = 60
+EVERY = 10 if FULL else 4
+STEPS = 6 * EVERY
 
 
 def losses(out: str) -> dict[int, str]:
@@ -37,12 +39,16 @@ def losses(out: str) -> dict[int, str]:
 def unbroken(kind: str, count: int, folder: Path) -> list[dict[int, str]]:
     """The losses of a run that nobody disturbs, by rank."""
     folder = folder / f"unbroken-{kind}-{count}"
-    return [losses(out) for out in ranks.run("ranks_training", count, folder, kind, STEPS, 10)]
+    return [losses(out) for out in ranks.run("ranks_training", count, folder, kind, STEPS, EVERY)]
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}.pt"
 
 
 def names(folder: Path) -> list[str]:
@@ -53,7 +59,7 @@ def assert_goes_on(
     folder: Path, kind: str, count: int, shared: Path, start: int, *words: str
 ) -> None:
     """Run to the end, and compare each rank's losses."""
-    outs = ranks.run("ranks_training", count, folder, kind, STEPS, 10)
+    outs = ranks.run("ranks_training", count, folder, kind, STEPS, EVERY)
     for out, expected in zip(outs, unbroken(kind, count, shared), strict=True):
         first = out.splitlines()[0]
         assert first.split()[:2] == ["start", str(start)], first
@@ -64,14 +70,14 @@ def assert_goes_on(
 @pytest.mark.parametrize(("kind", "count"), PAIRS)
 def test_it_goes_on_bit_for_bit(tmp_path: Path, shared: Path, kind: str, count: int) -> None:
     folder = tmp_path / "run"
-    ranks.run("ranks_training", count, folder, kind, 30, 10)
-    assert names(folder) == ["step-00000020.pt", "step-00000030.pt"]
-    found = torch.load(folder / "step-00000030.pt")
-    assert found["checkpointer"]["step"] == 30
+    ranks.run("ranks_training", count, folder, kind, 3 * EVERY, EVERY)
+    assert names(folder) == [name_of(2 * EVERY), name_of(3 * EVERY)]
+    found = torch.load(folder / name_of(3 * EVERY))
+    assert found["checkpointer"]["step"] == 3 * EVERY
     assert len(found["checkpointer"]["rng"]) == count
     assert found["model"]["0.weight"].shape == (520, 520)
-    assert_goes_on(folder, kind, count, shared, 30)
-    assert names(folder) == ["step-00000050.pt", "step-00000060.pt"]
+    assert_goes_on(folder, kind, count, shared, 3 * EVERY)
+    assert names(folder) == [name_of(5 * EVERY), name_of(6 * EVERY)]
 
 
 DAMAGES = {
@@ -84,8 +90,8 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_all_fall_back_from_a_damaged_file(tmp_path: Path, shared: Path, name: str) -> None:
     folder = tmp_path / "run"
-    ranks.run("ranks_training", 2, folder, "ddp", 20, 10)
-    newest = folder / "step-00000020.pt"
+    ranks.run("ranks_training", 2, folder, "ddp", 2 * EVERY, EVERY)
+    newest = folder / name_of(2 * EVERY)
     text = bytearray(newest.read_bytes())
     at = DAMAGES[name](len(text))
     if at is None:
@@ -93,7 +99,7 @@ def test_all_fall_back_from_a_damaged_file(tmp_path: Path, shared: Path, name: s
     else:
         text[at] ^= 1
     newest.write_bytes(text)
-    assert_goes_on(folder, "ddp", 2, shared, 10, "step-00000020.pt is damaged")
+    assert_goes_on(folder, "ddp", 2, shared, EVERY, f"{newest.name} is damaged")
 
 
 def test_a_signal_on_one_rank_is_one_on_all(tmp_path: Path, shared: Path) -> None:
@@ -111,45 +117,78 @@ def test_a_signal_on_one_rank_is_one_on_all(tmp_path: Path, shared: Path) -> Non
     stops = {end.out.splitlines()[-1] for end in ended}
     assert len(stops) == 1
     step = int(stops.pop().removeprefix("stopped "))
-    assert names(folder) == [f"step-{step:08d}.pt"]
+    assert names(folder) == [name_of(step)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_makes_files_for_any_number(tmp_path: Path, kind: str) -> None:
+    """A job of one rank has DDP's names and FSDP's shards, too."""
+    for count, start in ((1, 0), (2, 2), (1, 4)):
+        outs = ranks.run("ranks_training", count, tmp_path / "run", kind, start + 2, 2)
+        assert {out.split()[1] for out in outs} == {str(start)}
+        found = torch.load(tmp_path / "run" / name_of(start + 2))
+        assert type(found["model"]["0.weight"]) is torch.Tensor
+        assert found["model"]["0.weight"].shape == (520, 520)
+
+
+class Killed:
+    """What jobs that are killed again and again have come to.
+
+    Attributes:
+        kills, hits: how many; how many of them while a checkpoint was under way.
+    """
+
+    def __init__(self, folder: Path, kind: str, count: int, shared: Path, seed: int) -> None:
+        self.folder, self.flags, self.told = folder / "run0", folder / "flags", folder / "told"
+        self.kind, self.count, self.shared = kind, count, shared
+        self.dice = random.Random(seed)
+        self.kills = self.hits = self.newest = 0
+
+    def again(self) -> None:
+        """Start the job, kill one rank or all at a random moment, and look what is there."""
+        self.told.unlink(missing_ok=True)
+        self.flags.write_bytes(bytes(self.count))
+        job = ranks.Job(
+            "ranks_training", self.count, self.folder, self.kind, STEPS, 1, self.flags, self.told
+        )
+        one = self.dice.randrange(self.count)
+        victims = [one] if self.dice.random() < 0.7 else list(range(self.count))
+        try:
+            until = time.monotonic() + 60
+            while "start" not in job.out(one):
+                assert time.monotonic() < until, "it does not start"
+                time.sleep(0.005)
+            time.sleep(self.dice.random() * 1.0)
+            for victim in victims:
+                with contextlib.suppress(ProcessLookupError):  # it has come to its end
+                    job.kill(victim)
+        finally:
+            ended = job.wait(100)
+        self.kills += 1
+        self.hits += ended[one].code == -9 and self.flags.read_bytes()[one]
+        expected = unbroken(self.kind, self.count, self.shared)
+        for end, mine in zip(ended, expected, strict=True):
+            assert all(mine[step] == loss for step, loss in losses(end.out).items()), end
+        starts = {end.out.splitlines()[0] for end in ended if "\n" in end.out}
+        assert starts == {f"start {self.newest}"}  # whole, so that nothing was warned of
+        reported = int(self.told.read_text() or 0) if self.told.exists() else 0
+        there = [name for name in names(self.folder) if name.startswith("step-")]
+        self.newest = int(there[-1][5:-3]) if there else 0
+        assert self.newest >= reported
+        assert all(fastserial.verify(self.folder / name).ok for name in there[-1:])
+        assert len(there) <= 3  # one may be in place before the oldest is gone
+        if self.newest == STEPS:
+            self.newest, self.folder = 0, self.folder.with_name(f"run{self.kills}")
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", KINDS)
-def test_kill(tmp_path: Path, shared: Path, kind: str) -> None:
-    dice = random.Random(kind)
-    trials, hits = 50 if FULL else 3, 0
-    count, run = 2, 0
-    folder, flags, told = tmp_path / "run0", tmp_path / "flags", tmp_path / "told"
-    for _ in range(trials):
-        told.unlink(missing_ok=True)
-        flags.write_bytes(bytes(count))
-        job = ranks.Job("ranks_training", count, folder, kind, STEPS, 1, flags, told)
-        victim = dice.randrange(count)
-        try:
-            until = time.monotonic() + 60
-            while "start" not in job.out(victim):
-                assert time.monotonic() < until, "it does not start"
-                time.sleep(0.005)
-            time.sleep(dice.random() * 1.0)
-            job.kill(victim)
-        finally:
-            ended = job.wait(100)
-        hits += ended[victim].code == -9 and flags.read_bytes()[victim]
-        for end, expected in zip(ended, unbroken(kind, count, shared), strict=True):
-            assert all(expected[step] == loss for step, loss in losses(end.out).items()), end
-        reported = int(told.read_text() or 0) if told.exists() else 0
-        there = [name for name in names(folder) if name.startswith("step-")]
-        newest = int(there[-1][5:-3]) if there else 0
-        assert newest >= reported
-        assert all(fastserial.verify(folder / name).ok for name in there[-1:])
-        assert len(there) <= 3  # one may be in place before the oldest is gone
-        if newest == STEPS:
-            run += 1
-            count = dice.choice([2, 4])
-            folder = tmp_path / f"run{run}"
-    assert hits, "the kills missed the saves"
-    outs = ranks.run("ranks_training", count, folder, kind, STEPS, 10)
+@pytest.mark.parametrize(("kind", "count"), PAIRS)
+def test_kill(tmp_path: Path, shared: Path, kind: str, count: int) -> None:
+    job = Killed(tmp_path, kind, count, shared, count)
+    for _ in range(30 if FULL else 1):
+        job.again()
+    print(f"{kind}, {count} ranks: {job.kills} kills, {job.hits} with a checkpoint under way")
+    assert job.hits or not FULL, "the kills missed the saves"
+    outs = ranks.run("ranks_training", count, job.folder, kind, STEPS, EVERY)
     for out, expected in zip(outs, unbroken(kind, count, shared), strict=True):
         assert all(expected[step] == loss for step, loss in losses(out).items())
-    print(f"{kind}: {trials} kills, {hits} in a save")

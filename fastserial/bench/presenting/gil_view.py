@@ -24,12 +24,14 @@ def show_gil(result: GilResult, console: Console) -> None:
         f"{bench.runs} interleaved runs (least–greatest)"
     )
     show_head(caption, result.place, {}, console)
-    table = table_of("", "save, s", "longest pause of a spinning thread, ms", "pauses, %")
+    longest = "longest pause of a spinning thread, ms"
+    table = table_of("", "save, s", longest, "though it had a CPU, ms", "pauses, %")
     for line in result.lines:
         table.add_row(
             escape(line.name),
             format_spread(line.seconds, digits=2),
             format_spread(line.longest, 1e-3, 1),
+            format_spread(line.held, 1e-3, 1) if line.held is not None else "?",
             format_spread(line.share, 1e-2, 1),
         )
     console.print(table)

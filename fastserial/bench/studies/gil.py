@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -24,6 +25,7 @@ __all__ = ["GilBench", "GilLine", "GilResult", "run_gil"]
 
 _HEADROOM = 256 << 20
 _NOTED = 0.0005  # seconds: shorter ones are no matter
+_LOOK = 500  # turns of the spinning thread between two looks at the kernel's account
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,15 @@ class GilLine:
         name: of the way.
         seconds: of the save.
         longest: the longest time that the other thread stood still, of each run (seconds).
+        held: likewise, without the time in which it was ready to run and had no CPU: what is left
+            is the wait for the interpreter's lock. None where the kernel does not tell.
         share: of the time of the save, how much of it the other thread stood still.
     """
 
     name: str
     seconds: Spread
     longest: Spread
+    held: Spread | None
     share: Spread
 
 
@@ -81,7 +86,7 @@ def run_gil(bench: GilBench, say: Callable[[str], None] = lambda text: None) -> 
         "fastserial, copy": lambda path: _beside(state, path, snapshot="copy"),
         "fastserial, in place": lambda path: _beside(state, path, snapshot="in_place"),
     }
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    found: dict[str, list[_Spun]] = {name: [] for name in ways}
     with scratch(bench.folder, bench.nbytes + _HEADROOM) as folder:
         for turn in range(-1, bench.runs):
             for name, save in ways.items():
@@ -95,9 +100,10 @@ def run_gil(bench: GilBench, say: Callable[[str], None] = lambda text: None) -> 
     lines = [
         GilLine(
             name,
-            Spread.of(seconds for seconds, _, _ in runs),
-            Spread.of(longest for _, longest, _ in runs),
-            Spread.of(still / seconds for seconds, _, still in runs),
+            Spread.of(run.seconds for run in runs),
+            Spread.of(run.longest for run in runs),
+            Spread.of(run.held for run in runs) if _schedstat() is not None else None,
+            Spread.of(run.still / run.seconds for run in runs),
         )
         for name, runs in found.items()
     ]
@@ -115,8 +121,42 @@ def _beside(state: dict[str, Any], path: Path, **options: Any) -> None:
     fastserial.save_async(state, path, **options).wait()
 
 
-def _spin(save: Callable[[Path], object], path: Path) -> tuple[float, float, float]:
-    """Return the seconds of a save, the longest pause of this thread meanwhile, and all of them."""
+class _Spun(NamedTuple):
+    """A save beside a spinning thread: seconds, and for how many of them that stood still."""
+
+    seconds: float
+    longest: float
+    held: float
+    still: float
+
+
+def _schedstat() -> BinaryIO | None:
+    """Open the kernel's account of the calling thread; None where it keeps none."""
+    try:
+        return open("/proc/thread-self/schedstat", "rb", buffering=0)
+    except OSError:
+        return None
+
+
+def _without_cpu(account: BinaryIO | None) -> Callable[[], float]:
+    """Return what tells for how many seconds a thread was ready to run and had no CPU.
+
+    It keeps the interpreter's lock: giving it up is what is measured.
+    """
+    if account is None:
+        return lambda: 0.0
+    fd, text = account.fileno(), ctypes.create_string_buffer(128)
+    read = ctypes.PyDLL(None).pread
+    read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
+
+    def seconds() -> float:
+        return int(text.raw[: read(fd, text, len(text), 0)].split()[1]) * 1e-9
+
+    return seconds
+
+
+def _spin(save: Callable[[Path], object], path: Path) -> _Spun:
+    """Save, and let this thread spin meanwhile."""
     errors: list[BaseException] = []
     ended: list[float] = []
 
@@ -129,16 +169,26 @@ def _spin(save: Callable[[Path], object], path: Path) -> tuple[float, float, flo
             ended.append(perf_counter())
 
     thread = threading.Thread(target=run)
-    longest = still = 0.0
+    longest = held = still = 0.0
+    account = _schedstat()
+    without_cpu = _without_cpu(account)
+    turns, before = 0, without_cpu()
     began = last = perf_counter()
     thread.start()
     while not ended:
         now = perf_counter()
+        turns += 1
         if now - last > _NOTED:
+            waited, before = before, without_cpu()
             longest = max(longest, now - last)
+            held = max(held, now - last - (before - waited))
             still += now - last
+        elif turns % _LOOK == 0:
+            before = without_cpu()
         last = now
     thread.join()
+    if account is not None:
+        account.close()
     if errors:
         raise errors[0]
-    return ended[0] - began, longest, still
+    return _Spun(ended[0] - began, longest, held, still)
