@@ -87,7 +87,7 @@ def faults(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """One file from many ranks: identity, failures, kills, memory, in their long forms."""
     install(session, TORCH, "test")
-    session.install("torch-checkpointing")
+    session.install("torch-checkpointing", "expecttest")  # torch's own tests want that one
     default = [
         "tests/distributed",
         "tests/training/test_checkpointer_ranks.py",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.told import tell, told
 
 import fastserial
 
@@ -96,16 +97,35 @@ def test_a_manager_saves_and_loads_and_finds_damage(tmp_path: Path) -> None:
     os.environ.get("FASTSERIAL_DISTRIBUTED") != "full",
     reason="not FASTSERIAL_DISTRIBUTED=full: starts another interpreter",
 )
-def test_a_manager_with_a_process_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["init_process", "FASTSERIAL=1", "not at all"])
+def test_a_manager_with_a_process_of_its_own(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Switched on in it; or not: what it writes is right all the same."""
+    monkeypatch.setenv("FASTSERIAL", str(int(how == "FASTSERIAL=1")))
+    arguments = (str(tmp_path / "told"), how == "init_process")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one = manager("async", subprocess_init_fn=init_process)
+        one = manager("async", subprocess_init_fn=begin, subprocess_init_args=arguments)
         try:
             for step in range(3):
                 done = one.save(str(tmp_path / str(step)), {"model": {**state(), "step": step}})
                 done.result(timeout=120)
         finally:
             one.close()
+        ((process, patched),) = told(tmp_path / "told").items()
+        assert process != os.getpid()
+        assert patched == (how != "not at all")
         for step in range(3):
             found = manager("sync").load(str(tmp_path / str(step)), {"model": None})["model"]
             assert same(found, {**state(), "step": step})
+            (file,) = (tmp_path / str(step)).glob("model*")
+            torch.save({**state(), "step": step}, tmp_path / "stock.pt")
+            assert file.stat().st_size == (tmp_path / "stock.pt").stat().st_size
+            assert fastserial.verify(file).ok
+
+
+def begin(path: str, switch_on: bool) -> None:
+    if switch_on:
+        init_process()
+    tell(path)

@@ -1,7 +1,7 @@
 """A rank: saves again and again until another one is killed. Arguments: folder, who.
 
-`who` is `ours`, `packed` or `stock`. In the file `flags` of the folder it says, a byte for each
-rank, that it is in a save.
+`who` is `ours`, `packed`, `stock`, or `unguarded`: ours, with names that are not new. In the file
+`flags` of the folder it says, a byte for each rank, that it is in a save.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fastserial.distributed import FastSavePlanner, FastStorageWriter
+from fastserial.distributed.dcp.folder import Folder
 
 
 def main() -> None:
@@ -25,6 +26,8 @@ def main() -> None:
     folder, who = Path(sys.argv[1]), sys.argv[2]
     with (folder / "flags").open("r+b") as file:
         flags = mmap.mmap(file.fileno(), count)
+    if who == "unguarded":
+        Folder.new_shard = lambda _, prefix: f"{prefix}0.distcp"  # type: ignore[method-assign]
     mesh = DeviceMesh("cpu", torch.arange(count))
     rows, whole = torch.zeros(1 << 18, 4), torch.zeros(1 << 20)
     state: dict[str, Any] = {
@@ -38,7 +41,8 @@ def main() -> None:
         whole += 1
         writer: Any = dcp.FileSystemWriter(folder / "out")
         if who != "stock":
-            writer = FastStorageWriter(folder / "out", format="dcp" if who == "ours" else "packed")
+            format: Any = "packed" if who == "packed" else "dcp"
+            writer = FastStorageWriter(folder / "out", format=format)
         flags[rank] = 1
         try:
             planner = FastSavePlanner() if who != "stock" else None

@@ -106,14 +106,21 @@ class Job:
         path = self._path / f"{rank}.out"
         return path.read_text() if path.exists() else ""
 
-    def kill_somewhere(self, first: Path, chance: random.Random, timeout: float) -> Killed:
-        """Kill some rank within a second after the first save has made a file; wait for all."""
+    def kill_somewhere(
+        self, first: Path, chance: random.Random, timeout: float, within: float = 1
+    ) -> Killed:
+        """Kill some rank soon after a save has made its file `first`; wait for all.
+
+        Args:
+            timeout: in which all ranks end (seconds).
+            within: in which the rank is killed (seconds).
+        """
         try:
             until = time.monotonic() + 60
             while not first.exists():
                 assert time.monotonic() < until, "no save comes to its end"
                 time.sleep(0.01)
-            time.sleep(chance.random())
+            time.sleep(within * chance.random())
             victim = chance.randrange(self.count)
             self.kill(victim)
         finally:
@@ -180,6 +187,10 @@ def _number(path: Path) -> int:
 
 def _serve() -> None:
     """Fork a launcher for each request (JSON, one a line), and tell its process."""
+    # What most of the programs import; `distribute_tensor` imports the compiler.
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the launchers

@@ -18,6 +18,7 @@ __all__ = [
     "random_tensor",
     "same_bytes",
     "split",
+    "split_last",
     "strided",
 ]
 
@@ -104,26 +105,45 @@ def split(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTenso
     return _from_local(local.contiguous(), mesh, placements, full)
 
 
+def split_last(full: torch.Tensor, mesh: DeviceMesh, dims: list[int | None]) -> DTensor:
+    """Return a DTensor whose first mesh dimension was split last, as FSDP2 does. No traffic.
+
+    Args:
+        dims: of the tensor, which the dimensions of the mesh split; None: not.
+    """
+    local, placements = _split_last(full, mesh, dims)
+    return _from_local(local.contiguous(), mesh, placements, full)
+
+
 def strided(chance: random.Random, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor whose first mesh dimension was split last, as FSDP2 does. No traffic."""
+    """Return a DTensor whose first mesh dimension was split last, at random. No traffic."""
     dim = chance.randrange(full.dim())
-    placements: list[Any] = [
-        Shard(dim) if chance.random() < 0.7 else Shard(chance.randrange(full.dim()))
-        for _ in range(mesh.ndim)
+    dims: list[int | None] = [
+        dim if chance.random() < 0.7 else chance.randrange(full.dim()) for _ in range(mesh.ndim)
     ]
-    factor = 1
-    local = full
-    for axis in [*range(1, mesh.ndim), 0]:
-        at = dim if axis == 0 else placements[axis].dim
-        local = _chunk(local, mesh, axis, at)
-        if axis and at == dim:
-            factor *= mesh.size(axis)
-    placements[0] = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+    local, placements = _split_last(full, mesh, [dim, *dims[1:]])
     local = local.contiguous()
     if chance.random() < 0.4:  # the same elements, in another order in memory
         back = tuple(reversed(range(local.dim())))
         local = local.permute(back).contiguous().permute(back)
     return _from_local(local, mesh, placements, full)
+
+
+def _split_last(
+    full: torch.Tensor, mesh: DeviceMesh, dims: list[int | None]
+) -> tuple[torch.Tensor, list[Any]]:
+    placements: list[Any] = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    local, factor = full, 1
+    for axis in [*range(1, mesh.ndim), 0]:
+        dim = dims[axis]
+        if dim is None:
+            continue
+        local = _chunk(local, mesh, axis, dim)
+        if axis and dim == dims[0]:
+            factor *= mesh.size(axis)
+    if dims[0] is not None and factor > 1:
+        placements[0] = _StridedShard(dims[0], split_factor=factor)
+    return local, placements
 
 
 def _chunk(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         folder = Folder(self.path)
         folder.make(self._durable)
         if not self.overwrite and folder.has(metadata_name(0 if self._alone is not None else None)):
-            text = "there is a checkpoint already, and overwrite=False"
+            text = "Checkpoint already exists, and overwrite=False"  # as stock says it
             raise write_error(errno.EEXIST, self.path, text)
         if self._alone is not None:
             folder.sweep(self._alone)

@@ -1,0 +1,63 @@
+"""torch's own tests of DCP, with our storage and planners in place of stock's.
+
+They are not part of a wheel, nor of this repository: `FASTSERIAL_TORCH_TESTS` names the folder
+`test/distributed/checkpoint` of a checkout of the installed release (CONTRIBUTING.md says how).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+FOLDER = os.environ.get("FASTSERIAL_TORCH_TESTS")
+FILES = sorted(Path(FOLDER).rglob("test_*.py")) if FOLDER else []
+
+# What a test of torch looks at that only stock has, and why ours has it not.
+KNOWN: dict[str, str] = {}
+
+
+def outcomes(file: Path, who: str, log: Path, **environment: str) -> dict[str, str]:
+    """Run a file's tests; return how each one ended."""
+    report = log.with_suffix(".xml")
+    path = [str(TESTS / "support" / "dcp_in_place"), *filter(None, sys.path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, f"--rootdir={file.parent}", f"--junitxml={report}", str(file)],
+        cwd=file.parent,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "FASTSERIAL_IN_PLACE": who,
+            "FASTSERIAL_IN_PLACE_LOG": str(log),
+            **environment,
+        },
+        capture_output=True,
+        timeout=1500,
+    )
+    assert report.exists(), done.stdout.decode()[-3000:]
+    found: dict[str, str] = {}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
+        text = "".join((child.text or "")[-3000:] for child in case if child.tag in kinds)
+        found[f"{case.get('name')}"] = " ".join(sorted(kinds)) + text if kinds else "passed"
+    return found
+
+
+@pytest.mark.skipif(not FILES, reason="FASTSERIAL_TORCH_TESTS names no folder with tests of torch")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("format", ["dcp", "packed"])
+@pytest.mark.parametrize("file", FILES or [None], ids=lambda file: file and file.stem)
+def test_what_passes_with_stock_passes_with_ours(file: Path, format: str, tmp_path: Path) -> None:
+    stock = outcomes(file, "stock", tmp_path / "stock.log")
+    ours = outcomes(file, "ours", tmp_path / "ours.log", FASTSERIAL_IN_PLACE_FORMAT=format)
+    passed = sorted(name for name, outcome in stock.items() if outcome == "passed")
+    used = (tmp_path / "ours.log").read_text().split("\n") if passed else []
+    print(f"{file.name}: {len(passed)} of {len(stock)} pass with stock; ours: {used}")
+    failed = {name: ours.get(name, "missing") for name in passed if ours.get(name) != "passed"}
+    assert failed.keys() <= KNOWN.keys(), "\n".join(f"{a}: {b}" for a, b in failed.items())
