@@ -64,7 +64,7 @@ class FastModelParallelStrategy(_Strategy):  # type: ignore[misc]
 
         Raises:
             DistributedError: a rank failed; the previous file is intact.
-            TypeError: `storage_options` are given, which Lightning's strategy does not take, either.
+            TypeError: `storage_options` are given; Lightning's strategy refuses them, too.
         """
         path = self.broadcast(filepath)
         place = local_path(path)

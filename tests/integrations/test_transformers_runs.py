@@ -115,7 +115,7 @@ def test_a_checkpoint_made_on_sigterm_is_marked(run: Run, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("ours", "safe"), [(True, True), (True, False), (False, True)])
 def test_accelerate(run: Run, unbroken: Any, ours: bool, safe: bool, tmp_path: Path) -> None:
-    """Switched on from outside; what was saved with fastserial is loaded without, and vice versa."""
+    """Switched on from outside; what was saved with fastserial is loaded without, and back."""
     folder = tmp_path / "out"
     killed = run(ACCELERATE, fastserial=ours, folder=str(folder), safe=safe, kill_in=3)
     assert killed.code == -signal.SIGKILL, killed.output

@@ -93,11 +93,12 @@ def plugin(kind: str) -> Any:
 def strategy(kind: str, io: str) -> Any:
     if kind != "fsdp2":
         return kind
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
     if io == "stock":
-        return ModelParallelStrategy(save_distributed_checkpoint=False)
+        return ModelParallelStrategy(save_distributed_checkpoint=False, **sizes)
     from fastserial.integrations.lightning_parallel import FastModelParallelStrategy
 
-    return FastModelParallelStrategy()
+    return FastModelParallelStrategy(**sizes)
 
 
 def kill_in(number: int, kind: str) -> None:
