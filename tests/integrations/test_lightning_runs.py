@@ -130,7 +130,7 @@ def test_ddp(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
 
 
 def test_fsdp2_and_one_file(run: Run, unbroken: Any, tmp_path: Path) -> None:
-    """Lightning gathers and rank 0 writes, or all ranks write: the same, and both resume from both."""
+    """Lightning gathers and rank 0 writes, or all ranks write: either resumes from both."""
     two = _of(2, "fsdp2")
     held = {}
     for io, other in (("stock", "fast"), ("fast", "stock")):
