@@ -131,6 +131,9 @@ def integrations(session: nox.Session) -> None:
         session.run("pytest", *default, "-k", f"not ({long})")
         return
     session.run("pytest", *(session.posargs or default))
+    if not session.posargs:
+        page = "tests/docs/test_pages.py::test_blocks_run[frameworks]"
+        session.run("pytest", page, env={"FASTSERIAL_DOCS": "1"})
 
 
 @nox.session
