@@ -157,10 +157,20 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Lightning, Hugging Face's Trainer and accelerate for real, killed in saves and resumed."""
+    """Lightning, Hugging Face's Trainer and accelerate for real, killed in saves and resumed.
+
+    `-- short`, for CI: one process only, and without the controls.
+    """
     install(session, TORCH, "test,lightning,transformers")
     default = [*PARALLEL, "tests/integrations"]
+    if session.posargs == ["short"]:
+        long = "ddp or fsdp2 or control or last_is_found or outlives or sigterm or two_ranks"
+        session.run("pytest", *default, "-k", f"not ({long})")
+        return
     session.run("pytest", *(session.posargs or default))
+    if not session.posargs:
+        page = "tests/docs/test_pages.py::test_blocks_run[frameworks]"
+        session.run("pytest", page, env={"FASTSERIAL_DOCS": "1"})
 
 
 @nox.session

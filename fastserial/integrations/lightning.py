@@ -36,7 +36,7 @@ from fastserial.patching.install import patched
 __all__ = ["FastAsyncCheckpointIO", "FastCheckpointIO"]
 
 _FABRIC = ("lightning.fabric", "lightning_fabric")
-_TRAINER = ("lightning.pytorch", "pytorch_lightning")
+TRAINER = ("lightning.pytorch", "pytorch_lightning")
 _PREFIX = "archive"  # what torch calls the archive in a BytesIO, which Lightning has it write
 _log = logging.getLogger("fastserial")
 
@@ -72,11 +72,11 @@ class FastCheckpointIO:
             WriteError: the file cannot be written; the previous one is intact.
             TypeError: `storage_options` are given, which no plugin but a custom one takes.
         """
-        place = _local(path)
+        place = local_path(path)
         if place is None or storage_options is not None or patched("_save") is None:
             self._save_elsewhere(checkpoint, path, storage_options)
             return
-        _make_folder(place)
+        make_folder(place)
         part_from_link(place)
         self._write(checkpoint, place)
 
@@ -100,7 +100,7 @@ class FastCheckpointIO:
             CorruptCheckpointError: it is damaged (`verify`).
             Exception: whatever `torch.load` raises.
         """
-        place = _local(path)
+        place = local_path(path)
         if place is None:
             stock = self._lightnings_own()
             return stock.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
@@ -116,7 +116,7 @@ class FastCheckpointIO:
         Raises:
             OSError: it cannot be removed.
         """
-        place = _local(path)
+        place = local_path(path)
         if place is None:
             self._lightnings_own().remove_checkpoint(path)
         else:
@@ -134,7 +134,7 @@ class FastCheckpointIO:
 
     def _lightnings_own(self) -> Any:
         if self._stock is None:
-            self._stock = _stock_class(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO")()
+            self._stock = stock_class(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO")()
         return self._stock
 
 
@@ -235,7 +235,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             OSError: it cannot be removed.
         """
         self._begin_in_child()
-        place = _local(path)
+        place = local_path(path)
         with self._lock:
             last = self._started[-1] if self._started else None
             if place is not None and last is not None and not last.written:
@@ -310,7 +310,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
 
     def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
         if self._remote is None:
-            found = _stock_class(_TRAINER, "plugins.io.async_plugin", "AsyncCheckpointIO")
+            found = stock_class(TRAINER, "plugins.io.async_plugin", "AsyncCheckpointIO")
             self._remote = found(self._lightnings_own())
         try:
             self._remote.save_checkpoint(checkpoint, path, storage_options=options)
@@ -324,7 +324,7 @@ def _ended_by(started: _Started, error: BaseException) -> bool:
     return save is not None and save.done() and save.exception() is error
 
 
-def _local(path: Path) -> str | None:
+def local_path(path: Path) -> str | None:
     """Return the absolute path of a local file; None for a URL that leads elsewhere."""
     core = importlib.import_module("fsspec.core")
     local = importlib.import_module("fsspec.implementations.local")
@@ -332,7 +332,7 @@ def _local(path: Path) -> str | None:
     return str(place) if type(file_system) is local.LocalFileSystem else None
 
 
-def _make_folder(place: str) -> None:
+def make_folder(place: str) -> None:
     folder = os.path.dirname(place)
     missing = []
     while not os.path.isdir(folder) and folder not in missing and os.path.dirname(folder) != folder:
@@ -351,7 +351,7 @@ def _remove(place: str) -> None:
         os.unlink(place)
 
 
-def _stock_class(homes: tuple[str, str], module: str, name: str) -> Any:
+def stock_class(homes: tuple[str, str], module: str, name: str) -> Any:
     """Return a class of Lightning, of the package that is in use.
 
     Raises:

@@ -134,6 +134,19 @@ def test_what_the_command_says_of_damage(tmp_path: Path) -> None:
     assert (problem["file"], problem["tensors"]) == ("__0_0.distcp", ["model.large"])
 
 
+@pytest.mark.parametrize("who", WRITERS)
+def test_damaged_bytes_count_as_checked(who: str, tmp_path: Path) -> None:
+    """The speed that the command shows is that of the bytes it read."""
+    save(a_state(), tmp_path, who)
+    checked = verify(tmp_path).checked_bytes
+    places = FastStorageReader(tmp_path).read_metadata().storage_data
+    place = places[MetadataIndex("model.large", torch.Size([0, 0]))]
+    flip(tmp_path / "__0_0.distcp", place.offset + 5000)
+    report = verify(tmp_path)
+    assert report.status == "damaged"
+    assert report.checked_bytes == checked
+
+
 def test_metadata_that_is_damaged_missing_or_of_another_checkpoint(tmp_path: Path) -> None:
     for who in WRITERS:
         save(a_state(), tmp_path / who, who)

@@ -27,22 +27,22 @@ ALL = ["stock", "fast", "async", "in_place"]
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """The losses of stock Lightning, without a break, for a number of ranks."""
-    known: dict[int, list[str]] = {}
+    known: dict[tuple[int, str], list[str]] = {}
 
-    def losses(run: Run, ranks: int = 1) -> list[str]:
-        if ranks not in known:
+    def losses(run: Run, ranks: int = 1, strategy: str = "ddp") -> list[str]:
+        if (ranks, strategy) not in known:
             folder = tmp_path_factory.mktemp("unbroken")
-            ran = run(PROGRAM, folder=str(folder), io="stock", **_of(ranks))
+            ran = run(PROGRAM, folder=str(folder), io="stock", last=None, **_of(ranks, strategy))
             assert ran.code == 0, ran.output
             assert len(ran.losses) == STEPS * ranks
-            known[ranks] = ran.losses
-        return known[ranks]
+            known[ranks, strategy] = ran.losses
+        return known[ranks, strategy]
 
     return losses
 
 
-def _of(ranks: int) -> dict[str, Any]:
-    return {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+def _of(ranks: int, strategy: str = "ddp") -> dict[str, Any]:
+    return {"devices": ranks, "strategy": strategy} if ranks > 1 else {}
 
 
 def steps(lines: list[str], first: int) -> list[str]:
@@ -116,7 +116,7 @@ def test_last_is_found(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None
             for name in ("step=6.ckpt", "last.ckpt")] == [6, 8]  # fmt: skip
 
 
-@pytest.mark.parametrize("io", ["fast", "async"])
+@pytest.mark.parametrize("io", ["stock", "fast", "async"])
 def test_ddp(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
     """Two gloo processes; the rank that saves is killed, and takes the other with it."""
     folder = tmp_path / "ckpt"
@@ -127,6 +127,25 @@ def test_ddp(run: Run, unbroken: Any, io: str, tmp_path: Path) -> None:
     resumed = run(PROGRAM, folder=str(folder), io=io, last=None, resume=resume, **_of(2))
     assert resumed.code == 0, resumed.output
     assert resumed.losses == steps(unbroken(run, 2), 4)
+
+
+def test_fsdp2_and_one_file(run: Run, unbroken: Any, tmp_path: Path) -> None:
+    """Lightning gathers and rank 0 writes, or all ranks write: either resumes from both."""
+    two = _of(2, "fsdp2")
+    held = {}
+    for io, other in (("stock", "fast"), ("fast", "stock")):
+        folder = tmp_path / io
+        killed = run(PROGRAM, folder=str(folder), io=io, last=None, kill_in=3, **two)
+        assert killed.code != 0
+        assert files(folder) == ["step=2.ckpt", "step=4.ckpt"], killed.output
+        resume = str(folder / "step=4.ckpt")
+        held[io] = torch.load(resume, weights_only=False)
+        resumed = run(PROGRAM, folder=str(folder), io=other, last=None, resume=resume, **two)
+        assert resumed.code == 0, resumed.output
+        assert resumed.losses == steps(unbroken(run, 2, "fsdp2"), 4)
+    assert list(held["fast"]) == list(held["stock"])
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        torch.testing.assert_close(held["fast"][part], held["stock"][part], rtol=0, atol=0)
 
 
 def test_ddp_spawn(run: Run, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ def test_trainer(run: Run, unbroken: Any, tmp_path: Path) -> None:
     killed = run(TRAINER, folder=str(folder), **FAST, kill_in=3)
     assert killed.code == -signal.SIGKILL, killed.output
     assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    shutil.copytree(folder, tmp_path / "stock")
     losses, last = unbroken(run, TRAINER)
     resumed = run(TRAINER, folder=str(folder), **FAST, resume="mark")
     assert resumed.code == 0, resumed.output
@@ -61,13 +59,23 @@ def test_trainer(run: Run, unbroken: Any, tmp_path: Path) -> None:
     assert resumed.losses == losses[4:]
     assert killed.losses == losses[: len(killed.losses)]
     assert checkpoints(folder) == ["checkpoint-6", "checkpoint-8"]
-    # stock: takes the torn one, and fails
-    stock = run(TRAINER, folder=str(tmp_path / "stock"), resume=True)
-    assert stock.code == 1
-    assert "FileNotFoundError" in stock.output
     # the weights, byte for byte
     ours = (folder / "checkpoint-8" / "model.safetensors").read_bytes()
     assert ours == (last / "checkpoint-8" / "model.safetensors").read_bytes()
+
+
+def test_stock_trainer_beside(run: Run, unbroken: Any, tmp_path: Path) -> None:
+    """It takes the torn checkpoint, and fails; told which one is whole, it goes on."""
+    folder = tmp_path / "out"
+    killed = run(TRAINER, folder=str(folder), kill_in=3)
+    assert killed.code == -signal.SIGKILL, killed.output
+    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    torn = run(TRAINER, folder=str(folder), resume=True)
+    assert torn.code == 1
+    assert "FileNotFoundError" in torn.output
+    resumed = run(TRAINER, folder=str(folder), resume=f"{folder}/checkpoint-4")
+    assert resumed.code == 0, resumed.output
+    assert resumed.losses == unbroken(run, TRAINER)[0][4:]
 
 
 def test_control_without_the_optimizers_state_the_losses_differ(
@@ -105,11 +113,11 @@ def test_a_checkpoint_made_on_sigterm_is_marked(run: Run, tmp_path: Path) -> Non
     assert is_complete(folder / names[0])
 
 
-@pytest.mark.parametrize("safe", [True, False])
-def test_accelerate(run: Run, unbroken: Any, safe: bool, tmp_path: Path) -> None:
-    """Switched on from outside; what was saved with fastserial is loaded without, too."""
+@pytest.mark.parametrize(("ours", "safe"), [(True, True), (True, False), (False, True)])
+def test_accelerate(run: Run, unbroken: Any, ours: bool, safe: bool, tmp_path: Path) -> None:
+    """Switched on from outside; what was saved with fastserial is loaded without, and back."""
     folder = tmp_path / "out"
-    killed = run(ACCELERATE, fastserial=True, folder=str(folder), safe=safe, kill_in=3)
+    killed = run(ACCELERATE, fastserial=ours, folder=str(folder), safe=safe, kill_in=3)
     assert killed.code == -signal.SIGKILL, killed.output
     assert not (folder / "state-6" / "optimizer.bin").exists()
     losses, last = unbroken(run, ACCELERATE)
@@ -119,5 +127,5 @@ def test_accelerate(run: Run, unbroken: Any, safe: bool, tmp_path: Path) -> None
         assert resumed.code == 0, resumed.output
         assert resumed.losses == losses[4:]
     for name in ("optimizer.bin", "scheduler.bin"):
-        ours = (folder / "state-8" / name).read_bytes()
-        assert ours == (last / "state-8" / name).read_bytes()
+        saved = (folder / "state-8" / name).read_bytes()
+        assert saved == (last / "state-8" / name).read_bytes()

@@ -17,6 +17,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 OPTIONS: dict[str, Any] = {
     "folder": "",
@@ -29,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "weights_only_saves": False,
     "kill_in": 0,
     "devices": 1,
-    "strategy": "auto",
+    "strategy": "auto",  # or "fsdp2": FSDP2 and one file; with io "fast" from all ranks
     "width": 256,
     "losses": "",
 }
@@ -47,6 +49,12 @@ class Model(pl.LightningModule):
             torch.nn.Linear(width, 4),
         )
         self.losses = losses
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for layer in (self.layers[0], self.layers[3]):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         # Lightning begins its data anew when it resumes: they are of the step, not of the loader
@@ -80,6 +88,17 @@ def plugin(kind: str) -> Any:
     if kind == "fast":
         return FastCheckpointIO()
     return FastAsyncCheckpointIO(snapshot="in_place" if kind == "in_place" else "copy")
+
+
+def strategy(kind: str, io: str) -> Any:
+    if kind != "fsdp2":
+        return kind
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    if io == "stock":
+        return ModelParallelStrategy(save_distributed_checkpoint=False, **sizes)
+    from fastserial.integrations.lightning_parallel import FastModelParallelStrategy
+
+    return FastModelParallelStrategy(**sizes)
 
 
 def kill_in(number: int, kind: str) -> None:
@@ -129,7 +148,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=options["devices"],
-        strategy=options["strategy"],
+        strategy=strategy(options["strategy"], options["io"]),
         max_steps=options["steps"],
         max_epochs=-1,
         plugins=[found] if found is not None else None,

@@ -37,7 +37,7 @@ class FolderResult:
     Attributes:
         format: `dcp` or `dcp packed`, None if there is no `.metadata` that can be read.
         records: how many items there are.
-        checked_bytes: bytes whose CRC-32 was compared.
+        checked_bytes: bytes whose CRC-32 was compared, also where it differs.
         unchecked: items without one.
         nbytes: of all files.
         changed: another checkpoint was completed meanwhile.
@@ -215,11 +215,10 @@ class _Folder:
             return
         if data is not None:
             crc = crc32(data[start : start + length])
-        else:
-            crc = self._scanned_crc(fd, item, start, length)
-        if crc == known.crc:
             self._result.checked_bytes += length
         else:
+            crc = self._scanned_crc(fd, item, start, length)
+        if crc != known.crc:
             text = f"damaged: CRC-32 is {crc:08x}, should be {known.crc:08x}"
             self._add(item, "checksum", text, start)
 
@@ -233,6 +232,7 @@ class _Folder:
         crc = 0
         for _, count, part in sorted(parts):
             crc = crc32_combine(crc, part, count)
+            self._result.checked_bytes += count
         return crc
 
     def _failing(self, item: Item) -> Callable[[int, int, OSError], None]:
@@ -288,9 +288,9 @@ class _Folder:
         for problem in found.problems:
             where = f"{problem.record}: " if problem.record else ""
             self._add(item, problem.kind, where + problem.message, problem.offset or 0)
-        if zip_result is not None and not found.found:
+        if zip_result is not None:
             self._result.checked_bytes += zip_result.checked_bytes
-            if zip_result.unchecked:
+            if zip_result.unchecked and not found.found:
                 self._bare += 1
 
     def _compare(self, copy: int, fd: int, item: Item) -> None:

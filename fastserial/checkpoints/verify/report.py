@@ -65,7 +65,7 @@ class VerifyReport:
         bytes: size of the file, or of the folder's files.
         seconds: time it took.
         records: number of records (zip), storages (legacy) or items (DCP).
-        checked_bytes: bytes whose CRC-32 was compared with the one in the file.
+        checked_bytes: bytes whose CRC-32 was compared with the one in the file, damaged or not.
         unchecked: records without a checksum.
         problems: what is wrong, at most 1000.
         found: how many problems there are.

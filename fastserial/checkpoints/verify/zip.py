@@ -47,7 +47,7 @@ class ZipResult:
 
     Attributes:
         records: how many there are.
-        checked_bytes: bytes whose CRC-32 was compared.
+        checked_bytes: bytes whose CRC-32 was compared, also where it differs.
         unchecked: records without one.
         no_checkpoint: why it is none, if it is none.
     """
@@ -219,7 +219,10 @@ def _conclude(
             result.unchecked += 1  # the id, or a size that torch wrote, says that it had none
             without += 1
         else:
-            found = "it cannot be read whole" if crc is None else f"CRC-32 is {crc:08x}"
+            found = "it cannot be read whole"
+            if crc is not None:
+                found = f"CRC-32 is {crc:08x}"
+                result.checked_bytes += record.size
             mismatches.append(
                 Problem(
                     "checksum",
