@@ -35,7 +35,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return found
 
 
-@pytest.mark.trials(5, 100)
+@pytest.mark.trials(2, 100)
 @pytest.mark.timeout(3600)
 def test_kill(tmp_path: Path, dice: random.Random, trials: int, unbroken: dict[int, str]) -> None:
     kills = hits = 0
