@@ -1,54 +1,111 @@
-"""The storages of a zip checkpoint, read to the device where `map_location` puts all of them.
+"""The storages of a zip checkpoint, read to the devices where torch puts them.
 
-No storage comes to the host as a whole. torch finds each on its device already, and has nothing to
-move.
+None of those comes to the host as a whole. torch finds each on its device already, and has nothing
+to move.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from fastserial.checksums import CrcLedger
-from fastserial.errors import CorruptCheckpointError
+from fastserial.config.performance import PICKLE_SHARE
+from fastserial.errors import CorruptCheckpointError, FastserialError
+from fastserial.formats.pickles import decode
+from fastserial.formats.storages import storage_table
+from fastserial.formats.zip.records import PICKLE, record_stream, storage_records
 from fastserial.loading.sinks import BytesSink, CheckedSink, ReadExtent, Sink, storage_sink
-from fastserial.loading.units import is_header
-from fastserial.memory import devices
+from fastserial.loading.units import host_part, is_header
+from fastserial.memory.devices import has_streams
+from fastserial.memory.huge_pages import HugePages
+from fastserial.memory.storages import new_storage
 
 if TYPE_CHECKING:
-    from fastserial.formats.zip.directory import RecordEntry
+    from fastserial.formats.zip.directory import Directory, RecordEntry
     from fastserial.loading.reader import FastFileReader
 
-__all__ = ["DeviceRecords", "device_of"]
+__all__ = ["DeviceRecords", "places_of"]
 
-_BYTE_ORDER = "byteorder"
+_HOST = "cpu"  # the location that torch leaves as it is
 
 
-def device_of(map_location: Any, stock: Any) -> torch.device | None:
-    """Return the device that all storages go to as they are, None if that is not so, or not known.
+def places_of(
+    map_location: Any, stock: Any, fd: int, directory: Directory
+) -> dict[str, torch.device] | None:
+    """Return the devices that storages go to as they are, by the names of their records.
+
+    What is not among them stays on the host. None: all do, or only torch knows.
 
     Args:
         map_location: of `torch.load`.
         stock: torch's reader of the file.
+        fd: of the file.
+        directory: of the file.
     """
-    if not isinstance(map_location, str | torch.device):
+    found: dict[str, torch.device] | None = None
+    if isinstance(map_location, str | torch.device):
+        device = _device(str(map_location))
+        if device is not None:
+            found = {record.name: device for record in storage_records(directory)}
+    elif map_location is None or type(map_location) is dict:
+        found = _told_by_pickle(map_location or {}, fd, directory)
+    if found and _in_our_order(stock) and _only_torchs_own():
+        return found
+    return None
+
+
+def _told_by_pickle(
+    mapped: dict[Any, Any], fd: int, directory: Directory
+) -> dict[str, torch.device] | None:
+    """Return the devices that the file names, if it is worth while to read its pickle twice."""
+    pickle = directory.find(PICKLE)
+    nbytes = sum(record.size for record in directory.records)
+    if pickle is None or pickle.size * PICKLE_SHARE > nbytes:
         return None
     try:
-        device = torch.device(map_location)
+        table = storage_table(decode(record_stream(fd, pickle)).persistents)
+    except (FastserialError, OSError):  # torch will say what it is
+        return None
+    devices: dict[Any, torch.device | None] = {}
+    found: dict[str, torch.device] = {}
+    for key, entry in table.items():
+        location = mapped.get(entry.location, entry.location)
+        if location == _HOST:
+            continue
+        if location not in devices:
+            devices[location] = _device(location)
+        device = devices[location]
+        if device is None:
+            return None
+        found[f"data/{key}"] = device
+    return found
+
+
+def _device(location: Any) -> torch.device | None:
+    """Return the device that torch takes a location for, None if that is not clear."""
+    if type(location) is not str:
+        return None
+    try:
+        device = torch.device(location)
     except RuntimeError:  # torch will say so
         return None
-    if not devices.has_streams(device) or not _only_torchs_own():
+    if not has_streams(device):
         return None
     module: Any = getattr(torch, device.type)
     if not module.is_available():
         return None
-    if not stock.has_record(_BYTE_ORDER) or stock.get_record(_BYTE_ORDER) != sys.byteorder.encode():
-        return None  # torch may have to swap bytes, on the host
     index = module.current_device() if device.index is None else device.index
     return torch.device(device.type, index) if index < module.device_count() else None
+
+
+def _in_our_order(stock: Any) -> bool:
+    """Return whether no bytes need be swapped, which torch does on the host."""
+    name = "byteorder"
+    return bool(stock.has_record(name) and stock.get_record(name) == sys.byteorder.encode())
 
 
 def _only_torchs_own() -> bool:
@@ -67,7 +124,7 @@ class DeviceRecords:
         self,
         file: FastFileReader,
         records: Sequence[RecordEntry],
-        device: torch.device,
+        places: Mapping[str, torch.device],
         verify: bool,
     ) -> None:
         """Read stored, not empty records.
@@ -75,11 +132,11 @@ class DeviceRecords:
         Args:
             file: where from.
             records: what; their `data_offset` may be wrong (see `take`).
-            device: where to.
+            places: where to, by name; the others stay on the host.
             verify: check each record's CRC-32.
 
         Raises:
-            RuntimeError: the device has not enough memory.
+            RuntimeError: a device has not enough memory.
             CorruptCheckpointError: the file is damaged, or changed while it was read.
             OSError: it cannot be read.
         """
@@ -91,10 +148,17 @@ class DeviceRecords:
         self._ledger = CrcLedger([record.size for record in records], [None] * len(records))
         self._found: dict[str, tuple[RecordEntry, torch.UntypedStorage, BytesSink]] = {}
         make: Any = torch.UntypedStorage
+        host: list[tuple[int, int]] = []
         for record in records:
-            storage = cast("torch.UntypedStorage", make(record.size, device=device))
+            place = places.get(record.name)
+            if place is not None:
+                storage = cast("torch.UntypedStorage", make(record.size, device=place))
+            else:
+                storage = host_part(new_storage(record.size), 0, record.size)
+                host.append((storage.data_ptr(), record.size))
             head = BytesSink(record.data_offset - record.header_offset)
             self._found[record.name] = record, storage, head
+        HugePages().advise_all(host)
         file.attend([storage for _, storage, _ in self._found.values()])
         extents: list[ReadExtent] = []
         for record, storage, head in self._found.values():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fastserial.formats.zip.directory import RecordEntry
 
-__all__ = ["Arrivals", "AsItLies", "CopiedOut", "Scattered", "Unit", "is_header"]
+__all__ = ["Arrivals", "AsItLies", "CopiedOut", "Scattered", "Unit", "host_part", "is_header"]
 
 _ALIGNMENT = 64  # of torch's own memory (bytes)
 
@@ -181,7 +181,7 @@ class Scattered(Unit):
     def take(self, record: RecordEntry) -> torch.UntypedStorage | None:
         storage = self._storages.pop(record.name)
         return (
-            _part(storage, 0, record.size)
+            host_part(storage, 0, record.size)
             if is_header(self._heads.pop(record.name), record)
             else None
         )
@@ -252,8 +252,8 @@ class AsItLies(Unit):
         if at % _ALIGNMENT:  # a file with another alignment of storages than torch's
             copy = new_storage(record.size)
             ctypes.memmove(copy.data_ptr(), at, record.size)
-            return _part(copy, 0, record.size)
-        return _part(memory, at - memory.data_ptr(), record.size)
+            return host_part(copy, 0, record.size)
+        return host_part(memory, at - memory.data_ptr(), record.size)
 
 
 class CopiedOut(Unit):
@@ -285,7 +285,7 @@ class CopiedOut(Unit):
                 continue
             tell.see(record, 0, view[at : at + record.size])
             _memmove(storage.data_ptr(), address + at, record.size)
-            self._found[record.name] = _part(storage, 0, record.size)
+            self._found[record.name] = host_part(storage, 0, record.size)
         tell.note(self, self.length)
 
     def take(self, record: RecordEntry) -> torch.UntypedStorage | None:
@@ -305,6 +305,6 @@ def is_header(view: memoryview, record: RecordEntry) -> bool:
     )
 
 
-def _part(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.UntypedStorage:
+def host_part(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.UntypedStorage:
     """Return part of a storage: like what torch reads from a zip, it cannot be resized."""
     return cast("torch.UntypedStorage", storage[start : start + nbytes])

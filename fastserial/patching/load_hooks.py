@@ -20,7 +20,7 @@ import torch
 from fastserial.config.performance import FEW_BYTES, SHORT_LOAD
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource
-from fastserial.formats.zip.directory import RecordEntry
+from fastserial.formats.zip.directory import Directory, RecordEntry
 from fastserial.formats.zip.records import all_checksums, read_places, storage_records
 from fastserial.formats.zip.structs import MOST_INFLATED
 from fastserial.interrupts import open_file
@@ -114,38 +114,43 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     if source.size <= config.small_file or not records:
         load.fallback = "a small file" if records else "no storages"
     else:
-        _read_ahead(load, source, records, _device(load, stock, map_location))
+        places = _places(load, source, stock, directory, map_location)
+        _read_ahead(load, source, records, places)
     prefetch = load.prefetch if load.ours else None
     load.archive = FastZipReader(stock, source.name, limit, directory, prefetch, verify)
     load.phases["directory"] = perf_counter() - began
     return load.archive
 
 
-def _device(load: LoadSession, stock: Any, map_location: Any) -> torch.device | None:
-    """Return the device to read all storages to, None if they come to the host."""
-    if not isinstance(map_location, str | torch.device) or load.config.transfer == "cpu":
+def _places(
+    load: LoadSession, source: FileSource, stock: Any, directory: Directory, map_location: Any
+) -> dict[str, torch.device] | None:
+    """Return the devices that storages are to be read to, None if they come to the host."""
+    if load.config.transfer == "cpu" or map_location == "cpu" or not _has_devices():
         return None
-    if str(map_location) == "cpu":
-        return None
-    from fastserial.loading.device_records import device_of  # not without a device
+    from fastserial.loading.device_records import places_of  # not without a device
 
-    return device_of(map_location, stock)
+    return places_of(map_location, stock, source.fd, directory)
+
+
+def _has_devices() -> bool:
+    return torch.accelerator.is_available()
 
 
 def _read_ahead(
     load: LoadSession,
     source: FileSource,
     records: Sequence[RecordEntry],
-    device: torch.device | None,
+    places: dict[str, torch.device] | None,
 ) -> None:
     """Start reading the records; if that cannot be, torch's reader gives all of them."""
     verify = load.config.verify_on_load
     try:
-        reader = load.open_reader(source, 0 if device is not None else source.size)
-        if device is not None:
+        reader = load.open_reader(source, source.size if places is None else 0)
+        if places is not None:
             from fastserial.loading.device_records import DeviceRecords
 
-            load.prefetch, load.ours = DeviceRecords(reader, records, device, verify), True
+            load.prefetch, load.ours = DeviceRecords(reader, records, places, verify), True
             return
         load.prefetch = prefetch = Prefetch(reader, records, verify)
         load.ours = prefetch.start(load)

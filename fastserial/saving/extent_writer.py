@@ -15,11 +15,12 @@ from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.files.compression import Compression, compression_of
-from fastserial.formats.extents import Extent
+from fastserial.formats.extents import Data, Extent
+from fastserial.memory.storages import StorageMemory
 from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.block_writer import BlockWriter
 from fastserial.saving.buffered import write_buffered
-from fastserial.saving.fill import Part, device_memory
+from fastserial.saving.fill import Part
 from fastserial.saving.statistics import TransferTally
 
 __all__ = ["ExtentWriter"]
@@ -125,7 +126,11 @@ class ExtentWriter:
             Part(base + extent.offset, extent.source, extent.start, extent.length, ledger)
             for extent in extents
         ]
-        places = {memory.device for part in parts if (memory := device_memory(part)) is not None}
+        places = {
+            part.source.memory.device
+            for part in parts
+            if type(part.source) is Data and type(part.source.memory) is StorageMemory
+        }
         nbytes = sum([part.length for part in parts])
         self._nbytes += nbytes
         config, blocks = self._config, self._blocks

@@ -28,7 +28,7 @@ from fastserial.formats.extents import (
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, StorageMemory, memmove
 
-__all__ = ["Part", "device_memory", "fetches", "fill", "staged"]
+__all__ = ["Part", "fetches", "fill", "staged"]
 
 _CRC = struct.Struct("<I")
 
@@ -49,21 +49,13 @@ class Part(NamedTuple):
     ledger: CrcLedger | None
 
 
-def device_memory(part: Part) -> StorageMemory | None:
-    """Return the memory on a device that a part comes from, None if it does not."""
-    source = part.source
-    if isinstance(source, Data) and isinstance(source.memory, StorageMemory):
-        return source.memory
-    return None
-
-
 def fetches(parts: Sequence[Part]) -> Iterator[tuple[int, StorageMemory, int, int]]:
     """Yield what `fill` puts where from devices, as `memory.ring.Fetch` has it."""
     at = 0
     for part in parts:
-        memory = device_memory(part)
-        if memory is not None:
-            yield at, memory, part.start, part.length
+        source = part.source
+        if isinstance(source, Data) and isinstance(source.memory, StorageMemory):
+            yield at, source.memory, part.start, part.length
         at += part.length
 
 

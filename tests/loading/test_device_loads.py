@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ from support.corpus import noise
 from support.damage import flip
 from support.devices import FakeDevice, Fault, plugged_in
 from support.identity import stock
+from support.loading import attempt
 
 import fastserial
 from fastserial import CorruptCheckpointError, LoadReport
 from fastserial.checkpoints import tensor_read
+from fastserial.formats.zip.directory import read_directory
 from fastserial.loading import device_records, legacy_storages, reader, sinks
 from fastserial.memory.buffers import Buffer
 from fastserial.memory.ring import Ring, pinned_store
@@ -29,28 +32,31 @@ CASES = {
     "verified": {"verify_on_load": True},
     "one": {"queue_depth": 1, "threads": 1},
 }
+HERE = torch.device("cpu")  # what the device goes by
+ON_HOST = 30_000  # bytes of the storage that is not on it
 Plug = Callable[[int], FakeDevice]
 
 
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
-    """Make the device of a load: what `map_location="cpu"` names is on it."""
+    """Make the device of a load: all is on it, but for one storage."""
     device = plugged_in(monkeypatch, FakeDevice())
     for module in (legacy_storages, reader, sinks, tensor_read):
-        monkeypatch.setattr(module, "is_on_host", lambda storage: False)
+        monkeypatch.setattr(module, "is_on_host", lambda storage: storage.nbytes() == ON_HOST)
     monkeypatch.setattr(legacy_storages, "has_streams", lambda place: True)
     # nothing of the host's comes for free: a real device's caller is waited for
     monkeypatch.setattr(reader, "synchronize", lambda found: device.finish())
     monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        load_hooks, "_device", lambda load, stock, place: device_records.device_of(place, stock)
-    )
+    monkeypatch.setattr(load_hooks, "_has_devices", lambda: True)
+    monkeypatch.setattr(device_records, "has_streams", lambda place: True)
+    monkeypatch.setattr(device_records, "_HOST", "host")
+    monkeypatch.setattr(device_records, "PICKLE_SHARE", 1)
     yield lambda seed: device.renew(seed, haste=(seed % 10) / 10)
     fastserial.uninstall()
 
 
 def state() -> dict[str, torch.Tensor]:
-    sizes = {"large": 600_000, "small": 1_000, "other": 30_000, "empty": 0, "block": 16384 // 4}
+    sizes = {"large": 600_000, "small": 1_000, "other": ON_HOST, "empty": 0, "block": 16384 // 4}
     values = {name: noise(size) for name, size in sizes.items()}
     return {**values, "view": values["large"][5:50], "byte": torch.arange(7, dtype=torch.uint8)}
 
@@ -82,7 +88,7 @@ def test_values(files: dict[bool, Path], plug: Plug, zipped: bool, case: str) ->
     fastserial.install(**SMALL | CASES[case])
     for seed in range(5):
         device = plug(seed)
-        assert same(torch.load(files[zipped], map_location="cpu"), wanted)
+        assert same(torch.load(files[zipped], map_location=HERE), wanted)
         assert device.faults == []
         assert device.copies >= 5
         assert not any(stream.steps for stream in device._streams)
@@ -123,7 +129,7 @@ def test_schedules_would_show_it(
     monkeypatch.setattr(Ring, "arrive", arrive)
     device = plug(0)  # which is in no haste
     fastserial.install(**SMALL)
-    loaded = torch.load(files[False], map_location="cpu")
+    loaded = torch.load(files[False], map_location=HERE)
     assert not same(loaded, wanted)
     with pytest.raises(Fault):
         device.finish()
@@ -140,12 +146,12 @@ def test_damage(tmp_path: Path, files: dict[bool, Path], plug: Plug, zipped: boo
         damaged.write_bytes(raw)
         flip(damaged, len(raw) // 2)
         with pytest.raises(CorruptCheckpointError, match="CRC-32"):
-            torch.load(damaged, map_location="cpu")
+            torch.load(damaged, map_location=HERE)
     damaged.write_bytes(raw[: len(raw) // 2])
     with pytest.raises(Exception, match=r".") as ours:
-        torch.load(damaged, map_location="cpu")
+        torch.load(damaged, map_location=HERE)
     with stock(), pytest.raises(Exception, match=r".") as theirs:
-        torch.load(damaged, map_location="cpu")
+        torch.load(damaged, map_location=HERE)
     assert type(ours.value) is type(theirs.value)
 
 
@@ -155,7 +161,7 @@ def test_memory_is_kept_between_loads(files: dict[bool, Path], plug: Plug) -> No
     fastserial.install(**SMALL)
     held = set()
     for _ in range(3):
-        torch.load(files[True], map_location="cpu")
+        torch.load(files[True], map_location=HERE)
         held.add(pinned_store.held)
     assert len(held) == 1
     assert fastserial.free_pinned() == held.pop()
@@ -170,7 +176,7 @@ def test_words(files: dict[bool, Path], plug: Plug, zipped: bool, word: str, tak
     wanted = torch.load(files[zipped])
     device = plug(1)
     fastserial.install(**SMALL, transfer=word)
-    assert same(torch.load(files[zipped], map_location="cpu"), wanted)
+    assert same(torch.load(files[zipped], map_location=HERE), wanted)
     assert report().transfer == taken
     assert bool(device.copies) == (taken != "cpu_gpu")
     if taken == "cpu_cached_gpu":
@@ -184,40 +190,89 @@ def test_a_device_without_room(
     wanted = torch.load(files[True])
     plug(1)
     torch_like = types.SimpleNamespace(
-        UntypedStorage=lambda nbytes, device: (_ for _ in ()).throw(RuntimeError("no room"))
+        UntypedStorage=lambda nbytes, device: (_ for _ in ()).throw(RuntimeError("no room")),
+        **{name: getattr(torch, name) for name in ("cpu", "device", "serialization")},
     )
     monkeypatch.setattr(device_records, "torch", torch_like)
-    monkeypatch.setattr(device_records, "device_of", lambda place, stock: torch.device("cpu"))
     fastserial.install(**SMALL)
-    assert same(torch.load(files[True], map_location="cpu"), wanted)
+    assert same(torch.load(files[True], map_location=HERE), wanted)
     assert (report().engine, report().fallback) == ("torch", "no room")
 
 
 # --- which device -------------------------------------------------------------------------------
 
 
-def order(there: bool = True, text: bytes = b"little") -> Any:
-    return types.SimpleNamespace(has_record=lambda name: there, get_record=lambda name: text)
+@pytest.mark.parametrize("place", [None, {"cpu": "cpu"}, {"cuda:7": "cpu"}, "cpu:0", HERE])
+def test_places(files: dict[bool, Path], plug: Plug, place: Any) -> None:
+    """Where the file says, a dictionary, or the caller."""
+
+    def outcome() -> tuple[Any, ...]:
+        value, _, *others = attempt(lambda: torch.load(files[True], map_location=place)).seen()
+        return value, *others  # but for what may be resized: on a device, all of it may
+
+    with stock():
+        wanted = outcome()
+    device = plug(1)
+    fastserial.install(**SMALL)
+    assert outcome() == wanted
+    assert bool(device.copies) or place == "cpu:0"  # which torch does not know
 
 
-def test_device_of(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    device_of = device_records.device_of
-    cpu = torch.device("cpu", 0)
-    assert device_of("cpu", order()) == device_of(torch.device("cpu"), order()) == cpu
-    assert device_of("cpu:0", order()) == cpu
-    for unknown in (None, {"cuda:0": "cpu"}, lambda storage, place: storage, b"cpu", "no device"):
-        assert device_of(unknown, order()) is None
-    assert device_of("cpu", order(there=False)) is None  # who knows the order of its bytes
-    assert device_of("cpu", order(text=b"big")) is None  # torch swaps them on the host
-    monkeypatch.setattr(torch.cpu, "is_available", lambda: False)
-    assert device_of("cpu", order()) is None
-    monkeypatch.undo()
-    assert device_of("cpu", order()) is None  # has no streams
+@pytest.mark.parametrize("place", ["cpu", b"cpu", lambda storage, place: storage, {"cpu": b"cpu"}])
+def test_places_that_only_torch_knows(files: dict[bool, Path], plug: Plug, place: Any) -> None:
+    with stock():
+        wanted = attempt(lambda: torch.load(files[True], map_location=place)).seen()
+    device = plug(1)
+    fastserial.install(**SMALL)
+    assert attempt(lambda: torch.load(files[True], map_location=place)).seen() == wanted
+    assert not device.copies
 
 
-def test_ways_of_others_are_left_alone(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+def places_of(place: Any, path: Path, text: bytes | None = None) -> Any:
+    known = sys.byteorder.encode() if text is None else text
+    reader = types.SimpleNamespace(
+        has_record=lambda name: bool(known), get_record=lambda name: known
+    )
+    with path.open("rb") as file:
+        directory = read_directory(file.fileno(), path.stat().st_size)
+        return device_records.places_of(place, reader, file.fileno(), directory)
+
+
+def test_each_storage_by_itself(
+    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = {1000: "cpu", 2000: "cuda:1", 3000: "cuda:0"}
+    with monkeypatch.context() as patch, stock():
+        patch.setattr(torch.serialization, "location_tag", lambda found: tags[found.nbytes()])
+        torch.save([noise(size) for size in tags], tmp_path / "a.pt")
+    monkeypatch.setattr(device_records, "_HOST", "cpu")
+    known = {"cuda:0": torch.device("cuda:0"), "cuda:1": torch.device("cuda:1")}
+    monkeypatch.setattr(device_records, "_device", known.get)
+    found = {"data/1": known["cuda:1"], "data/2": known["cuda:0"]}
+    assert places_of(None, tmp_path / "a.pt") == found
+    assert places_of({"cuda:1": "cpu"}, tmp_path / "a.pt") == {"data/2": known["cuda:0"]}
+    everything = dict.fromkeys(("cuda:0", "cuda:1"), "cpu")
+    assert places_of(everything, tmp_path / "a.pt") is None  # all on the host
+    assert places_of({"cuda:1": "cuda:9"}, tmp_path / "a.pt") is None  # torch will complain
+    monkeypatch.setattr(device_records, "PICKLE_SHARE", 10**6)
+    assert places_of(None, tmp_path / "a.pt") is None  # not worth while
+
+
+def test_who_is_asked(files: dict[bool, Path], plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device is touched that is not there, and no way of others is taken over."""
+    path = files[True]
+    assert set(places_of(HERE, path).values()) == {torch.device("cpu", 0)}
+    assert places_of(HERE, path, b"") is None  # who knows the order of its bytes
+    assert places_of(HERE, path, b"big") is None  # torch swaps them on the host
+    assert places_of("no device", path) is None
+    for name, value in (("is_available", False), ("device_count", 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cpu, name, lambda value=value: value)
+            assert places_of(HERE, path) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(device_records, "has_streams", lambda place: False)
+        assert places_of(HERE, path) is None
     registry = list(torch.serialization._package_registry)
     monkeypatch.setattr(torch.serialization, "_package_registry", registry)
-    assert device_records.device_of("cpu", order()) is not None
     torch.serialization.register_package(5, lambda storage: None, lambda storage, place: None)
-    assert device_records.device_of("cpu", order()) is None
+    assert places_of(HERE, path) is None
