@@ -78,6 +78,7 @@ class NewFile:
         """
         self._needed = nbytes
         if isinstance(self._file, Replacement):
+            self._file.begin()
             self._reserve()
             directory = os.path.dirname(os.path.abspath(self._file.target.path))
             path = os.path.join(directory, self._file.named or "")

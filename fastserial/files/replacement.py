@@ -147,7 +147,6 @@ class Replacement:
         self._replaced: Descriptors | None = None
         self._directory = -1
         directory, self._base = os.path.split(target.path)
-        wait_until_free()
         flags = os.O_RDONLY | os.O_DIRECTORY
         try:
             self._directory = self._files.open(directory or os.curdir, flags)
@@ -291,7 +290,8 @@ class Replacement:
         return "no file was made" if self.target.mode is None else "the previous file is intact"
 
     def begin(self) -> None:
-        """Do nothing: the file is new."""
+        """Wait for the space of files that were replaced before: now it may be needed."""
+        wait_until_free()
 
     @trace.traced("fsync")
     def sync(self) -> None:

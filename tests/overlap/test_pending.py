@@ -20,6 +20,7 @@ from support.beside import Gate
 from support.identity import stock
 
 import fastserial
+from fastserial.files import replacement
 from fastserial.overlap import asynchronous
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -115,6 +116,18 @@ def test_saves_to_one_target_come_in_order(tmp_path: Path, gate: Gate) -> None:
         fastserial.save_async([number, torch.full((70_000,), number)], path)
     fastserial.wait_all()
     assert torch.load(path)[0] == 19
+
+
+def test_the_call_does_not_wait_for_the_space_of_an_old_file(tmp_path: Path, state: Any) -> None:
+    go = threading.Event()
+    replacement._freeing_threads.start(go.wait, 60)  # as a large file that is replaced
+    with fastserial.options(small_file=0):
+        saving = fastserial.save_async(state, tmp_path / "state.pt")
+        assert not go.is_set()
+        with pytest.raises(TimeoutError):
+            saving.wait(0.05)
+        go.set()
+        saving.wait(60)
 
 
 def test_few_are_under_way(tmp_path: Path, state: Any, gate: Gate) -> None:

@@ -1,6 +1,6 @@
 """Checkpointer in a job of several ranks: one file a step, and the same decisions on all.
 
-`FASTSERIAL_DISTRIBUTED=full` kills 120 times.
+`FASTSERIAL_DISTRIBUTED=full` kills 100 times.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Killed:
 @pytest.mark.parametrize(("kind", "count"), PAIRS if FULL else PAIRS[:1])
 def test_kill(tmp_path: Path, shared: Path, kind: str, count: int) -> None:
     job = Killed(tmp_path, kind, count, shared, count)
-    for _ in range(30 if FULL else 1):
+    for _ in range({2: 30, 4: 20}[count] if FULL else 1):
         job.again()
     print(f"{kind}, {count} ranks: {job.kills} kills, {job.hits} with a checkpoint under way")
     assert job.hits or not FULL, "the kills missed the saves"

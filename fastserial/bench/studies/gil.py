@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = ["GilBench", "GilLine", "GilResult", "run_gil"]
 
 _HEADROOM = 256 << 20
 _NOTED = 0.0005  # seconds: shorter ones are no matter
+_ACCOUNT = "/proc/thread-self/schedstat"  # the kernel's, of the calling thread
 _LOOK = 500  # turns of the spinning thread between two looks at the kernel's account
 
 
@@ -102,7 +104,7 @@ def run_gil(bench: GilBench, say: Callable[[str], None] = lambda text: None) -> 
             name,
             Spread.of(run.seconds for run in runs),
             Spread.of(run.longest for run in runs),
-            Spread.of(run.held for run in runs) if _schedstat() is not None else None,
+            Spread.of(run.held for run in runs) if os.path.exists(_ACCOUNT) else None,
             Spread.of(run.still / run.seconds for run in runs),
         )
         for name, runs in found.items()
@@ -130,21 +132,11 @@ class _Spun(NamedTuple):
     still: float
 
 
-def _schedstat() -> BinaryIO | None:
-    """Open the kernel's account of the calling thread; None where it keeps none."""
-    try:
-        return open("/proc/thread-self/schedstat", "rb", buffering=0)
-    except OSError:
-        return None
-
-
-def _without_cpu(account: BinaryIO | None) -> Callable[[], float]:
+def _without_cpu(account: BinaryIO) -> Callable[[], float]:
     """Return what tells for how many seconds a thread was ready to run and had no CPU.
 
     It keeps the interpreter's lock: giving it up is what is measured.
     """
-    if account is None:
-        return lambda: 0.0
     fd, text = account.fileno(), ctypes.create_string_buffer(128)
     read = ctypes.PyDLL(None).pread
     read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
@@ -169,9 +161,19 @@ def _spin(save: Callable[[Path], object], path: Path) -> _Spun:
             ended.append(perf_counter())
 
     thread = threading.Thread(target=run)
+    try:
+        with open(_ACCOUNT, "rb", buffering=0) as account:
+            spun = _turn(thread, ended, _without_cpu(account))
+    except FileNotFoundError:
+        spun = _turn(thread, ended, lambda: 0.0)
+    if errors:
+        raise errors[0]
+    return spun
+
+
+def _turn(thread: threading.Thread, ended: list[float], without_cpu: Callable[[], float]) -> _Spun:
+    """Start a thread, and note how long this one stands still until the other has ended."""
     longest = held = still = 0.0
-    account = _schedstat()
-    without_cpu = _without_cpu(account)
     turns, before = 0, without_cpu()
     began = last = perf_counter()
     thread.start()
@@ -187,8 +189,4 @@ def _spin(save: Callable[[Path], object], path: Path) -> _Spun:
             before = without_cpu()
         last = now
     thread.join()
-    if account is not None:
-        account.close()
-    if errors:
-        raise errors[0]
     return _Spun(ended[0] - began, longest, held, still)
