@@ -116,7 +116,8 @@ class Summary:
         return asdict(self)
 
     def __str__(self) -> str:
-        state = "installed" if self.installed else f"not installed: {self.reason}"
+        stock = f"torch.save and torch.load are stock: {self.reason}"
+        state = "installed" if self.installed else stock
         lines = [f"fastserial{_rank()}: {state}"]
         for name, one in (("saves", self.saves), ("loads", self.loads)):
             lines.append(_line(name, one))

@@ -38,6 +38,15 @@ def test_nothing_yet() -> None:
     assert str(found).splitlines()[1:] == ["  saves: 0", "  loads: 0"]
 
 
+def test_a_save_without_install(tmp_path: Path) -> None:
+    """It counts, and what is said of torch does not deny it."""
+    fastserial.uninstall()
+    fastserial.save_async(SMALL, tmp_path / "a.pt").wait()
+    found = fastserial.summary()
+    assert found.saves.count == 1
+    assert "torch.save and torch.load are stock: " in str(found).splitlines()[0]
+
+
 def test_each_counts_once(tmp_path: Path) -> None:
     for name in "ab":
         torch.save(LARGE, tmp_path / name)
