@@ -32,6 +32,7 @@ RELEASE_TESTS = [
     "tests/checkpoints/test_load_into.py",
     "tests/checkpoints/test_open.py",
     "tests/loading/test_prefetch.py",
+    "tests/loading/test_unpickler.py",
     "tests/compat",
 ]
 
