@@ -24,6 +24,7 @@ from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.safetensors import read_header
 from fastserial.formats.storages import contiguous_stride
 from fastserial.formats.zip.records import PICKLE, read_places
+from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import new_storage
 from fastserial.patching.install import get_original
 
@@ -124,7 +125,7 @@ def _map_zip(
         value = load(
             reader,
             "cpu",
-            _weights_only_unpickler,
+            unpickler_module(_weights_only_unpickler),
             overall_storage=_Slices(whole),
             encoding="utf-8",
             **more,

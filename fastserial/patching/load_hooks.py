@@ -27,9 +27,10 @@ from fastserial.interrupts import open_file
 from fastserial.loading.legacy_storages import read_storages
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.session import LoadSession, current_session
+from fastserial.loading.unpickler import unpickler_module
 from fastserial.loading.zip_reader import FastZipReader
 
-__all__ = ["load_legacy_storages", "open_source", "zip_reader"]
+__all__ = ["load_legacy_storages", "open_source", "unpickler_module", "zip_reader"]
 
 _log = logging.getLogger("fastserial")
 

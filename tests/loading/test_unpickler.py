@@ -1,0 +1,253 @@
+"""torch's weights-only unpickler and ours: the same objects, the same refusals."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import re
+import struct
+import tracemalloc
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from support.identity import digest
+from torch import _weights_only_unpickler as torchs
+from torch import nn
+
+from fastserial.formats.pickles.plain import imported_names
+from fastserial.loading.unpickler import WeightsOnlyUnpickler, unpickler_module
+
+PLAIN = {
+    "tensors": lambda: {f"layer.{i}": torch.arange(i, i + 6.0).view(2, 3) for i in range(9)},
+    "module": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict(),
+    "parameter": lambda: [nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True)],
+    "tied": lambda: (lambda t: {"a": t, "b": t, "c": t[1:]})(torch.arange(8.0)),
+    "numbers": lambda: {"i": [0, 255, 65_536, -1, 1 << 70, -(1 << 300)], "f": (1.5, float("inf")),
+                        "n": None, "b": [True, False], 3: {"": []}},
+    "strings": lambda: ["ü" * 300, "\ud800", "x" * 70_000],
+    "dtypes": lambda: [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu")],
+    "many": lambda: {i: (i, str(i), [i]) for i in range(2_000)},
+    "halves": lambda: [torch.ones(3, dtype=d) for d in (torch.half, torch.bfloat16, torch.bool)],
+}  # fmt: skip
+
+
+class _Saved:
+    """The pickle of an archive, and how torch makes its storages."""
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        reader = torch._C.PyTorchFileReader(file)
+        self.data = reader.get_record("data.pkl")
+        self.records = {
+            name: reader.get_record(f"data/{name}")
+            for name in (r.partition("/")[2] for r in reader.get_all_records() if "data/" in r)
+            if name.isdigit()
+        }
+
+    def load(self, kind: Any, data: bytes | None = None) -> Any:
+        unpickler = kind(io.BytesIO(self.data if data is None else data), encoding="utf-8")
+        storages: dict[str, Any] = {}
+
+        def load_storage(pid: Any) -> Any:
+            storage_type, key = pid[1], pid[2]
+            if key not in storages:
+                untyped = torch.UntypedStorage(list(self.records[key]))
+                storages[key] = torch.storage.TypedStorage(
+                    wrap_storage=untyped,
+                    dtype=getattr(storage_type, "dtype", torch.uint8),
+                    _internal=True,
+                )
+            return storages[key]
+
+        unpickler.persistent_load = load_storage
+        return unpickler.load()
+
+
+@pytest.fixture
+def without_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> Any:
+        raise AssertionError("torch's own unpickler was asked")
+
+    monkeypatch.setattr(torchs.Unpickler, "load", refuse)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_pickles_are_read_in_c(name: str, without_torchs: None) -> None:
+    value = PLAIN[name]()
+    saved = _Saved(value)
+    assert digest(saved.load(WeightsOnlyUnpickler)) == digest(value)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_it_gives_what_torch_gives(name: str) -> None:
+    saved = _Saved(PLAIN[name]())
+    ours, torch_s = saved.load(WeightsOnlyUnpickler), saved.load(torchs.Unpickler)
+    assert type(ours) is type(torch_s)
+    assert digest(ours) == digest(torch_s)
+    if isinstance(ours, OrderedDict):
+        assert vars(ours) == vars(torch_s)
+        assert "_metadata" in vars(ours)
+
+
+def test_many_puts(without_torchs: None) -> None:
+    value = [(i, [i]) for i in range(40_000)]
+    assert _Saved(value).load(WeightsOnlyUnpickler) == value
+
+
+def test_only_the_weights_only_module_is_replaced() -> None:
+    assert unpickler_module(pickle) is pickle
+    assert unpickler_module(torchs).Unpickler is WeightsOnlyUnpickler
+    assert unpickler_module(torchs).UnpicklingError is pickle.UnpicklingError
+
+
+def _form(value: Any, seen: tuple[int, ...] = ()) -> Any:
+    """All but what is in tensors: a mutant's may be larger than what was saved of them."""
+    if id(value) in seen:
+        return "itself"
+    seen = (*seen, id(value))
+    if isinstance(value, torch.Tensor):
+        place = value.shape, value.stride(), value.storage_offset()
+        return type(value), value.dtype, *place, value.requires_grad
+    if isinstance(value, dict):
+        items = [(_form(key, seen), _form(item, seen)) for key, item in value.items()]
+        return type(value), items, sorted(getattr(value, "__dict__", ()), key=str)
+    if isinstance(value, list | tuple):
+        return type(value), [_form(item, seen) for item in value]
+    if isinstance(value, str | int | float):
+        return type(value), str(value)
+    return "callable" if callable(value) else type(value)  # ours has a name of its own
+
+
+def _outcome(saved: _Saved, kind: Any, data: bytes) -> tuple[Any, ...]:
+    try:
+        return "loaded", _form(saved.load(kind, data))
+    except (Exception, RecursionError) as error:
+        return "refused", type(error), re.sub("0x[0-9a-f]+", "0x", str(error))
+
+
+HOSTILE = {
+    "system": b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.",
+    "eval": b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.",
+    "getattr": b"\x80\x02cbuiltins\ngetattr\n.",
+    "unknown module": b"\x80\x02cno.such\nthing\n)R.",
+    "unknown opcode": b"\x80\x02}\x95.",
+    "protocol 4": pickle.dumps([1, 2], 4),
+    "protocol 0": pickle.dumps([1, 2], 0),
+    "empty": b"",
+    "cut short": b"\x80\x02}q",
+    "no end": b"\x80\x02}q\x00",
+    "cut in a string": b"\x80\x02X\xff\xff\xff\xffabc",
+    "cut in a name": b"\x80\x02ctorch\nFloat",
+    "cut in a long": b"\x80\x02\x8a\x09\x01.",
+    "a get of nothing": b"\x80\x02h\x07.",
+    "a call of a string": b"\x80\x02X\x01\x00\x00\x00a)R.",
+    "a call of a dtype": b"\x80\x02ctorch\nfloat32\n)R.",
+    "an item of a tuple": b"\x80\x02)K\x01K\x02s.",
+    "an append to a dict": b"\x80\x02}K\x01a.",
+    "an unhashable key": b"\x80\x02}]K\x01s.",
+    "a number as persistent id": b"\x80\x02K\x01Q.",
+    "an empty persistent id": b"\x80\x02)Q.",
+    "another persistent id": b"\x80\x02X\x06\x00\x00\x00module\x85Q.",
+    "a function's attribute": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}K\x02K\x01sb.",
+    "a type's attribute": b"\x80\x02ccollections\nOrderedDict\nN}X\x01\x00\x00\x00aK\x01s\x86b.",
+    "a mark too many": b"\x80\x02((.",
+    "a pop too many": b"\x80\x02t.",
+    "not utf-8": b"\x80\x02X\x01\x00\x00\x00\xff.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_torch_refuses_is_refused_in_its_words(name: str) -> None:
+    saved, data = _Saved({}), HOSTILE[name]
+    theirs = _outcome(saved, torchs.Unpickler, data)
+    assert _outcome(saved, WeightsOnlyUnpickler, data) == theirs
+    assert theirs[0] == "refused"
+
+
+def test_nothing_stays_on_what_all_loads_share() -> None:
+    change = b"}X\x06\x00\x00\x00_dtypeK\x01s"
+    for name in (b"torch\nFloatStorage", b"torch._utils\n_rebuild_tensor_v2"):
+        for build in (change + b"b.", b"N" + change + b"\x86b."):
+            data = b"\x80\x02c" + name + b"\n" + build
+            assert imported_names(data)
+            _outcome(_Saved({}), WeightsOnlyUnpickler, data)
+    assert not vars(torch._utils._rebuild_tensor_v2)
+    assert torchs._get_allowed_globals()["torch.FloatStorage"].dtype is torch.float32
+
+
+def test_a_far_put_takes_no_memory() -> None:
+    data = b"\x80\x02}r" + struct.pack("<I", 1 << 27) + b"."
+    assert imported_names(data) is None
+    tracemalloc.start()
+    with pytest.raises(pickle.UnpicklingError):
+        WeightsOnlyUnpickler(io.BytesIO(data[:-1] + b"\x95.")).load()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_an_error_of_a_storage_is_passed_on_and_not_tried_again() -> None:
+    saved = _Saved({"a": torch.ones(3), "b": torch.ones(4)})
+    asked = []
+
+    def fail(pid: Any) -> Any:
+        asked.append(pid[2])
+        raise OSError(5, "no such luck")
+
+    for kind in (WeightsOnlyUnpickler, torchs.Unpickler):
+        unpickler = kind(io.BytesIO(saved.data), encoding="utf-8")
+        unpickler.persistent_load = fail
+        with pytest.raises(OSError, match="no such luck"):
+            unpickler.load()
+    assert asked == ["0", "0"]
+
+
+def test_an_interrupt_is_passed_on() -> None:
+    unpickler = WeightsOnlyUnpickler(io.BytesIO(_Saved([torch.ones(3)]).data), encoding="utf-8")
+
+    def interrupt(pid: Any) -> Any:
+        raise KeyboardInterrupt
+
+    unpickler.persistent_load = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        unpickler.load()
+
+
+def _mutations(data: bytes, seed: int, count: int) -> Any:
+    chance = random.Random(seed)
+    opcodes = b"(t\x85\x86\x87)]}N\x88\x89aesuRbQqhKMJGXjrc\x8a.\x81o\x93i0"
+    for _ in range(count):
+        mutant = bytearray(data)
+        for _ in range(chance.choice((1, 1, 2, 5))):
+            at = chance.randrange(2, len(mutant))
+            kind = chance.random()
+            if kind < 0.4:
+                mutant[at] = chance.choice(opcodes)
+            elif kind < 0.6:
+                mutant[at] = chance.randrange(256)
+            elif kind < 0.8:
+                mutant[at:at] = bytes([chance.choice(opcodes)])
+            else:
+                del mutant[at : at + chance.randrange(1, 9)]
+        yield bytes(mutant)
+
+
+@pytest.mark.parametrize("name", ["tensors", "module", "parameter", "tied", "numbers", "dtypes"])
+def test_mutated_pickles_load_as_with_torch(name: str) -> None:
+    saved, plain, loaded = _Saved(PLAIN[name]()), 0, 0
+    for mutant in _mutations(saved.data, 14, 400):
+        plain += imported_names(mutant) is not None
+        theirs = _outcome(saved, torchs.Unpickler, mutant)
+        ours = _outcome(saved, WeightsOnlyUnpickler, mutant)
+        loaded += theirs[0] == "loaded"
+        if ours != theirs:
+            # torch refuses items of what is no dict
+            assert ours[0] == "loaded", mutant
+            assert "Can only" in theirs[2], (mutant, theirs)
+    assert plain > 40  # or nothing was tested
+    assert loaded > 10
