@@ -372,6 +372,8 @@ class Saving:
             queue_depth=config.queue_depth,
             threads=config.threads,
             phases=self._reports[0].phases if self._reports else mine.phases,
+            transfer=out.transfer.word,
+            transfer_why=out.transfer.why,
             ranks=self._reports,
         )
 

@@ -84,9 +84,10 @@ def unpin() -> None:
     """Give pinned memory that no tensor uses back to the system; torch would keep it."""
     import torch
 
-    if not torch.accelerator.is_available():
+    accelerator: Any = getattr(torch, "accelerator", None)
+    if accelerator is None or not accelerator.is_available():
         return
-    empty: Any = getattr(torch.accelerator, "empty_host_cache", None)
+    empty: Any = getattr(accelerator, "empty_host_cache", None)
     empty = empty or getattr(torch._C, "_host_emptyCache", None)  # in older releases
     if empty is not None:
         empty()

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastserial.config.performance import PAGE, PINNED_MOST, PINNED_RING
 from fastserial.interrupts import finish
@@ -39,7 +39,9 @@ class Ring(BufferPool):
         before = -pinned.address % PAGE
         count = min(count, (pinned.nbytes - before) // nbytes)
         address = pinned.address + before
-        view = memoryview((ctypes.c_char * (count * nbytes)).from_address(address)).cast("B")
+        anchor: Any = (ctypes.c_char * (count * nbytes)).from_address(address)
+        anchor.owner = pinned  # a block that is still written keeps its memory, closed or not
+        view = memoryview(anchor).cast("B")
         self._pinned: Pinned | None = pinned
         self._base = pinned.address
         self._streams: dict[torch.device, CopyStream] = {}

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from fastserial.config import Config
+from fastserial.config import Config, current
 from fastserial.config.performance import PINNED_RING
 from fastserial.memory import devices
 from fastserial.memory.ring import Ring, pinned_store
+from fastserial.memory.storages import StorageMemory, memmove
 from fastserial.reports import Transfer
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["missing", "open_ring", "wanted"]
+    from fastserial.memory.buffers import Buffer
+
+__all__ = ["copy_to_host", "missing", "open_ring", "wanted"]
 
 _log = logging.getLogger("fastserial")
 _CUFILE = ("gds", "gpu_async", "gpu_batch")
+_THROUGH_RING = 1024 * 1024  # bytes; a copy of less is over before a ring is set up
 _NO_CUFILE = "fastserial has no engine for cuFile yet"
 _warned: set[str] = set()
 
@@ -79,6 +84,40 @@ def open_ring(
             why = "other saves or loads use the pinned memory"
     _log.debug("device tensors go through the host, one copy after the other: %s", why)
     return None, Transfer("cpu_gpu", why)
+
+
+def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -> None:
+    """Copy bytes [start, start + length) of a device's memory to any host memory.
+
+    What is large goes through a ring: the host copies on what has come, while the rest is on its
+    way.
+
+    Raises:
+        StorageChangedError: the storage was resized.
+    """
+    config = current()
+    ring = open_ring(config, {memory.device})[0] if length >= _THROUGH_RING else None
+    if ring is None:
+        memory.copy_to(address, start, length)
+        return
+    size = config.block_size
+    under_way: deque[tuple[Buffer, int]] = deque()
+    at = 0
+    try:
+        while at < length or under_way:
+            if at < length and ring.free:
+                buffer = ring.take()
+                ring.fetch(buffer, [(0, memory, start + at, min(size, length - at))])
+                under_way.append((buffer, at))
+                at += size
+                continue
+            buffer, done = under_way.popleft()
+            ring.arrive(buffer)
+            memmove(address + done, buffer.address, min(size, length - done))
+            ring.give(buffer)
+        memory.check()
+    finally:
+        ring.close()
 
 
 def _objection(places: Collection[torch.device], any_memory: bool, count: int) -> str | None:

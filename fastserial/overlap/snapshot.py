@@ -23,8 +23,10 @@ from fastserial.memory.storages import (
     Memory,
     StorageMemory,
     StorageOnHost,
+    is_on_host,
     storage_memory,
 )
+from fastserial.memory.transfers import copy_to_host
 from fastserial.overlap.staging import Region, staging
 from fastserial.overlap.threads_at import at_rest, wait_until_on
 from fastserial.overlap.watch import Reached
@@ -59,7 +61,7 @@ class Part(NamedTuple):
         storage = self.storage
         if not isinstance(storage, torch.UntypedStorage):
             return storage
-        if storage.device.type == "cpu":
+        if is_on_host(storage):
             return StorageOnHost(storage, storage.data_ptr(), storage.nbytes(), True)
         return storage_memory(storage)
 
@@ -73,7 +75,10 @@ class Part(NamedTuple):
         memory: Memory
         if not isinstance(storage, torch.UntypedStorage):
             memory = storage
-        elif storage.device.type != "cpu" or nbytes >= _SHARED_COPY:
+        elif not is_on_host(storage):
+            copy_to_host(StorageMemory(storage), address, start, nbytes)
+            return
+        elif nbytes >= _SHARED_COPY:
             memory = StorageMemory(storage)
         else:
             memory = HostMemory(storage.data_ptr(), start + nbytes, storage)

@@ -134,7 +134,8 @@ def _places(
 
 
 def _has_devices() -> bool:
-    return torch.accelerator.is_available()
+    accelerator: Any = getattr(torch, "accelerator", None)
+    return accelerator is not None and bool(accelerator.is_available())
 
 
 def _read_ahead(

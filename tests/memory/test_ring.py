@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
 from random import Random
 
@@ -259,6 +260,18 @@ def test_memory_of_a_lost_ring_does_not_count(device: FakeDevice) -> None:
         ring = Ring(pinned, 2, 1 << 20)
         del pinned, ring  # as when an interrupt skips `close`
     assert store.held <= PINNED_RING
+
+
+def test_a_block_keeps_its_memory(device: FakeDevice) -> None:
+    """A ring that nobody closed is gone; a thread may still be writing from it."""
+    pinned = device.pin(2 * BLOCK)
+    whole = weakref.ref(pinned)
+    ring = Ring(pinned, 2, BLOCK)
+    buffer = ring.take()
+    del pinned, ring
+    assert whole() is not None
+    del buffer
+    assert whole() is None
 
 
 def test_a_forked_child_begins_anew(device: FakeDevice) -> None:
