@@ -39,6 +39,19 @@ def test_overlap(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_some_ways_only(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command = ["bench", "overlap", "--folder", str(tmp_path), "--json", str(found), "--runs", "1"]
+    words = ["--model", "tiny", "--tokens", "16", "--batch", "1", "--every", "1", "--saves", "1"]
+    done = CliRunner().invoke(app, [*command, *words, "--way", "in place", "--way", "stock"])
+    assert done.exit_code == 0, done.output
+    names = [way["name"] for way in json.loads(found.read_text())["ways"]]
+    assert names == ["stock torch.save", "fastserial, in place"]
+    done = CliRunner().invoke(app, [*command, *words, "--way", "x"])
+    assert done.exit_code != 0
+
+
 def test_an_unknown_model(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "overlap", "--folder", str(tmp_path), "--model", "x"])
     assert done.exit_code != 0

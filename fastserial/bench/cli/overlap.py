@@ -22,6 +22,10 @@ def overlap(
     saves: Annotated[int, typer.Option(min=1, help="Checkpoints of a run.")] = 2,
     runs: output.Runs = 3,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, ...")] = "cpu",
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="Only ways to save with this in their names; may be given again."),
+    ] = None,
     json_file: output.JsonFile = None,
     plot_file: output.PlotFile = None,
 ) -> None:
@@ -41,7 +45,7 @@ def overlap(
     from fastserial.bench.studies.overlap import OverlapBench, run_overlap
     from fastserial.console import new_console
 
-    bench = OverlapBench(folder, model, tokens, batch, every, saves, runs, device)
+    bench = OverlapBench(folder, model, tokens, batch, every, saves, runs, device, tuple(way or ()))
     console = new_console()
     with output.progress(console) as show:
         result = run_overlap(bench, show)

@@ -142,7 +142,8 @@ def _without_cpu(account: BinaryIO) -> Callable[[], float]:
     read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 
     def seconds() -> float:
-        return int(text.raw[: read(fd, text, len(text), 0)].split()[1]) * 1e-9
+        length = read(fd, text, len(text), 0)
+        return int(text.raw[:length].split()[1]) * 1e-9
 
     return seconds
 

@@ -42,6 +42,7 @@ class OverlapBench:
         saves: checkpoints of a run.
         runs: rounds that count, of a run for each way to save and one without; one warm-up first.
         device: of the model.
+        only: parts of the names of the ways that are measured; none: all are.
         pause: seconds of rest between two runs.
     """
 
@@ -53,6 +54,7 @@ class OverlapBench:
     saves: int = 2
     runs: int = 3
     device: str = "cpu"
+    only: tuple[str, ...] = ()
     pause: float = 0.3
 
     @property
@@ -134,6 +136,11 @@ def run_overlap(
     nbytes = sum(tensor.nbytes for tensor in unshared(training.state()).values())
     check_memory(3 * nbytes)
     found, missing = ways()
+    if bench.only:
+        found = [way for way in found if any(part in way.name for part in bench.only)]
+        missing = {}
+        if not found:
+            raise BenchError(f"there is no way to save called {' or '.join(bench.only)!r}")
     alone = OverlapLine("no checkpoints")
     lines = [OverlapLine(way.name) for way in found]
     with scratch(bench.folder, (bench.saves + 1) * nbytes + _HEADROOM) as folder:
