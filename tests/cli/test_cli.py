@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fastserial
@@ -55,15 +56,18 @@ def test_sub_commands_have_help(words: list[str]) -> None:
     assert done.exit_code == 0, done.output
 
 
-def test_help_does_not_import_torch() -> None:
+@pytest.mark.parametrize("words", [["--help"], ["verify", "a.pt"], ["inspect", "a.pt"]])
+def test_commands_that_do_not_import_torch(words: list[str], tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(10)}, tmp_path / "a.pt")
     program = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
         "from fastserial.cli.main import app\n"
-        "CliRunner().invoke(app, ['--help'])\n"
-        "sys.exit('torch' in sys.modules)\n"
+        f"done = CliRunner().invoke(app, {words})\n"
+        "sys.exit(done.exit_code or 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), check=False)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), check=False)
     assert done.returncode == 0
 
 

@@ -34,7 +34,10 @@ EXTRAS = {
     "progress": ["tqdm"],
     "bench": ["numpy", "transformers", "safetensors", "tqdm", "fastserial.bench.cli"],
     "plot": ["matplotlib"],
-    "lightning": ["lightning", "fastserial.integrations.lightning"],
+    "lightning": [
+        "fastserial.integrations.lightning",
+        "fastserial.integrations.lightning_parallel",
+    ],
     "transformers": ["transformers", "accelerate", "fastserial.integrations.transformers"],
     "test": ["pytest", "hypothesis", "dill", "xdist", "fsspec", "fastserial.testing"],
 }

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.zip.directory import (
@@ -102,6 +100,8 @@ def read_places(fd: int, size: int, stock: Any = None) -> Directory:
 
 def _found_by_torch(fd: int, records: Sequence[RecordEntry], stock: Any) -> list[RecordEntry]:
     """Return the records that torch's reader finds by name, which it compares without case."""
+    import torch  # here, since whoever only verifies needs it as good as never
+
     named: dict[bytes, list[RecordEntry]] = {}
     for record in records:
         named.setdefault(record.full_name.lower(), []).append(record)
