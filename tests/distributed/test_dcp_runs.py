@@ -43,14 +43,13 @@ def test_a_run_that_is_killed_goes_on_as_if_it_were_not(
     ran: list[list[str]] = []
     hits = last = 0
     for _ in range(kills):
+        name = f"step-{last + 3}/.metadata" if program == "dcp_train" else f"{last + 3}"
         job = ranks.Job(program, 2, folder, 100_000, flags)
-        saved = ".metadata" if program == "dcp_train" else ""
-        following = f"step-{last + 3}" if program == "dcp_train" else f"{last + 3}"
-        killed = job.kill_somewhere(folder / following / saved, chance, 100, within=0.3)
+        killed = job.kill_somewhere(folder / name, chance, 100, within=0.3)
         hits += flags.read_bytes()[killed.victim]
         flags.write_bytes(bytes(2))
         ran.append([end.out for end in killed.ended])
-        last = max(losses(out)[1].keys() for out in ran[-1])  # type: ignore[type-var]
+        last = max(step for out in ran[-1] for step in losses(out)[1])
         wait_for_writers(folder)
     expected = [losses(out)[1] for out in ranks.run(program, 2, whole, last + 5, flags)]
     ran.append(ranks.run(program, 2, folder, last + 5, flags))
