@@ -8,15 +8,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from fastserial.distributed.flat_shard import FlatShard
 
-__all__ = ["facts_of"]
+__all__ = ["by_type", "facts_of", "numbers_of", "shardings"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_FLAT = attrgetter("param_shape", "start", "length", "dtype", "tensor.device")
 
 
 def facts_of(leaves: Sequence[tuple[str, Any]], pickles: bool) -> list[Any] | None:
@@ -29,40 +32,95 @@ def facts_of(leaves: Sequence[tuple[str, Any]], pickles: bool) -> list[Any] | No
     Returns:
         None: there is a tensor of an unusual type, of which it is not known.
     """
+    values = [leaf for _, leaf in leaves]
+    types = list(map(type, values))
+    found: list[Any] = [_ties(leaves), [name for name, _ in leaves], types]
     storages: dict[int, int] = {}
-    meshes: dict[int, tuple[weakref.ref[Any], bool]] = {}
     sharded = _dtensor_type()
-    found: list[Any] = [_ties(leaves)]
-    add = found.append
-    for name, leaf in leaves:
-        kind = type(leaf)
+    for kind, some in by_type(values, types).items():
         if kind is sharded:
-            # The properties of a DTensor take these from there, many times slower.
-            spec, local = leaf._spec, leaf._local_tensor
-            mesh = meshes.get(id(spec.mesh))
-            if mesh is None:
-                on_host = spec.mesh.device_type == "cpu"
-                mesh = meshes[id(spec.mesh)] = (weakref.ref(spec.mesh), on_host)
-            device = None if mesh[1] else local.device
-            grad = pickles and leaf.requires_grad
-            meta = spec.tensor_meta or (leaf.shape, leaf.dtype)
-            add((name, mesh[0], spec.placements, meta, local.shape, device, grad))
+            found += shardings(some)
+            found.append(_devices(some))
+            found.append([leaf.requires_grad for leaf in some] if pickles else None)
         elif kind in _PLAIN:
-            if (not leaf.is_cpu and leaf.device.type == "meta") or leaf.__dict__:
+            rows = _plain(some, storages, pickles)
+            if rows is None:
                 return None
-            if leaf.layout is not torch.strided:
-                return None
-            storage = leaf.untyped_storage()
-            memory = storages.setdefault(storage._cdata, len(storages))
-            device = None if leaf.is_cpu else leaf.device
-            view = (leaf.shape, leaf.stride(), leaf.storage_offset())
-            bits = pickles and (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
-            add((name, kind, memory, storage.nbytes(), device, leaf.dtype, view, bits))
+            found.append(rows)
         elif kind is FlatShard:
-            device = leaf.tensor.device
-            add((name, kind, leaf.param_shape, leaf.start, leaf.length, leaf.dtype, device))
+            found.append([_FLAT(leaf) for leaf in some])
         else:
             return None
+    return found
+
+
+def by_type(values: list[Any], types: list[type]) -> dict[type, list[Any]]:
+    """Return values by their type, in their order."""
+    if len(set(types)) == 1:
+        return {types[0]: values}
+    found: dict[type, list[Any]] = {kind: [] for kind in types}
+    for kind, value in zip(types, values, strict=True):
+        found[kind].append(value)
+    return found
+
+
+def shardings(leaves: Sequence[Any]) -> list[list[Any]]:
+    """Return what decides which part of DTensors each rank holds, by columns.
+
+    Their properties take it from their specs, many times slower. Specs themselves would keep
+    process groups alive.
+    """
+    specs = [leaf._spec for leaf in leaves]
+    found: list[list[Any]] = _meshes([spec.mesh for spec in specs])
+    placements = [spec.placements for spec in specs]
+    metas: list[Any] = [spec.tensor_meta for spec in specs]
+    if None in metas:
+        metas = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    found += [placements, metas, [leaf._local_tensor.shape for leaf in leaves]]
+    kinds = {type(one): one for one in chain.from_iterable(placements)}
+    if any(hasattr(one, "split_factor") for one in kinds.values()):
+        # Some releases of torch take a strided shard for equal to a plain one.
+        found.append([[getattr(one, "split_factor", 1) for one in row] for row in placements])
+    return found
+
+
+def _meshes(meshes: list[Any]) -> list[list[Any]]:
+    """Return the meshes that there are, and which of them is that of each DTensor."""
+    ids = list(map(id, meshes))
+    several = dict(zip(ids, meshes, strict=True))
+    places = {number: place for place, number in enumerate(several)}
+    refs = [weakref.ref(mesh) for mesh in several.values()]
+    return [refs, [places[number] for number in ids] if len(refs) > 1 else []]
+
+
+def _devices(leaves: Sequence[Any]) -> list[Any] | None:
+    """Return where DTensors are, None if they are on the host."""
+    meshes = {id(leaf._spec.mesh): leaf._spec.mesh for leaf in leaves}
+    if all(mesh.device_type == "cpu" for mesh in meshes.values()):
+        return None
+    return [leaf._local_tensor.device for leaf in leaves]
+
+
+def _plain(
+    leaves: Sequence[torch.Tensor], storages: dict[int, int], pickles: bool
+) -> list[Any] | None:
+    """Return what decides the plan of plain tensors, None if one is unusual.
+
+    Args:
+        storages: the numbers of those met so far.
+    """
+    found: list[Any] = []
+    for leaf in leaves:
+        if (not leaf.is_cpu and leaf.device.type == "meta") or leaf.__dict__:
+            return None
+        if leaf.layout is not torch.strided:
+            return None
+        storage = leaf.untyped_storage()
+        memory = storages.setdefault(storage._cdata, len(storages))
+        device = None if leaf.is_cpu else leaf.device
+        view = (leaf.shape, leaf.stride(), leaf.storage_offset())
+        bits = pickles and (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
+        found.append((memory, storage.nbytes(), device, leaf.dtype, view, bits))
     return found
 
 

@@ -37,14 +37,15 @@ class Share(NamedTuple):
     stop: int
 
 
-def shares(items: Sequence[Item], ranks: int) -> list[Share]:
+def shares(items: Sequence[Item], ranks: int, before: Sequence[int] = ()) -> list[Share]:
     """Return who writes what; every row of every item once.
 
     Args:
         items: to be written.
         ranks: how many there are.
+        before: bytes that each rank writes besides; nothing says none.
     """
-    load = [0] * ranks
+    load = list(before) or [0] * ranks
     groups: dict[tuple[int, ...], list[int]] = {}
     found: list[Share] = []
     for number, item in enumerate(items):

@@ -19,7 +19,9 @@ __all__ = ["METADATA", "Folder", "metadata_name"]
 
 METADATA = ".metadata"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-_SHARD_IN_BYTES = re.compile(rb"__\d+_\d+\.distcp")
+_END = b".distcp"
+_SHARD_IN_BYTES = re.compile(rb"__\d+_\d+$")
+_LONGEST = 64  # bytes of such a name
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
@@ -97,13 +99,23 @@ class Folder:
         for name in self._names():
             if _METADATA.fullmatch(name):
                 with open(os.path.join(self.path, name), "rb") as file:
-                    yield from map(bytes.decode, _SHARD_IN_BYTES.findall(file.read()))
+                    yield from _shards_in(file.read())
 
     def _names(self) -> list[str]:
         try:
             return os.listdir(self.path)
         except FileNotFoundError:
             return []
+
+
+def _shards_in(text: bytes) -> Iterator[str]:
+    """Yield the names of ranks' files in a text; it may be long."""
+    at = text.find(_END)
+    while at >= 0:
+        found = _SHARD_IN_BYTES.search(text[max(0, at - _LONGEST) : at])
+        if found is not None:
+            yield (found[0] + _END).decode()
+        at = text.find(_END, at + 1)
 
 
 def _not_made(path: str, error: OSError) -> WriteError:

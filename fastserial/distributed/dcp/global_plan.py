@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fastserial.distributed.boxes import Box, intersect
-from fastserial.distributed.dcp.balance import Item, shares
-from fastserial.distributed.dcp.local_rows import BYTES, OTHER, LocalRows, Row
+from fastserial.distributed.dcp.balance import Item, Share, shares
+from fastserial.distributed.dcp.local_rows import BYTES, OTHER, LocalRows, Part, Row
 from fastserial.distributed.tables import SHARED_FROM
 
-__all__ = ["Part", "Told", "global_plan", "paths_of", "told_of"]
+__all__ = ["Told", "global_plan", "paths_of", "told_of"]
 
 Path = tuple[str | int, ...]
 _PARTS_EACH = 20  # a dimension with so many rows for each rank can be cut evenly enough
@@ -39,14 +39,6 @@ class Told(NamedTuple):
 
     local: LocalRows
     paths: dict[str, Path] | None
-
-
-class Part(NamedTuple):
-    """What a rank is to write: a part of one of its rows; a box of None: all of it."""
-
-    row: int
-    box: Box | None
-    hint: int
 
 
 @dataclass(slots=True)
@@ -98,33 +90,65 @@ def global_plan(told: Sequence[Told], lowest: bool) -> tuple[list[list[Part]], M
         ValueError: the pieces of a tensor do not make up the tensor.
     """
     pieces = _pieces(told)
-    items = [_item(piece, lowest, len(told)) for piece in pieces]
-    parts: list[list[Part]] = [[] for _ in told]
-    entries: dict[str, Any] = {}
-    for number, rank, first, stop in shares(items, len(told)):
-        piece, rows = pieces[number], items[number].rows
-        row, properties = piece.row, piece.properties
-        own = piece.numbers[piece.ranks.index(rank)]
-        if properties is None:
-            entries[row.key] = BytesStorageMetadata()
-            parts[rank].append(Part(own, None, 0))
+    several = [number for number, piece in enumerate(pieces) if len(piece.ranks) > 1]
+    load = [0] * len(told)  # what only one rank has it writes
+    for piece in pieces:
+        if len(piece.ranks) == 1:
+            load[piece.ranks[0]] += piece.nbytes
+    items = [_item(pieces[number], lowest, len(told)) for number in several]
+    cuts: dict[int, list[Share]] = {}
+    for share in shares(items, len(told), load):
+        cuts.setdefault(several[share.item], []).append(share)
+    made = _Made(len(told))
+    for number, piece in enumerate(pieces):
+        if number not in cuts:
+            made.add(piece, 0, None)
             continue
-        entry = entries.get(row.key)
+        for share in cuts[number]:
+            rows = items[share.item].rows
+            whole = (share.first, share.stop) == (0, rows)
+            own = piece.ranks.index(share.rank)
+            made.add(piece, own, None if whole else _cut(piece, share.first, share.stop))
+    _check(pieces, len(told) > 1)
+    return made.parts, Metadata(made.entries, planner_data=paths_of(told))
+
+
+class _Made:
+    """What each rank writes, and the metadata's entries."""
+
+    def __init__(self, ranks: int) -> None:
+        self.parts: list[list[Part]] = [[] for _ in range(ranks)]
+        self.entries: dict[str, Any] = {}
+        self._chunks: dict[Any, ChunkStorageMetadata] = {}  # many tensors have the same
+        self._sizes: dict[tuple[int, ...], torch.Size] = {}
+
+    def add(self, piece: _Piece, own: int, box: Box | None) -> None:
+        """Let a rank write a piece.
+
+        Args:
+            own: which of its ranks.
+            box: a part of it; None: all of it.
+        """
+        row, properties = piece.row, piece.properties
+        parts, number = self.parts[piece.ranks[own]], piece.numbers[own]
+        if properties is None:
+            self.entries[row.key] = BytesStorageMetadata()
+            parts.append(Part(number, None, 0))
+            return
+        entry = self.entries.get(row.key)
         if entry is None:
-            entry = TensorStorageMetadata(properties, torch.Size(row.size), [])
-            entries[row.key] = entry
-        box = Box(row.offsets, row.sizes)
-        if (first, stop) != (0, rows):
-            box = _cut(box, _dim(row.sizes, len(piece.ranks)), first, stop)
-        whole = (first, stop) == (0, rows)
-        parts[rank].append(Part(own, None if whole else box, len(entry.chunks)))
-        offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
-        entry.chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
-    others = {piece.row.key for piece in pieces if piece.row.kind == OTHER}
-    for key, entry in entries.items():
-        if isinstance(entry, TensorStorageMetadata):
-            _check(key, entry, len(told) > 1, key in others)
-    return parts, Metadata(entries, planner_data=paths_of(told))
+            entry = TensorStorageMetadata(properties, self._size(row.size), [])
+            self.entries[row.key] = entry
+        parts.append(Part(number, box, len(entry.chunks)))
+        place = (row.offsets, row.sizes) if box is None else box
+        chunk = self._chunks.get(place)
+        if chunk is None:
+            offsets, sizes = map(torch.Size, place)
+            chunk = self._chunks[place] = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+        entry.chunks.append(chunk)
+
+    def _size(self, size: tuple[int, ...]) -> torch.Size:
+        return self._sizes.setdefault(size, torch.Size(size))
 
 
 def _pieces(told: Sequence[Told]) -> list[_Piece]:
@@ -167,34 +191,53 @@ def _dim(sizes: Sequence[int], ranks: int) -> int:
     return max(range(len(sizes)), key=lambda dim: sizes[dim])
 
 
-def _cut(box: Box, dim: int, first: int, stop: int) -> Box:
-    offsets, sizes = list(box.offsets), list(box.sizes)
+def _cut(piece: _Piece, first: int, stop: int) -> Box:
+    """Return rows [first, stop) of a piece."""
+    dim = _dim(piece.row.sizes, len(piece.ranks))
+    offsets, sizes = list(piece.row.offsets), list(piece.row.sizes)
     offsets[dim] += first
     sizes[dim] = stop - first
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _check(key: str, entry: TensorStorageMetadata, several: bool, pairwise: bool) -> None:
-    """Raise if the chunks of a tensor do not make it up.
+def _check(pieces: Sequence[_Piece], several: bool) -> None:
+    """Raise if the pieces of a tensor do not make it up.
 
     Args:
         several: there are several ranks: else a part of a tensor may be all that is saved.
-        pairwise: look for chunks that overlap; ours cannot.
 
     Raises:
         ValueError: they do not.
     """
-    size = entry.size
-    for chunk in entry.chunks:
-        ends = zip(chunk.offsets, chunk.sizes, size, strict=True)
-        if any(first < 0 or count < 0 or first + count > most for first, count, most in ends):
-            raise ValueError(f"{key}: a part {chunk} lies outside of the tensor's {tuple(size)}")
-    held = sum(prod(chunk.sizes) for chunk in entry.chunks)
-    if several and len(size) and held != size.numel():
-        raise ValueError(
-            f"{key}: the ranks have {held} elements of a tensor {tuple(size)} of {size.numel()}"
-        )
-    if pairwise:
-        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-        if any(intersect(a, b) is not None for a, b in combinations(boxes, 2)):
+    held: dict[str, int] = {}
+    wholes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        if piece.properties is None:
+            continue
+        row = piece.row
+        size = wholes.setdefault(row.key, row.size)
+        alike = len(row.offsets) == len(row.sizes) == len(size)
+        if not alike or any(map(_outside, row.offsets, row.sizes, size)):
+            box = Box(row.offsets, row.sizes)
+            raise ValueError(f"{row.key}: a part {box} lies outside of the tensor's {size}")
+        held[row.key] = held.get(row.key, 0) + prod(row.sizes)
+    for key, size in wholes.items():
+        if several and size and held[key] != prod(size):
+            raise ValueError(
+                f"{key}: the ranks have {held[key]} elements of a tensor {size} of {prod(size)}"
+            )
+    boxes: dict[str, list[Box]] = {
+        piece.row.key: []
+        for piece in pieces
+        if piece.row.kind == OTHER  # ours cannot overlap
+    }
+    for piece in pieces if boxes else ():
+        if piece.row.key in boxes:
+            boxes[piece.row.key].append(Box(piece.row.offsets, piece.row.sizes))
+    for key, some in boxes.items():
+        if any(intersect(a, b) is not None for a, b in combinations(some, 2)):
             raise ValueError(f"{key}: parts of the tensor overlap")
+
+
+def _outside(first: int, count: int, most: int) -> bool:
+    return first < 0 or count < 0 or first + count > most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.pieces import as_dtensor, holding
 
-__all__ = ["BYTES", "OTHER", "REPLICA", "SHARD", "LocalRows", "Row", "fingerprint", "parts_of"]
+__all__ = ["BYTES", "OTHER", "REPLICA", "SHARD", "LocalRows", "Part", "Row", "kind_of", "parts_of"]
 
 BYTES, SHARD, REPLICA, OTHER = range(4)  # kinds of rows; REPLICA: a plain tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
 
 
 class Row(NamedTuple):
@@ -44,6 +45,14 @@ class Row(NamedTuple):
     sizes: tuple[int, ...] = ()
 
 
+class Part(NamedTuple):
+    """What a rank is to write: a part of one of its rows; a box of None: all of it."""
+
+    row: int
+    box: Box | None
+    hint: int
+
+
 class LocalRows(NamedTuple):
     """All of a rank's rows, and what several of them share."""
 
@@ -63,23 +72,32 @@ class LocalRows(NamedTuple):
         """
         return _Rows().of(state)
 
-    def item(self, row: Row, box: Box, hint: int) -> WriteItem:
-        """Return what stock calls a row or a part of it.
+    def items(self, parts: Iterable[Part]) -> list[WriteItem]:
+        """Return what stock calls rows or parts of them."""
+        found: list[WriteItem] = []
+        alike: dict[Any, tuple[WriteItemType, TensorWriteData]] = {}
+        for number, box, hint in parts:
+            key, *what = row = self.rows[number]
+            if row.kind == BYTES:
+                found.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+                continue
+            likeness = (*what, box)
+            known = alike.get(likeness)
+            if known is None:
+                known = alike[likeness] = self._described(row, box)
+            type_, data = known
+            index = MetadataIndex(key, data.chunk.offsets, hint)
+            found.append(WriteItem(index=index, type=type_, tensor_data=data))
+        return found
 
-        Args:
-            box: the part.
-            hint: its number among the tensor's chunks.
-        """
-        if row.kind == BYTES:
-            return WriteItem(MetadataIndex(row.key), WriteItemType.BYTE_IO)
-        offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
-        chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+    def _described(self, row: Row, box: Box | None) -> tuple[WriteItemType, TensorWriteData]:
+        """Return what stock says of a part of a row, or of all of it."""
+        offsets, sizes = map(torch.Size, box if box is not None else (row.offsets, row.sizes))
         whole = row.kind == REPLICA and sizes == row.size
-        return WriteItem(
-            index=MetadataIndex(row.key, offsets, hint),
-            type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=chunk,
+        return (
+            WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+            TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
                 properties=self.properties[row.properties],
                 size=torch.Size(row.size),
             ),
@@ -97,8 +115,8 @@ class _Rows:
         self._rows: list[Row] = []
         self._properties: list[TensorProperties] = []
         self._numbers: dict[str, int] = {}
-        # Tensors that are alike have the same properties, and shards that are alike the same boxes.
-        self._alike: dict[Any, tuple[int, list[Box]]] = {}
+        # Of tensors that are alike everything but the key is the same.
+        self._alike: dict[Any, list[tuple[Any, ...]]] = {}
         self._meshes: dict[int, tuple[int, ...]] = {}
 
     def of(self, state: Mapping[str, Any]) -> LocalRows:
@@ -116,8 +134,9 @@ class _Rows:
             found = self._alike.get(likeness)
             if found is None:
                 number = self._number(TensorProperties.create_from_tensor(value))
-                found = self._alike[likeness] = number, [Box((0,) * len(shape), shape)]
-            self._rows.append(Row(key, REPLICA, found[0], shape, *found[1][0]))
+                found = [(REPLICA, number, shape, (0,) * len(shape), shape)]
+                self._alike[likeness] = found
+            self._rows.append(Row(key, *found[0]))
         elif kind == SHARD:
             local = value._local_tensor
             likeness = (*_sharding(value), value.requires_grad, local.stride())
@@ -127,9 +146,9 @@ class _Rows:
                     return
                 boxes = [box for box, _ in parts_of(value, key, self._meshes)]
                 number = self._number(TensorProperties.create_from_tensor(value.to_local()))
-                found = self._alike[likeness] = number, boxes
-            shape = tuple(value.shape)
-            self._rows += [Row(key, SHARD, found[0], shape, *box) for box in found[1]]
+                shape = tuple(value.shape)
+                found = self._alike[likeness] = [(SHARD, number, shape, *box) for box in boxes]
+            self._rows += [Row(key, *what) for what in found]
         else:
             self._add_other(key, value)
 
@@ -157,7 +176,7 @@ class _Rows:
 def kind_of(value: object) -> int:
     """Return of which kind the rows of a value are."""
     if type(value) in _PLAIN:
-        return REPLICA
+        return OTHER if hasattr(value, _GLOBAL) else REPLICA
     if as_dtensor(value) is not None:
         local = getattr(value, "_local_tensor", None)
         plain = isinstance(local, torch.Tensor) and not hasattr(local, "__create_write_items__")
@@ -197,24 +216,3 @@ def _sharding(value: Any) -> tuple[Any, ...]:
 @functools.cache
 def _all_ranks(count: int) -> dict[int, int]:
     return {rank: rank for rank in range(count)}
-
-
-def fingerprint(state: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
-    """Return what decides the plan of a flattened state, None if that is not known.
-
-    What it says of a tensor changes with its dtype, shape and sharding, and with nothing else.
-    """
-    found: list[tuple[Any, ...]] = []
-    for key, value in state.items():
-        kind = kind_of(value)
-        if kind == BYTES:
-            found.append((key, kind))
-        elif kind == OTHER:
-            return None
-        else:
-            if kind == SHARD:
-                own: tuple[Any, ...] = _sharding(value)
-            else:
-                own = (value.shape, value.dtype, value.layout)
-            found.append((key, kind, value.requires_grad, *own))
-    return found

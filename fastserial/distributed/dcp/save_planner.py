@@ -8,18 +8,26 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.distributed.boxes import Box
-from fastserial.distributed.dcp.global_plan import Part, Told, global_plan, told_of
+from fastserial.distributed.dcp.fingerprint import fingerprint
+from fastserial.distributed.dcp.flattening import flattened
+from fastserial.distributed.dcp.global_plan import Told, global_plan, told_of
 from fastserial.distributed.dcp.kept_plans import Kept, kept_with
 from fastserial.distributed.dcp.local_rows import (
     REPLICA,
     SHARD,
     LocalRows,
-    fingerprint,
+    Part,
     kind_of,
     parts_of,
 )
@@ -53,7 +61,7 @@ def _from_columns(number: int, columns: list[Any]) -> _Orders:
 class _Own:
     """A plan, as each rank keeps it."""
 
-    fingerprint: list[tuple[Any, ...]]
+    fingerprint: list[Any]
     settings: Any
     told: Told
     items: list[WriteItem]
@@ -77,10 +85,31 @@ class FastSavePlanner(DefaultSavePlanner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("enable_plan_caching", None)  # ours is always on
         super().__init__(*args, **kwargs)
-        self._fingerprint: list[tuple[Any, ...]] | None = None
+        self._fingerprint: list[Any] | None = None
         self._told: Told | None = None
         self._kept: Kept[_Own] | None = None
         self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state.
+
+        Raises:
+            ValueError: two values get the same key.
+        """
+        if not self.flatten_state_dict:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            return
+        with paused_collection():
+            values, self.mappings, sharded = flattened(state_dict)
+        if sharded and self.flatten_sharded_tensors:
+            values = _flatten_sharded_tensors(values)
+        self.state_dict = values
+        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank has, or that it is as before.
@@ -89,7 +118,8 @@ class FastSavePlanner(DefaultSavePlanner):
             LoadMismatchError: a placement cannot be saved: `Partial`, say.
         """
         self._meshes = {}
-        self._fingerprint = fingerprint(self.state_dict)
+        with paused_collection():
+            self._fingerprint = fingerprint(self.state_dict)
         self._kept = kept = kept_with(_Own)
         if kept is not None and kept.asked:
             kept.clear()  # the last save failed before its plan was made
@@ -170,7 +200,7 @@ class FastSavePlanner(DefaultSavePlanner):
             items = own.items
         elif isinstance(message, _Orders) and told is not None:
             with paused_collection():
-                items = _items(told.local, message.parts)
+                items = told.local.items(message.parts)
             if kept is not None and self._fingerprint is not None:
                 own = _Own(self._fingerprint, self._settings(), told, items)
                 kept.put(message.number, own)
@@ -213,14 +243,6 @@ def _number_of_all(messages: list[Any]) -> int | None:
         return None
     common = set(messages[0].numbers).intersection(*(message.numbers for message in messages))
     return next((number for number in reversed(messages[0].numbers) if number in common), None)
-
-
-def _items(local: LocalRows, parts: list[Part]) -> list[WriteItem]:
-    found: list[WriteItem] = []
-    for number, box, hint in parts:
-        row = local.rows[number]
-        found.append(local.item(row, box if box is not None else Box(row.offsets, row.sizes), hint))
-    return found
 
 
 def _contains(box: Box, part: Box) -> bool:

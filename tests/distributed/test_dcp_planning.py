@@ -1,0 +1,137 @@
+"""What plans are made of: flattened states, and what tells them apart."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, UserDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from fastserial.distributed import FastSavePlanner
+from fastserial.distributed.dcp.fingerprint import fingerprint
+from fastserial.distributed.dcp.flattening import flattened
+from fastserial.distributed.facts import shardings
+
+KEYS = st.one_of(st.sampled_from(["a", "b", "a.b", "0", "1", ""]), st.integers(0, 2), st.booleans())
+VALUES = st.one_of(
+    st.integers(0, 2).map(torch.ones),
+    st.integers(),
+    st.none(),
+    st.text(max_size=2),
+    st.just(torch.Size((2,))),
+)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    mappings = st.dictionaries(KEYS, inner, max_size=4)
+    return st.one_of(
+        mappings,
+        mappings.map(OrderedDict),
+        mappings.map(UserDict),
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+    )
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(KEYS, st.recursive(VALUES, containers, max_leaves=20), max_size=5))
+def test_states_are_flattened_as_torch_does(state: dict[Any, Any]) -> None:
+    try:
+        values, paths = flatten_state_dict(state)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=f"^{re.escape(str(error))}$"):
+            flattened(state)
+        return
+    for _ in range(2):  # the second one with what is known of the containers
+        found = flattened(state)
+        assert list(found[0]) == list(values)
+        assert all(a is b for a, b in zip(found[0].values(), values.values(), strict=True))
+        assert list(found[1].items()) == list(paths.items())
+        assert [[type(key) for key in path] for path in found[1].values()] == [
+            [type(key) for key in path] for path in paths.values()
+        ]
+        found[1].clear()  # whoever got it may do that
+    again = _flatten_sharded_tensors(values)  # without such tensors it changes nothing
+    assert not found[2]
+    assert list(again) == list(values)
+    assert all(again[key] is values[key] for key in again)
+
+
+def test_a_planner_of_another_kind_gets_what_torch_makes() -> None:
+    state = {"a": {"b": torch.ones(2), "c": [1, 2], "d": [{"e": 1}]}, "f": 3}
+    for flatten in (True, False):
+        ours = FastSavePlanner(flatten_state_dict=flatten)
+        ours.set_up_planner(state, StorageMeta(), True)
+        theirs = super(FastSavePlanner, planner := FastSavePlanner(flatten_state_dict=flatten))
+        theirs.set_up_planner(state, StorageMeta(), True)
+        assert list(ours.state_dict) == list(planner.state_dict)
+        assert ours.mappings == planner.mappings
+        assert ours.is_coordinator
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    settings = {"key": "a", "shape": (2, 3), "dtype": torch.float32, "grad": False} | changes
+    made = torch.zeros(settings["shape"], dtype=settings["dtype"])
+    return {"z": 1, settings["key"]: made.requires_grad_(settings["grad"])}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        plain(key="b"),
+        plain(shape=(3, 2)),
+        plain(dtype=torch.float64),
+        plain(grad=True),
+        {"z": 1, "a": torch.zeros(2, 3).to_sparse()},
+        {"z": 1, "a": torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)},
+        {"z": 1, "a": 1},
+        {"a": torch.zeros(2, 3), "z": 1},
+        {"z": torch.zeros(()), "a": torch.zeros(2, 3)},
+        {"z": 1, "a": torch.zeros(2, 3), "b": 1},
+    ],
+)
+def test_what_changes_a_plan_changes_the_fingerprint(state: dict[str, Any]) -> None:
+    assert fingerprint(plain()) == fingerprint(plain())
+    assert fingerprint(plain()) != fingerprint(state)
+
+
+def test_of_unusual_tensors_no_plan_is_kept() -> None:
+    part = torch.ones(2)
+    part.global_shape = (4,)  # type: ignore[attr-defined]
+    assert fingerprint({"a": torch.ones(2), "b": part}) is None
+    assert fingerprint({"a": torch.ones(2), "b": torch.nn.UninitializedParameter()}) is None
+
+
+class Plain:
+    """A placement as in releases of torch that take a strided shard for equal to a plain one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Strided(Plain):
+    def __init__(self, split_factor: int) -> None:
+        self.split_factor = split_factor
+
+
+def test_a_strided_shard_is_no_plain_one() -> None:
+    mesh, local = torch.nn.Identity(), torch.ones(2)
+
+    def sharded(*placements: Plain) -> Any:
+        spec = SimpleNamespace(mesh=mesh, placements=placements, tensor_meta=((4,), local.dtype))
+        return SimpleNamespace(_spec=spec, _local_tensor=local)
+
+    found = [shardings([sharded(one, Plain())]) for one in (Plain(), Strided(2), Strided(4))]
+    assert found[1] == shardings([sharded(Strided(2), Plain())])
+    assert found[0] != found[1] != found[2]
