@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -64,8 +64,8 @@ class _Walk:
             return keys, None
         below: list[Outline | None] = []
         for value in values:
-            kind = kinds[type(value)]
-            if kind == _MAPPING or (kind == _LIST and _is_looked_into(value)):
+            what = kinds[type(value)]
+            if what == _MAPPING or (what == _LIST and _is_looked_into(value)):
                 below.append(self.outline(value))
             else:
                 below.append(None)

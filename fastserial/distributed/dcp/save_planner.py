@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     ChunkStorageMetadata,
     Metadata,
     StorageMeta,
@@ -92,7 +91,7 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def set_up_planner(
         self,
-        state_dict: STATE_DICT_TYPE,
+        state_dict: dict[str, Any],
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
