@@ -22,6 +22,8 @@ def saved(folder: Path, saves: int, kind: str, budget: int, size: int) -> dict[s
     """Run the program; budget and size in MiB."""
     command = [sys.executable, PROGRAM, folder, str(saves), kind, str(budget * MiB), str(size)]
     done = subprocess.run(command, capture_output=True, text=True)
+    for path in folder.iterdir():  # up to 1.5 GB
+        path.unlink()
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)
     print(saves, kind, budget, found)
