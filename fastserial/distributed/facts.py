@@ -85,11 +85,14 @@ def shardings(leaves: Sequence[Any]) -> list[list[Any]]:
 
 
 def _meshes(meshes: list[Any]) -> list[list[Any]]:
-    """Return the meshes that there are, and which of them is that of each DTensor."""
+    """Return the meshes that there are, equal ones once, and which is that of each DTensor."""
     ids = list(map(id, meshes))
-    several = dict(zip(ids, meshes, strict=True))
-    places = {number: place for place, number in enumerate(several)}
-    refs = [weakref.ref(mesh) for mesh in several.values()]
+    several: dict[Any, int] = {}
+    places = {
+        number: several.setdefault(mesh, len(several))
+        for number, mesh in dict(zip(ids, meshes, strict=True)).items()
+    }
+    refs = [weakref.ref(mesh) for mesh in several]
     return [refs, [places[number] for number in ids] if len(refs) > 1 else []]
 
 
