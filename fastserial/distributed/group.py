@@ -91,7 +91,8 @@ class Traffic:
         self.idle.set()
         self._calls = 0
         self._generation = 0
-        self._under_way: list[list[Any]] = []
+        self._sent: list[list[Any]] = []  # under way, as is what is awaited
+        self._awaited: list[list[Any]] = []
         self._beats: list[tuple[Any, Any]] = []  # sent, but perhaps not heard yet
         self._last_beat = 0.0
         self._name = use + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
@@ -157,14 +158,27 @@ class Traffic:
             told = self._store.compare_set(_FAILED, "", text)
             _, rank, cause = json.loads(bytes(told).decode())
         self._closed = True
+        self._finish_sending()
         self._drop()
         return DistributedError(rank, cause)
 
+    def _finish_sending(self) -> None:
+        """Let messages that have begun come to their ends, for `_GRACE` seconds.
+
+        gloo does not tell whoever is in the middle of receiving one that the sender has closed the
+        connection: he would wait until the timeout.
+        """
+        until = time.monotonic() + _GRACE
+        for work in [work for holder in self._sent for work in holder]:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_delta(until - time.monotonic()))
+
     def _drop(self) -> None:
         """Close the connections."""
-        for holder in self._under_way:
+        for holder in (*self._sent, *self._awaited):
             holder.clear()
-        self._under_way.clear()
+        self._sent.clear()
+        self._awaited.clear()
         self._beats.clear()
         self._group = None
 
@@ -269,13 +283,14 @@ class Traffic:
         with self._blaming(rank):
             how = "send" if out else "recv"
             holder = [getattr(self._group, how)([data], rank, tag)]
-        self._under_way.append(holder)
+        under_way = self._sent if out else self._awaited
+        under_way.append(holder)
 
         def wait() -> None:
             with self._blaming(rank):
                 holder[0].wait(_delta(self.timeout))
             holder.clear()
-            self._under_way.remove(holder)
+            under_way.remove(holder)
 
         return wait
 

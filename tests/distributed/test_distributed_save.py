@@ -62,6 +62,10 @@ def test_a_rank_that_sees_another_file_system(tmp_path: Path) -> None:
     assert ranks.run("ranks_fail", 3, tmp_path, "unseen") == ["unseen\n"] * 3
 
 
+def test_a_rank_that_fails_in_the_middle_of_a_message() -> None:
+    assert ranks.run("ranks_break_off", 2) == ["0 True True\n"] * 2
+
+
 @pytest.mark.timeout(1800 if FULL else 300)
 def test_killed_ranks_leave_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     chance = random.Random(17)
