@@ -120,8 +120,14 @@ def both(
                 again = got.seen()
             if isinstance(got.error, SystemError):  # as above: torch's, by either way
                 pytest.skip(f"stock breaks inside torch: {got.error}")
-            assert again == seen, (
-                f"options {dict(options)}: stock {want.error!r} {want.warned} {want.extra}, "
-                f"fastserial {got.error!r} {got.warned} {got.extra}"
-            )
-    return want
+            if again != seen:
+                break
+        else:
+            return want
+    with stock():
+        if twice and any(attempt(load, extra).seen() != seen for _ in range(5)):
+            pytest.skip("stock does not give the same twice")  # only most of the time
+    raise AssertionError(
+        f"options {dict(options)}: stock {want.error!r} {want.warned} {want.extra}, "
+        f"fastserial {got.error!r} {got.warned} {got.extra}"
+    )
