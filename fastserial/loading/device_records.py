@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fastserial.checksums import CrcLedger
 from fastserial.config.performance import PICKLE_SHARE
-from fastserial.errors import CorruptCheckpointError, FastserialError
+from fastserial.errors import FastserialError
 from fastserial.formats.pickles import decode
 from fastserial.formats.storages import storage_table
 from fastserial.formats.zip.records import PICKLE, record_stream, storage_records
-from fastserial.loading.sinks import BytesSink, CheckedSink, ReadExtent, Sink, storage_sink
+from fastserial.loading.record_checks import RecordChecks
+from fastserial.loading.sinks import BytesSink, ReadExtent, Sink, storage_sink
 from fastserial.loading.units import host_part, is_header
 from fastserial.memory.devices import has_streams
 from fastserial.memory.huge_pages import HugePages
@@ -141,11 +141,9 @@ class DeviceRecords:
             OSError: it cannot be read.
         """
         self.wait_seconds = 0.0
-        self._path = file.name
         self._verify = verify
-        self._index = {record.name: index for index, record in enumerate(records)}
         self._ends = {record.name: record.data_end for record in records}
-        self._ledger = CrcLedger([record.size for record in records], [None] * len(records))
+        self._checks = RecordChecks(file.name, records)
         self._found: dict[str, tuple[RecordEntry, torch.UntypedStorage, BytesSink]] = {}
         make: Any = torch.UntypedStorage
         host: list[tuple[int, int]] = []
@@ -164,7 +162,7 @@ class DeviceRecords:
         for record, storage, head in self._found.values():
             sink: Sink = storage_sink(storage, file.ring)
             if verify:
-                sink = CheckedSink(sink, self._ledger, self._index[record.name])
+                sink = self._checks.sink(record, sink)
             extents.append(ReadExtent(record.header_offset, len(head.data), head))
             extents.append(ReadExtent(record.data_offset, record.size, sink))
         file.read_into(extents)
@@ -183,21 +181,8 @@ class DeviceRecords:
         record, storage, head = self._found.pop(name)
         placed = is_header(memoryview(head.data), record)
         if self._verify:
-            self._check(record, placed)
+            self._checks.check(record, placed)
         return storage if placed and record.size == nbytes else None
-
-    def _check(self, record: RecordEntry, placed: bool) -> None:
-        what = None
-        if not placed:
-            what = "its local header differs from the central directory"
-        elif record.crc:  # 0: written without
-            crc = self._ledger.wait(self._index[record.name])
-            if crc != record.crc:
-                what = f"its CRC-32 is {crc:#010x}, not {record.crc:#010x}"
-        if what is not None:
-            raise CorruptCheckpointError(
-                what, path=self._path, record=record.name, offset=record.data_offset
-            )
 
     def end_of(self, name: str) -> int:
         """Return the offset of the first byte after a record's data."""

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fastserial import trace
-from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import LOOK_AHEAD
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import RecordEntry
@@ -30,6 +29,7 @@ from fastserial.interrupts import Background, finish
 from fastserial.loading.block_reader import Block, BlockReader
 from fastserial.loading.prefetch_plan import plan_aligned, plan_scattered
 from fastserial.loading.reader import FastFileReader
+from fastserial.loading.record_checks import RecordChecks
 from fastserial.loading.units import Unit
 from fastserial.memory.huge_pages import HugePages
 
@@ -59,8 +59,7 @@ class Prefetch:
         self._places = {
             record.name: (unit, record) for unit in self._units for record in unit.records
         }
-        self._ledger = CrcLedger([record.size for record in records], [None] * len(records))
-        self._index = {record.name: index for index, record in enumerate(records)}
+        self._checks = RecordChecks(file.name, records)
         self._ends = {record.name: record.data_end for record in records}
         self._next = 0  # unit that the thread reads next
         self._provided = 0  # units that have memory, but for those that were waited for
@@ -108,7 +107,7 @@ class Prefetch:
         self._release(record.size)
         storage: torch.UntypedStorage | None = unit.take(record)
         if self._verify:
-            self._check(record, storage is not None)
+            self._checks.check(record, storage is not None)
         return storage if storage is not None and storage.nbytes() == nbytes else None
 
     @property
@@ -125,7 +124,7 @@ class Prefetch:
         self._closed = True
         self._nudges.put(None)
         finish(self._thread.join)
-        self._ledger.fail()
+        self._checks.give_up()
         self._places.clear()
         self._units.clear()
 
@@ -170,19 +169,6 @@ class Prefetch:
         if self._provided < len(self._units):
             self._provide()
 
-    def _check(self, record: RecordEntry, has_header: bool) -> None:
-        what = None
-        if not has_header:
-            what = "its local header differs from the central directory"
-        elif record.crc:  # 0: written without
-            crc = self._ledger.wait(self._index[record.name])
-            if crc != record.crc:
-                what = f"its CRC-32 is {crc:#010x}, not {record.crc:#010x}"
-        if what is not None:
-            raise CorruptCheckpointError(
-                what, path=self._file.name, record=record.name, offset=record.data_offset
-            )
-
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -200,7 +186,7 @@ class Prefetch:
                 error.path = error.path or self._file.name
             else:
                 _log.debug("reading ahead of %r ended: %r", self._file.name, error)
-        self._ledger.fail()
+        self._checks.give_up()
         self._error = error
         self._finished = True
         self._arrivals.put(None)
@@ -247,4 +233,4 @@ class Prefetch:
     def see(self, record: RecordEntry, start: int, view: memoryview) -> None:
         """Look at the bytes of a record from byte `start` on, in order to check them."""
         if self._verify:
-            self._ledger.add(self._index[record.name], start, len(view), crc32(view))
+            self._checks.see(record, start, view)
