@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from fastserial.config import Config, current
-from fastserial.config.performance import PINNED_RING
+from fastserial.config.performance import PINNED_RING, THROUGH_RING
 from fastserial.memory import devices
 from fastserial.memory.ring import Ring, pinned_store
 from fastserial.memory.storages import StorageMemory, memmove
@@ -24,7 +24,6 @@ __all__ = ["copy_to_host", "missing", "open_ring", "wanted"]
 
 _log = logging.getLogger("fastserial")
 _CUFILE = ("gds", "gpu_async", "gpu_batch")
-_THROUGH_RING = 1024 * 1024  # bytes; a copy of less is over before a ring is set up
 _NO_CUFILE = "fastserial has no engine for cuFile yet"
 _warned: set[str] = set()
 
@@ -96,7 +95,7 @@ def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -
         StorageChangedError: the storage was resized.
     """
     config = current()
-    ring = open_ring(config, {memory.device})[0] if length >= _THROUGH_RING else None
+    ring = open_ring(config, {memory.device})[0] if length >= THROUGH_RING else None
     if ring is None:
         memory.copy_to(address, start, length)
         return

@@ -27,6 +27,7 @@ from fastserial.errors import (
     TornSnapshotError,
 )
 from fastserial.formats.zip.layout import ZipPlan, archive_name
+from fastserial.formats.zip.records import PICKLE
 from fastserial.memory.batch import Batch
 from fastserial.overlap import guard, pending
 from fastserial.overlap.pending import PendingSave
@@ -52,7 +53,6 @@ _ARGUMENTS = {
     "_use_new_zipfile_serialization": True,
     "_disable_byteorder_record": False,
 }
-_PICKLE = "data.pkl"
 _log = logging.getLogger("fastserial")
 
 
@@ -218,7 +218,7 @@ class _PickleArchive(ZipArchive):
         return self
 
     def write_record(self, name: str, data: str | bytes | int | UntypedStorage, size: int) -> None:
-        if name == _PICKLE and isinstance(data, bytes):
+        if name == PICKLE and isinstance(data, bytes):
             self.pickled = data[:size]
         super().write_record(name, data, size)
 

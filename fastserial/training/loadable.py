@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastserial.errors import ConfigError
+from fastserial.formats.zip.records import PICKLE
 
 __all__ = ["check_loadable"]
 
@@ -25,7 +26,7 @@ def check_loadable(pickled: bytes) -> None:
     look: Callable[[Any], list[str]] = torch.serialization.get_unsafe_globals_in_checkpoint
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr(f"archive/{PICKLE}", pickled)
         archive.writestr("archive/version", "3\n")
     file.seek(0)
     if refused := sorted(look(file)):

@@ -294,7 +294,7 @@ def test_saves_beside_each_other(tmp_path: Path, plug: Plug) -> None:
 
 
 def test_copies_to_other_memory(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_THROUGH_RING", 1)
+    monkeypatch.setattr(transfers, "THROUGH_RING", 1)
     for seed in range(20):
         device = plug(seed)
         wanted = noise(100_001)
@@ -313,7 +313,7 @@ def test_copies_to_other_memory(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> 
 def test_snapshots(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied at the call is what the program's kernels will have made of it."""
     monkeypatch.setattr(snapshot, "is_on_host", lambda storage: False)
-    monkeypatch.setattr(transfers, "_THROUGH_RING", 1)
+    monkeypatch.setattr(transfers, "THROUGH_RING", 1)
     fastserial.install(**SMALL)
     wanted = state()
     for seed in range(5):
