@@ -101,6 +101,16 @@ class Descriptors:
             self._fds.extend(map(call, (path,), (flags,), (mode,)))
         return self._fds[-1]
 
+    def reopen_plain(self, fd: int, flags: int) -> int:
+        """Return a new descriptor of an open file, without our mark: for who looks at its flags.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        names = (f"/proc/self/fd/{fd}",)
+        self._fds.extend(map(os.open, names, (flags | os.O_CLOEXEC,)))
+        return self._fds[-1]
+
     def duplicate(self, fd: int) -> int:
         """Return a copy of a descriptor.
 

@@ -68,7 +68,7 @@ def _prepare(version: str) -> patch_compile.Installation:
         functools.update_wrapper(new, old)
         del new.__wrapped__  # type: ignore[attr-defined]
         functions.append(dataclasses.replace(item, patched=new))
-    return dataclasses.replace(made, functions=tuple(functions))
+    return made._replace(functions=tuple(functions))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -225,10 +225,13 @@ def test_waiting_for_threads_goes_on_after_an_interrupt() -> None:
     timer.join()
 
 
-def test_a_handler_loads_while_the_load_hooks_are_imported(tmp_path: Path) -> None:
-    torch.save({"x": torch.ones(3)}, tmp_path / "f.pt")
-    done = run("first_load.py", tmp_path / "f.pt")
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+def test_loads_import_nothing_that_a_handler_could_find_half_of(tmp_path: Path) -> None:
+    small, large, legacy = (tmp_path / f"{name}.pt" for name in ("small", "large", "legacy"))
+    torch.save({"x": torch.ones(3)}, small)
+    torch.save({"x": torch.ones(4_000_000)}, large)
+    torch.save(torch.ones(4_000_000), legacy, _use_new_zipfile_serialization=False)
+    done = run("first_load.py", small, large, legacy)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
 def test_a_load_owns_its_file_before_a_handler_can_run(tmp_path: Path) -> None:

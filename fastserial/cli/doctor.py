@@ -71,7 +71,7 @@ def _gpus(found: Diagnosis) -> Iterator[tuple[str, str]]:
     if drive is not None:
         raid = f", {drive.raid}" if drive.raid else ""
         yield "", f"drive {drive.name}: {_node(drive.node)}{raid}"
-    yield "cuFile", f"would go by {host.gds}; fastserial does not use it yet"
+    yield "cuFile", f"would go by {host.gds}; used if transfer asks for it (docs/gpu.md)"
     yield "", f"nvidia-fs: {host.nvidia_fs or 'not loaded'}"
     lacks = ", ".join(host.p2pdma_lacks)
     yield "", f"P2PDMA: {'lacks ' + lacks if lacks else 'what it needs is there'}"

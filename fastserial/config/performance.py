@@ -55,6 +55,10 @@ COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is no
 # storages, which pass through the host.
 SEQUENTIAL_GATHERED = 4 * MiB
 SEQUENTIAL_CHUNK = 16 * MiB
+# Beside a thread that computes in Python each step of ours waits 5 ms for the interpreter's lock:
+# 3 GB took 124 s so, stock 9. When so many blocks were filled that slowly, there is one large block
+# from there on, in as much memory.
+CROWDED_BLOCKS = 4
 # CPU cores up to which the submitting thread fills all blocks: two copies at a time took the cores
 # that kernel and device need, 15 to 30 % of the speed of a save on 2 cores.
 FEW_CORES = 4

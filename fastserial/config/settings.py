@@ -110,7 +110,8 @@ class Config:
             checksums and I/O overlap; `"cpu_gpu"`: each copy is waited for; `"cpu"`: likewise, and
             `torch.load` reads to the host, from where torch copies; `"cpu_cached_gpu"`: as
             `"cpu_async_gpu"`, and all files through the page cache; `"gds"`, `"gpu_async"` and
-            `"gpu_batch"`: cuFile, which is not built yet: `"auto"` is taken, with a warning.
+            `"gpu_batch"`: past the host, by cuFile's synchronous, stream-ordered and batched calls;
+            where that cannot be, `"auto"` is taken, with a warning.
     """
 
     engine: str | EngineFactory = "threads"

@@ -21,9 +21,9 @@ from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
 from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
 from fastserial.diagnosis.folder import folder_problem, probe_folder
-from fastserial.diagnosis.gpu import Drive, probe_drive, probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
 from fastserial.files.device_id import block_node
+from fastserial.files.gpus import Drive, probe_drive, probe_gpus
 from fastserial.memory import huge_pages
 from fastserial.patching import install
 from fastserial.tuning import lookup

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserial.diagnosis.folder import Folder
-from fastserial.diagnosis.gpu import Drive, GpuHost
 from fastserial.engines import EngineStatus
+from fastserial.files.gpus import Drive, GpuHost
 from fastserial.tuning.store import Entry
 
 __all__ = ["Boot", "Diagnosis", "Finding", "Option", "Package", "Torch"]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from fastserial.config import Config
 from fastserial.diagnosis.facts import Diagnosis, Finding
 from fastserial.diagnosis.folder import Folder
-from fastserial.diagnosis.gpu import Drive, GpuHost
+from fastserial.engines.direct_memory import missing
+from fastserial.files.gpus import Drive, GpuHost
 from fastserial.memory.huge_pages import SWITCH
-from fastserial.memory.transfers import missing
 from fastserial.reports import format_bytes
 
 __all__ = ["judge"]
@@ -138,7 +138,8 @@ def _about_gpus(host: GpuHost, drive: Drive | None, options: Config) -> Iterator
     if drive is not None and drive.raid == "raid0" and host.gds == "P2PDMA":
         yield Finding(
             f"{drive.name} is a RAID-0, which excludes P2PDMA: cuFile goes through the host",
-            "nothing to do for fastserial, which does not use cuFile yet",
+            "nothing to do, unless transfer is one of gds, gpu_async, gpu_batch: then load "
+            "nvidia-fs, or save to one drive",
             False,
         )
 

@@ -8,7 +8,7 @@ caller's budget: the exchange needs a buffer for what it sends and one for what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -59,7 +59,17 @@ class Exchange:
         sends: Mapping[int, Sequence[torch.Tensor]],
         receives: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
-        """Copy the views in `sends` into the views that their receivers name.
+        """Copy the views in `sends` into the views that their receivers name; see `begin`."""
+        self.begin(sends, receives)()
+
+    def begin(
+        self,
+        sends: Mapping[int, Sequence[torch.Tensor]],
+        receives: Mapping[int, Sequence[torch.Tensor]],
+    ) -> Callable[[], None]:
+        """Begin to move; call the result to wait until all has come. One at a time.
+
+        What is sent is copied before this returns; what comes is in its views at the end.
 
         Args:
             sends: for each rank that gets something from this one, views of any strides, on any
@@ -88,13 +98,17 @@ class Exchange:
             self.sent_bytes += at
         for source, target in zip(sends.get(here, ()), receives.get(here, ()), strict=True):
             as_integers(target).copy_(as_integers(source))
-        for wait in work:
-            wait()
-        for rank, buffer in incoming.items():
-            at = 0
-            for view in receives[rank]:
-                at = _pass(view, buffer, at, out=False)
-            self.received_bytes += at
+
+        def end() -> None:
+            for wait in work:
+                wait()
+            for rank, buffer in incoming.items():
+                at = 0
+                for view in receives[rank]:
+                    at = _pass(view, buffer, at, out=False)
+                self.received_bytes += at
+
+        return end
 
     def _parts(
         self, name: str, views: Mapping[int, Sequence[torch.Tensor]]

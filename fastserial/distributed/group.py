@@ -8,6 +8,7 @@ connections.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -346,3 +347,15 @@ def _delta(seconds: float) -> timedelta:
 def _prefixed(prefix: str, store: Any) -> Any:
     make: Any = dist.distributed_c10d.PrefixStore
     return make(prefix, store)
+
+
+@atexit.register
+def _close() -> None:
+    """Close all connections while the interpreter is whole.
+
+    A thread of gloo's that lets go of a tensor later than that ends the process by SIGABRT.
+    """
+    for made in list(_made.values()):
+        for traffic in made.values():
+            traffic._drop()
+    _made.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -215,7 +215,7 @@ def _patch(extents: list[Extent], place: int, patch: bytes) -> None:
         if first < stop and isinstance(source, Literal | DescriptorPatch):
             data = bytearray(source.data)
             data[first - extent.offset : stop - extent.offset] = patch[first - place : stop - place]
-            extents[index] = replace(extent, source=replace(source, data=bytes(data)))
+            extents[index] = extent._replace(source=source._replace(data=bytes(data)))
 
 
 def _options() -> tuple[int, bool]:

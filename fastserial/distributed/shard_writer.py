@@ -1,8 +1,8 @@
-"""Writes this rank's part of the file: tiles while the next ones travel, then its own memory."""
+"""Writes this rank's part of the file: its own memory while tiles travel, and the tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 
 import torch
@@ -117,9 +117,10 @@ class ShardWriter:
         out = ExtentWriter(fd, config, on_progress)
         out.expect(self._made.nbytes)
         try:
-            self._write_rounds(out, exchange)
+            own = _cut(self._local_extents(), config.block_size)
+            self._write_rounds(out, exchange, own, config.block_size * config.queue_depth // 2)
             began = perf_counter()
-            out.write(self._local_extents(), self.ledger)
+            out.write(own, self.ledger)
             out.finish()
             self.seconds["write"] += perf_counter() - began
         finally:
@@ -142,29 +143,50 @@ class ShardWriter:
                 found.append(piece)
         return found
 
-    def _write_rounds(self, out: ExtentWriter, exchange: Exchange) -> None:
+    def _write_rounds(
+        self, out: ExtentWriter, exchange: Exchange, own: Iterator[Extent], most: int
+    ) -> None:
+        """Write the tiles, and of `own` what keeps the disk busy while they are made and travel.
+
+        Args:
+            most: bytes of `own` that are queued at once.
+        """
+        rounds = self._made.rounds
+        share = min(most, self._made.nbytes // max(3 * len(rounds), 1) + 1)
         tiles = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        for index, number in enumerate(self._made.rounds):
+        for index, number in enumerate(rounds):
+            self._write(out, _first(own, share))
             began = perf_counter()
             found = self._rounds.get(number) or self._made.round(number)
             nbytes = _nbytes(found)
             if tiles[index % 2].numel() < nbytes:
                 tiles[index % 2] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             tile = tiles[index % 2]
-            exchange.move(
-                {rank: [self._held(move) for move in moves] for rank, moves in found.sends.items()},
-                {
-                    rank: [self._in_tile(move, tile) for move in moves]
-                    for rank, moves in found.receives.items()
-                },
-            )
-            moved = perf_counter()
-            out.release_sources()  # the tile before is written, and free for the next round
-            out.write(self._tile_extents(found, tile), self.ledger)
-            self.seconds["exchange"] += moved - began
-            self.seconds["write"] += perf_counter() - moved
+            sends = {r: [self._held(move) for move in moves] for r, moves in found.sends.items()}
+            receives = {
+                r: [self._in_tile(move, tile) for move in moves]
+                for r, moves in found.receives.items()
+            }
+            self.seconds["exchange"] += perf_counter() - began
+            self._write(out, _first(own, share))
+            began = perf_counter()
+            come = exchange.begin(sends, receives)
+            self.seconds["exchange"] += perf_counter() - began
+            self._write(out, _first(own, share))
+            began = perf_counter()
+            come()
+            self.seconds["exchange"] += perf_counter() - began
+            if 0 < index < len(rounds) - 1:
+                began = perf_counter()
+                out.release_sources()  # the tile before is written, and free for the next round
+                self.seconds["write"] += perf_counter() - began
+            self._write(out, self._tile_extents(found, tile))
+
+    def _write(self, out: ExtentWriter, extents: Iterator[Extent]) -> None:
+        """Let extents be written, and do not wait for it."""
         began = perf_counter()
-        out.release_sources()
+        out.write(extents, self.ledger)
+        out.start()
         self.seconds["write"] += perf_counter() - began
 
     def _held(self, move: Move) -> torch.Tensor:
@@ -293,6 +315,24 @@ def _tensor_of(memory: Memory, dtype: torch.dtype, shape: torch.Size) -> torch.T
     if found.numel():
         memory.copy_to(found.data_ptr(), 0, found.nbytes)
     return found
+
+
+def _cut(extents: Iterable[Extent], block: int) -> Iterator[Extent]:
+    """Cut extents where blocks of the file end."""
+    for offset, length, source, start in extents:
+        end = offset + length
+        while offset < end:
+            stop = min(end, offset - offset % block + block)
+            yield Extent(offset, stop - offset, source, start)
+            start += stop - offset
+            offset = stop
+
+
+def _first(extents: Iterator[Extent], nbytes: int) -> Iterator[Extent]:
+    """Yield extents until there are `nbytes` of them, the last one whole."""
+    while nbytes > 0 and (extent := next(extents, None)) is not None:
+        yield extent
+        nbytes -= extent.length
 
 
 def _nbytes(found: Round) -> int:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import abc
 import enum
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastserial.memory.buffers import Buffer, BufferPool
 
-__all__ = ["Capabilities", "Completion", "Engine", "Op", "Request"]
+__all__ = ["Capabilities", "Completion", "DirectTransferError", "Engine", "Op", "Request"]
 
 
 class Op(enum.Enum):
@@ -46,7 +47,8 @@ class Capabilities:
             submitter.
         unaligned: takes any offset and length, not only multiples of the sector size.
         registered_buffers: gains from the buffers handed to `open`.
-        device_memory: moves device memory without staging.
+        device_memory: lets requests move device memory that does not pass through the host
+            (`Request.move`).
         scatters: reads into several pieces of memory at once (`Request.pieces`).
     """
 
@@ -74,6 +76,8 @@ class Request:
         mover: the thread that the transfer itself kept busy, 0 where there is none.
         pieces: where the bytes of a read go, one after the other, instead of the buffer; only for
             engines that scatter.
+        move: moves the bytes, in place of the engine, and returns how many; called once, when the
+            request is prepared; only for engines with `device_memory`.
     """
 
     op: Op
@@ -87,6 +91,7 @@ class Request:
     finish: Callable[[Request, int], None] | None = None
     mover: int = 0
     pieces: Sequence[memoryview] | None = None
+    move: Callable[[], int] | None = None
 
     @property
     def view(self) -> memoryview:
@@ -120,6 +125,23 @@ class Completion:
     request: Request
     transferred: int
     error: BaseException | None = None
+
+
+class DirectTransferError(OSError):
+    """What a `Request.move` raises: the bytes can still go through the host.
+
+    Attributes:
+        status: the driver's own number for it; 0: none, or an error of the file system.
+        settled: whether the driver is done with the memory; if not, it may never be used again.
+    """
+
+    def __init__(self, message: str, status: int = 0, settled: bool = True) -> None:
+        super().__init__(errno.EIO, message)
+        self.status = status
+        self.settled = settled
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class Engine(abc.ABC):

@@ -53,7 +53,9 @@ class ThreadsEngine(Engine):
     """
 
     name: ClassVar[str] = "threads"
-    capabilities: ClassVar[Capabilities] = Capabilities(parallel_prepare=True, scatters=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        parallel_prepare=True, scatters=True, device_memory=True
+    )
 
     def __init__(self, threads: int = 4, prepare_here: bool | None = None) -> None:
         """Take `threads` threads; `prepare_here`: whether the submitting one prepares blocks."""
@@ -108,6 +110,11 @@ class ThreadsEngine(Engine):
                 return error
         return None
 
+    def serve_here(self, request: Request) -> Completion:
+        """Prepare a request and move its bytes on the calling thread; others may be under way."""
+        request.times[0] = perf_counter()
+        return self._serve(request)
+
     def wait(self, minimum: int) -> list[Completion]:
         finished: list[Completion] = []
         if self._workers and sys.is_finalizing():
@@ -150,7 +157,7 @@ class ThreadsEngine(Engine):
                 request.prepare(request)
             request.times[1] = perf_counter()
             request.mover = threading.get_ident()
-            moved = transfer(request)
+            moved = transfer(request) if request.move is None else request.move()
             request.times[2] = perf_counter()
             if request.finish is not None:
                 request.finish(request, moved)

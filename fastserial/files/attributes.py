@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Attributes", "CannotKeep", "attributes_of", "give"]
 
@@ -39,8 +39,7 @@ class CannotKeep(Exception):
     """The new file cannot be given an attribute; the message says which."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
+class Attributes(NamedTuple):
     """A file's permission bits, user and group, and its extended attributes, ACL included."""
 
     mode: int

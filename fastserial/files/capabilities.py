@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastserial.config.performance import PAGE
 from fastserial.files import linux
@@ -33,8 +33,7 @@ _PASSING = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """Why no file can be replaced; `sequential`: and bytes are only taken sequentially."""
 
     reason: str

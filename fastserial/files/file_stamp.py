@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["FileStamp", "stamp"]
 
 _END_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class FileStamp:
+class FileStamp(NamedTuple):
     """What a file was like: device and inode, bytes, time (ns), its first and last bytes.
 
     `ends` is empty where nothing but the size is to be compared.

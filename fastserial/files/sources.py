@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from fastserial.files.file_stamp import FileStamp, stamp
 
@@ -15,8 +14,7 @@ __all__ = ["FileSource", "file_name", "file_source", "plain_file"]
 _METHODS = frozenset({"fileno", "read", "readinto", "seek", "tell"})
 
 
-@dataclass(frozen=True, slots=True)
-class FileSource:
+class FileSource(NamedTuple):
     """An open regular file.
 
     Attributes:

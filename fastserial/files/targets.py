@@ -8,8 +8,7 @@ import fcntl
 import io
 import os
 import stat
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import capabilities, linux, open_files
@@ -34,8 +33,7 @@ _MAX_LINKS = 40  # as the kernel's own limit
 _RACES = 8  # so often links may be changed, or the file replaced, while we look
 
 
-@dataclass(frozen=True, slots=True)
-class PathTarget:
+class PathTarget(NamedTuple):
     """A regular file to be replaced as a whole.
 
     Attributes:
@@ -53,8 +51,7 @@ class PathTarget:
     size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FileTarget:
+class FileTarget(NamedTuple):
     """An open regular file of the caller's: its Python object, descriptor and position (bytes)."""
 
     name: str
@@ -63,8 +60,7 @@ class FileTarget:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class InPlaceTarget:
+class InPlaceTarget(NamedTuple):
     """A regular file that no new file can replace: overwritten, as torch does.
 
     Attributes:
@@ -81,8 +77,7 @@ class InPlaceTarget:
 Target = PathTarget | InPlaceTarget | FileTarget
 
 
-@dataclass(frozen=True, slots=True)
-class StockWay:
+class StockWay(NamedTuple):
     """torch must write this target itself; `reason` says why."""
 
     reason: str

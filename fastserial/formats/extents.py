@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
+from typing import NamedTuple
 
 from fastserial.memory.batch import Batch
 from fastserial.memory.storages import Memory
@@ -40,8 +41,7 @@ __all__ = [
 ]
 
 
-@dataclass(slots=True)
-class Literal:
+class Literal(NamedTuple):
     """Bytes known when the layout is made."""
 
     data: bytes | memoryview
@@ -51,8 +51,7 @@ class Literal:
         return len(self.data)
 
 
-@dataclass(slots=True)
-class Data:
+class Data(NamedTuple):
     """A storage's bytes; `record` is the index its CRC-32 is kept under, None if not wanted."""
 
     memory: Memory
@@ -60,8 +59,7 @@ class Data:
     record: int | None
 
 
-@dataclass(slots=True)
-class DescriptorPatch:
+class DescriptorPatch(NamedTuple):
     """Known bytes with the little-endian CRC-32 of `record` put in at byte `at`."""
 
     data: bytes
@@ -140,8 +138,7 @@ class Made:
         return piece
 
 
-@dataclass(slots=True)
-class Hole:
+class Hole(NamedTuple):
     """Unwritten bytes, which read as zeros."""
 
     length: int
@@ -150,8 +147,7 @@ class Hole:
 Source = Literal | Data | Packed | DescriptorPatch | Trailer | Made | Hole
 
 
-@dataclass(slots=True)
-class Extent:
+class Extent(NamedTuple):
     """`length` bytes at `offset`, from byte `start` of the source on.
 
     Offsets count from the container's first byte (bytes).

@@ -65,7 +65,7 @@ def fastpersist_save(
     Args:
         aio_handle: from `get_aio_handle`; None for the engine in force.
         pinned_buffer: from `get_pinned_buffer`; staging memory for `aio_handle`.
-        use_gds: GPUDirect Storage, for which there is no engine here: an error says so.
+        use_gds: an error; for GPUDirect Storage there is the option `transfer="gds"`.
         show_stats: log the statistics (logger `fastserial`, level INFO).
         double_buffer: fill one half of the buffer while the other half is written.
         num_parallel_writers: how many ranks of `group` write. Without a group it is 1, whatever
@@ -145,7 +145,9 @@ def _in_force(options: FastFileWriterConfig, use_gds: bool) -> Iterator[None]:
         EngineUnavailableError: they cannot be used here.
     """
     if use_gds:
-        raise EngineUnavailableError("use_gds: there is no engine for GPUDirect Storage")
+        raise EngineUnavailableError(
+            'use_gds is for handles of DeepSpeed\'s; for GPUDirect Storage set transfer="gds"'
+        )
     if options.dnvme_handle is None:
         yield
         return

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import LANES, MOSTLY_CACHED, SCATTERED_BLOCK
 from fastserial.engines import Completion, Engine, Op, Request
+from fastserial.engines.base import DirectTransferError
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.caching import reads_through_cache
@@ -29,8 +30,12 @@ from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.crew import Crew, Hand, engage
 from fastserial.loading.lanes import in_turns, lane_of
 from fastserial.memory.buffers import Buffer, BufferPool
+from fastserial.reports import HOST_ONLY
 
 if TYPE_CHECKING:
+    import torch
+
+    from fastserial.engines.direct_memory import DirectMemory
     from fastserial.memory.ring import Ring
 
 __all__ = ["Block", "BlockReader", "ReadCounts"]
@@ -57,6 +62,8 @@ class Block:
         pieces: where to put the bytes instead, one piece of memory after the other
             (`BlockReader.scatters`).
         prepare: called before the block is read, while others are being read.
+        device: device memory (one-dimensional uint8) to read it to past the host
+            (`BlockReader.goes_straight`), if that can be; else it is delivered.
     """
 
     offset: int
@@ -67,6 +74,7 @@ class Block:
     direct: bool | None = None
     pieces: Sequence[memoryview] | None = None
     prepare: Callable[[], None] | None = None
+    device: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -105,6 +113,8 @@ class BlockReader:
         """
         self.counts = ReadCounts()
         self.ring: Ring | None = None
+        self.transfer = HOST_ONLY  # the way to devices, and why
+        self._straight: DirectMemory | None = None
         self._fd = fd
         self._size = size
         self._config = config
@@ -161,9 +171,28 @@ class BlockReader:
             return DirectFile(-1)
         return open_direct(self._fd, os.O_RDONLY, config.block_size, self._files)
 
-    def stage_in(self, ring: Ring) -> None:
-        """Use the buffers of a ring as staging buffers from here on; it is closed with this."""
+    def stage_in(self, ring: Ring, places: Collection[torch.device]) -> None:
+        """Use the buffers of a ring as staging buffers from here on; it is closed with this.
+
+        Args:
+            ring: where blocks for devices pass through that do not go past the host.
+            places: the devices.
+        """
+        from fastserial.engines.direct_memory import offer  # not without a device
+
         self.ring = ring
+        config = self._config
+        refusal = "direct I/O is switched off" if config.never_direct else None
+        self._straight, self.transfer = offer(
+            config, self.transfer, ring, self._engine, places, self._fd, os.O_RDONLY, refusal
+        )
+
+    def join(self, places: Collection[torch.device]) -> None:
+        """Get ready for blocks for more devices, or later ones, after `stage_in`."""
+        if self.ring is not None:
+            self.ring.join(places)
+        if self._straight is not None:
+            self._straight.join(places)
 
     def expect(self, first: int, stop: int, nbytes: int) -> None:
         """Get ready for bytes that are read in the order of the file, until `expect_nothing`.
@@ -210,7 +239,7 @@ class BlockReader:
     @property
     def best_size(self) -> int:
         """Bytes of the blocks that are read in the order of the file, after `expect`."""
-        whole = self.never_direct and self.scatters and not self._lanes
+        whole = self.never_direct and self.scatters and not self._lanes and self._straight is None
         return SCATTERED_BLOCK if whole else self._config.block_size
 
     def ordered(self, blocks: Iterable[Block | None]) -> Iterator[Block]:
@@ -231,10 +260,21 @@ class BlockReader:
         """Return whether these bytes are to be read directly: they are not in the page cache."""
         if self._direct_fd < 0 or self._refused:
             return False
+        return not self._is_cached(offset, length)
+
+    def goes_straight(self, device: torch.device, offset: int, length: int) -> bool:
+        """Return whether these bytes are to be read to a device past the host."""
+        straight = self._straight
+        if straight is None or not straight.takes(device, offset, length):
+            return False
+        return not self._is_cached(offset, length)
+
+    def _is_cached(self, offset: int, length: int) -> bool:
+        """Return whether bytes are better read through the page cache: most are in it."""
         if self._config.direct is True:
-            return True
+            return False
         fraction = cached_fraction(self._fd, offset, length)
-        return fraction is None or fraction < MOSTLY_CACHED
+        return fraction is not None and fraction >= MOSTLY_CACHED
 
     def put(self, block: Block) -> None:
         """Queue a block; waits for others if the queue is full.
@@ -258,6 +298,8 @@ class BlockReader:
     def flush(self) -> None:
         """Start what is queued."""
         if self._batch:
+            if self._straight is not None:
+                self._straight.flush()
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
             self._engine.submit(batch)
@@ -272,7 +314,12 @@ class BlockReader:
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
         hand = self._hand
-        finish(*([hand.close] if hand is not None else []), self._free)
+        straight = self._straight
+        finish(
+            *([hand.close] if hand is not None else []),
+            *([straight.close] if straight is not None else []),
+            self._free,
+        )
 
     def _free(self) -> None:
         self._batch = []
@@ -288,6 +335,7 @@ class BlockReader:
 
     def _request(self, block: Block) -> Request:
         pieces, length = block.pieces, block.length
+        move: Callable[[], int] | None = None
         fd = self._lanes[lane_of(block.offset, len(self._lanes))] if self._lanes else self._fd
         if pieces is not None:
             buffer = _NOTHING
@@ -297,11 +345,14 @@ class BlockReader:
             direct = block.direct
             if direct is None:
                 direct = self.goes_direct(block.offset, length)
-            if direct and aligned and not (block.offset | buffer.address) % self.alignment:
+            straight = self._straight
+            if block.device is not None and straight is not None and not straight.refused:
+                move = straight.read(buffer, block.device, block.offset)
+            elif direct and aligned and not (block.offset | buffer.address) % self.alignment:
                 fd, length = self._direct_fd, aligned
         return Request(
             Op.READ, fd, block.offset, length, buffer,
-            tag=block, finish=self._finish, pieces=pieces,
+            tag=block, finish=self._finish, pieces=pieces, move=move,
         )  # fmt: skip
 
     @property
@@ -317,6 +368,8 @@ class BlockReader:
     def _finish(self, request: Request, moved: int) -> None:
         """Read what is not aligned at the file's end, and deliver the block."""
         block: Block = request.tag
+        if request.move is not None:
+            return  # the device has all of it
         request.length = block.length
         while moved < block.length:
             got = os.preadv(self._fd, request.rest(moved), block.offset + moved)
@@ -331,7 +384,7 @@ class BlockReader:
     def _complete(self, completion: Completion) -> None:
         request, error = completion.request, completion.error
         block: Block = request.tag
-        direct = request.fd == self._direct_fd
+        direct = request.fd == self._direct_fd or request.move is not None
         if error is not None:
             self._recover(request, error, direct)
             direct = False
@@ -346,6 +399,11 @@ class BlockReader:
     def _recover(self, request: Request, error: BaseException, direct: bool) -> None:
         """Read a block through the page cache after direct I/O failed, or tell that it is lost."""
         fail = request.tag.fail
+        if isinstance(error, DirectTransferError) and error.settled:
+            self._stay(error)
+            request.move = None
+            self._finish(request, 0)
+            return
         # `done` is set: it was not the read that failed, but the delivery
         if not isinstance(error, OSError) or (request.times[2] and fail is None):
             raise error
@@ -375,6 +433,14 @@ class BlockReader:
         if done:
             counts.submit_seconds.append(started - queued)
             counts.complete_seconds.append(done - started)
+
+    def _stay(self, error: DirectTransferError) -> None:
+        """Read everything through the host from here on."""
+        from fastserial.memory.transfers import instead
+
+        if self._straight is not None:
+            self._straight.refuse()
+        self.transfer = instead(self._config.transfer, f"{error}; from there on")
 
     def _refuse_direct(self) -> None:
         """Go on through the page cache: the file system took the flag, but not the read."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastserial.config import Config
 from fastserial.engines import Engine, create
@@ -21,8 +20,7 @@ from fastserial.memory.buffers import BufferPool
 __all__ = ["Crew", "Hand", "common_crew", "engage"]
 
 
-@dataclass(slots=True)
-class Hand:
+class Hand(NamedTuple):
     """An engine that is open, and its staging buffers: no memory before they are used."""
 
     engine: Engine

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fastserial.config.performance import MOST_PIECES, NEAR_EXTENTS, STRAIGHT_PIECE
 from fastserial.loading.block_reader import Block, BlockReader
-from fastserial.loading.sinks import ReadExtent, Sink
+from fastserial.loading.sinks import DeviceSink, ReadExtent, Sink
 from fastserial.memory.buffers import Buffer, own_buffer
 
 __all__ = ["plan_blocks"]
@@ -52,7 +52,9 @@ def plan_blocks(
     for window in _windows(pieces, blocks.best_size):
         for run in _runs(window):
             first, last = run[0].offset, max(piece.end for piece in run)
-            if blocks.goes_direct(first, last - first):
+            if (block := _past_the_host(run, blocks)) is not None:
+                yield block
+            elif blocks.goes_direct(first, last - first):
                 yield _direct(run, alignment, file_size, straight)
             elif blocks.scatters and blocks.ring is None and (block := _scattered(run)) is not None:
                 yield block
@@ -89,6 +91,18 @@ def _runs(window: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         end = max(end, piece.end)
     if run:
         yield run
+
+
+def _past_the_host(run: list[_Piece], blocks: BlockReader) -> Block | None:
+    """Return the block that a device gets without the host; None: it is none."""
+    piece, sink = run[0], run[0].sink
+    if len(run) > 1 or not isinstance(sink, DeviceSink):
+        return None
+    if not blocks.goes_straight(sink.device, piece.offset, piece.length):
+        return None
+    deliver = partial(_scatter, run, piece.offset)
+    target = sink.part(piece.start, piece.length)
+    return Block(piece.offset, piece.length, deliver, direct=False, device=target)
 
 
 def _direct(run: list[_Piece], alignment: int, file_size: int, straight: bool) -> Block:

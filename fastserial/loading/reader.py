@@ -76,7 +76,6 @@ class FastFileReader:
             raise
 
     def _start(self, crew: Crew | None) -> None:
-        self.transfer = HOST_ONLY
         self.bar = progress_bar(self.config.progress, self.name)
         self.blocks = BlockReader(
             self.fd, self.size, self.config, self.bar.update, self._files, crew
@@ -86,6 +85,11 @@ class FastFileReader:
     def closed(self) -> bool:
         """Whether the reader was closed."""
         return self._closed
+
+    @property
+    def transfer(self) -> Transfer:
+        """The way to devices that was taken, and why."""
+        return self.blocks.transfer
 
     @property
     def ring(self) -> Ring | None:
@@ -104,12 +108,13 @@ class FastFileReader:
 
         synchronize(away)  # for what does not pass through the ring
         places = {storage.device for storage in away}
-        if self.ring is not None:
-            self.ring.join(places)
+        blocks = self.blocks
+        if blocks.ring is not None:
+            blocks.join(places)
             return
-        ring, self.transfer = open_ring(self.config, places, self.blocks.takes_any_memory)
+        ring, blocks.transfer = open_ring(self.config, places, blocks.takes_any_memory)
         if ring is not None:
-            self.blocks.stage_in(ring)
+            blocks.stage_in(ring, places)
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
         """Read extents, in the order of the file; returns when all are in their places.

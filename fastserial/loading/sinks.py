@@ -75,6 +75,15 @@ class DeviceSink:
         self._bytes = flat
         self._ring = ring
 
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self._bytes.device
+
+    def part(self, start: int, length: int) -> torch.Tensor:
+        """Return the memory of some of the bytes."""
+        return self._bytes[start : start + length]
+
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         import torch
 

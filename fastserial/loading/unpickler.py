@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler as torchs
 
-from fastserial.formats.pickles.plain import imported_names
+from fastserial.formats.plain_pickle import imported_names
 
 __all__ = ["WeightsOnlyUnpickler", "unpickler_module"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import add
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.errors import StorageChangedError
@@ -31,8 +30,7 @@ __all__ = ["Batch", "batch_of", "storage_batch"]
 _AROUND = 128  # about how many container bytes come with a storage
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Storages in the order of the file.
 
     Attributes:

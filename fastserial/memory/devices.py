@@ -39,9 +39,13 @@ class Fence(Protocol):
 class CopyStream(Protocol):
     """Copies between a device and pinned memory, one after the other, beside everything else.
 
-    The tensors are one-dimensional uint8, `device` on the device, `host` pinned; both must stay as
-    they are until a later `mark` is reached. Any thread may start copies.
+    The tensors are one-dimensional uint8, `device` on the device, `host` pinned, or on the device,
+    too; both must stay as they are until a later `mark` is reached. Any thread may start copies.
     """
+
+    @property
+    def handle(self) -> int:
+        """By which the device's driver knows it."""
 
     def follow(self) -> None:
         """Let copies started from here on wait for what the caller's current stream holds now."""
@@ -110,6 +114,11 @@ class _TorchStream:
         self._device = device
         self._torch = _module(device)
         self._stream = self._torch.Stream(device)
+
+    @property
+    def handle(self) -> int:
+        handle: int = self._stream.cuda_stream
+        return handle
 
     def follow(self) -> None:
         event = self._torch.Event()

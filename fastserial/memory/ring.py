@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastserial.config.performance import PAGE, PINNED_MOST, PINNED_RING
@@ -109,6 +109,14 @@ class Ring(BufferPool):
             fences[-1][0].synchronize()
             fences.pop()
 
+    def host(self, buffer: Buffer, length: int) -> torch.Tensor:
+        """Return the first bytes of a buffer, one-dimensional uint8."""
+        return self._host(buffer.address, length)
+
+    def keep(self, buffer: Buffer, fence: Fence, used: object) -> None:
+        """Let a buffer wait for a moment of another stream, and keep what is used until then."""
+        self._fences[buffer.index].append((fence, used))
+
     def holds(self, address: int, length: int) -> bool:
         """Return whether host memory is in a buffer of this ring."""
         return self._first <= address and address + length <= self._first + len(self._whole)
@@ -200,6 +208,7 @@ class PinnedStore:
 
 _parents: list[Pinned] = []
 pinned_store = PinnedStore()
+freed_with_it: list[Callable[[], None]] = []  # what else is kept for the next save or load
 os.register_at_fork(after_in_child=pinned_store.forget)
 
 
@@ -209,4 +218,6 @@ def free_pinned() -> int:
     Returns:
         Bytes freed; what a save or load is using stays, and is kept again after it.
     """
+    for free in freed_with_it:
+        free()
     return pinned_store.free()

@@ -20,31 +20,29 @@ if TYPE_CHECKING:
 
     from fastserial.memory.buffers import Buffer
 
-__all__ = ["copy_to_host", "missing", "open_ring", "wanted"]
+__all__ = ["DIRECT", "copy_to_host", "instead", "open_ring"]
 
 _log = logging.getLogger("fastserial")
-_CUFILE = ("gds", "gpu_async", "gpu_batch")
-_NO_CUFILE = "fastserial has no engine for cuFile yet"
+DIRECT = ("gds", "gpu_async", "gpu_batch")  # past the host: engines.direct_memory
 _warned: set[str] = set()
 
 
-def missing(word: str) -> str | None:
-    """Return why a transfer type cannot be had, whatever the machine, or None."""
-    return _NO_CUFILE if word in _CUFILE else None
+def instead(word: str, why: str) -> Transfer:
+    """Return what is taken for a transfer type that cannot be had; warn of it once."""
+    if word not in _warned:
+        _warned.add(word)
+        text = f"transfer {word!r}: {why}; going on with 'cpu_async_gpu'"
+        warnings.warn(text, UserWarning, stacklevel=2)
+    return Transfer("cpu_async_gpu", f"{word}: {why}")
 
 
-def wanted(config: Config) -> Transfer:
-    """Return the transfer type to try; one that cannot be had is replaced, with one warning."""
+def _wanted(config: Config) -> Transfer:
+    """Return the transfer type to try through the host."""
     word = config.transfer
     if word == "auto":
         return Transfer("cpu_async_gpu", "auto: pinned memory and streams of its own")
-    why = missing(word)
-    if why is not None:
-        if word not in _warned:
-            _warned.add(word)
-            text = f"transfer {word!r}: {why}; going on with 'cpu_async_gpu'"
-            warnings.warn(text, UserWarning, stacklevel=2)
-        return Transfer("cpu_async_gpu", f"{word}: {why}")
+    if word in DIRECT:
+        return Transfer("cpu_async_gpu", f"{word}: for blocks of files only")
     return Transfer(word, "asked for")
 
 
@@ -61,7 +59,7 @@ def open_ring(
         places: the devices.
         any_memory: the engine moves blocks from and to any memory, not only its own.
     """
-    asked = wanted(config)
+    asked = _wanted(config)
     if asked.word in ("cpu", "cpu_gpu"):
         return None, Transfer("cpu_gpu", asked.why)
     count = min(2 * config.queue_depth, PINNED_RING // config.block_size)

@@ -44,8 +44,13 @@ class Reached:
             self.opaque = True
 
     def watch(self, storage: int, tensor: torch.Tensor) -> None:
-        """Note that a tensor's counter counts changes of a storage."""
-        self._versions.setdefault(storage, []).append((tensor, tensor._version))
+        """Note that a tensor's counter counts changes of a storage, if it has one."""
+        try:
+            version = tensor._version
+        except RuntimeError:  # an inference tensor: asking it first would let go of the GIL
+            self.leave([storage])
+        else:
+            self._versions.setdefault(storage, []).append((tensor, version))
 
     def leave(self, storages: Iterable[int]) -> None:
         """Note that nobody counts all changes of some storages."""
@@ -72,7 +77,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         type(tensor).__torch_dispatch__ is _PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_quantized
-        and not tensor.is_inference()
     )
 
 

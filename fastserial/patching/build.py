@@ -11,7 +11,7 @@ import hashlib
 import io
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastserial.errors import PatchError
 from fastserial.patching.patch_file import Anchor, FunctionPatch, Match, Patch
@@ -33,8 +33,7 @@ END = "# <<< fastserial"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltFunction:
+class BuiltFunction(NamedTuple):
     """One function in a built module.
 
     Attributes:
@@ -52,8 +51,7 @@ class BuiltFunction:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltModule:
+class BuiltModule(NamedTuple):
     """A module's whole text with our lines, and its edited functions."""
 
     module: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 import __future__
 
-import ast
 import functools
 import importlib.util
 import linecache
@@ -12,7 +11,7 @@ import os
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastserial.errors import PatchError
 
@@ -47,8 +46,7 @@ class SwappedFunction:
         return vars(self.module).get(self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Installation:
+class Installation(NamedTuple):
     """A patch made ready. Whether it is in force is read from torch's namespace."""
 
     patch: Patch
@@ -65,11 +63,11 @@ class Installation:
 def prepare(version: str) -> Installation:
     """Find the patch that fits and compile its functions; torch is not touched."""
     # here, so that `import fastserial` alone (every process, with FASTSERIAL=1) costs little
-    from fastserial.patching.patch_file import candidates, load_patches
+    from fastserial.patching.patch_file import shipped_candidates
 
     sources = functools.lru_cache(maxsize=None)(_source)
     why: str | None = None
-    for patch, exact in candidates(version, load_patches()):
+    for patch, exact in shipped_candidates(version):
         try:
             return Installation(patch, exact, tuple(_compiled(patch, sources)))
         except PatchError as error:
@@ -151,9 +149,9 @@ def _patched(built: BuiltFunction, original: types.FunctionType, file: str) -> t
 
     Only the code is new: defaults, annotations and decorators are not evaluated a second time.
     """
-    tree = ast.increment_lineno(ast.parse(built.text), built.line - 1)
     flags = original.__code__.co_flags & _FUTURE_FLAGS
-    outer = compile(tree, file, "exec", flags=flags, dont_inherit=True)
+    text = "\n" * (built.line - 1) + built.text  # so its lines have the numbers of the built file
+    outer = compile(text, file, "exec", flags=flags, dont_inherit=True)
     codes = [
         constant
         for constant in outer.co_consts

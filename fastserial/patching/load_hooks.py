@@ -105,7 +105,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
         load.pause.begin()  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
     directory = read_places(source.fd, source.size, stock)
-    if count != directory.end.count:
+    if count != directory.end.records:
         load.fallback = "torch sees other records"
         return FastZipReader(stock, source.name, limit) if sized else stock
     verify = config.verify_on_load

@@ -216,7 +216,7 @@ def _checks(patch: Patch, source: TorchSource) -> list[FunctionCheck]:
     found: list[FunctionCheck] = []
     for function in patch.functions:
         # one function at a time, so that each says its own trouble
-        alone = dataclasses.replace(patch, functions=(function,))
+        alone = patch._replace(functions=(function,))
         try:
             original = source.text(function.module)
             built = build_module(original, alone, function.module)
@@ -316,8 +316,7 @@ def new(source: TorchSource, folder: Path | None = None, base: Patch | None = No
             old = one.patch.hashes if known else {}
             hashes[one.patch.full_name] = {**old, **fresh}
     functions = tuple(
-        dataclasses.replace(function, hashes=hashes[function.full_name])
-        for function in start.functions
+        function._replace(hashes=hashes[function.full_name]) for function in start.functions
     )
     line = f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}"
     made = Patch(name, known.torch if known else line, functions)

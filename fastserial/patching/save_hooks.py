@@ -7,13 +7,14 @@ arguments are part of every file in `patches/`.
 from __future__ import annotations
 
 import errno
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+# the usual engine: a signal handler must not find half of it
+import fastserial.engines.threads  # noqa: F401
 from fastserial import tally
 from fastserial.errors import WriteError
 from fastserial.files.targets import (
@@ -26,9 +27,8 @@ from fastserial.files.targets import (
 )
 from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
-from fastserial.interrupts import Background
-from fastserial.memory.gc_pause import paused_collection
 from fastserial.memory.storages import device_types
+from fastserial.patching import load_hooks
 from fastserial.patching.self_check import self_check
 from fastserial.saving import torch_writer
 from fastserial.saving.archive import ZipArchive
@@ -49,7 +49,6 @@ __all__ = [
 _log = logging.getLogger("fastserial")
 # Storages on these devices are torch's: they hold no bytes, or raise when saved.
 _BODILESS = frozenset({"meta"})
-_complete: set[str] = set()  # modules that are imported
 
 
 def open_zip_writer(target: Any, prefix: str | None = None) -> AbstractContextManager[Any] | None:
@@ -89,35 +88,13 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
         WriteError: the target cannot be written.
     """
     if mode == "rb":
-        opener: AbstractContextManager[Any] = _hooks_load().open_source(target)
-        return opener
+        return load_hooks.open_source(target)
     if mode != "wb" or isinstance(target, FastFileWriter):
         return None
     found = _classify(target)
     if found is None:
         return None
     return _writer(found, "legacy")
-
-
-def _hooks_load() -> Any:
-    """Return the module, imported when it is first needed: a process may save and never load.
-
-    A thread imports it. A signal handler may load, too, and must not find half of it.
-    """
-    name = "fastserial.patching.load_hooks"
-    if not _complete:
-        importing = Background()
-        importing.start(_import, name)
-        importing.join()
-    module = importlib.import_module(name)
-    _complete.add(name)
-    return module
-
-
-def _import(name: str) -> None:
-    """Import a module without bringing a collection of all objects nearer: it may take 0.1 s."""
-    with paused_collection():
-        importlib.import_module(name)
 
 
 def save_zip_storages(

@@ -13,15 +13,17 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
-from fastserial.config.performance import PAGE
+from fastserial.config.performance import FILL_CHUNK, PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
+from fastserial.engines.base import DirectTransferError
+from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
@@ -31,33 +33,22 @@ from fastserial.formats.extents import Data, Hole, Literal, Made, Packed, Source
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import headroom
 from fastserial.memory.buffers import BufferPool
-from fastserial.reports import HOST_ONLY, Transfer
+from fastserial.reports import Transfer
 from fastserial.saving.buffered import write_all, write_buffered
-from fastserial.saving.fill import Part, fetches, fill, staged
+from fastserial.saving.crowding import Crowding
+from fastserial.saving.device_blocks import DeviceBlocks
+from fastserial.saving.fill import Block, Part, prepare, staged
 from fastserial.saving.read_back import ReadBack
 from fastserial.saving.statistics import TransferTally
 
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.memory.ring import Ring
-
 __all__ = ["BlockWriter"]
 
 _log = logging.getLogger("fastserial")
 _NOT_READ_BACK = "; not read back"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-
-
-@dataclass(slots=True)
-class _Block:
-    """What fills a block, how many bytes that is, and what keeps the descriptors open."""
-
-    parts: list[Part]
-    length: int
-    files: object
-    fill_seconds: float = 0.0
-    ring: Ring | None = None  # device memory is on its way to the buffer
 
 
 class BlockWriter:
@@ -92,7 +83,6 @@ class BlockWriter:
         """
         self.direct = False
         self.fallback: str | None = None
-        self.transfer = HOST_ONLY
         self.submit_seconds: list[float] = []
         self.complete_seconds: list[float] = []
         self.tally = tally if tally is not None else TransferTally()
@@ -112,10 +102,14 @@ class BlockWriter:
         self._align = PAGE
         self._engine: Engine | None = None
         self._pool: BufferPool | None = None
-        self._places: set[torch.device] = set()  # devices that parts come from
-        self._ring: Ring | None = None
+        self._devices = DeviceBlocks(config)
+        self._crowding = Crowding()
+        self._chunk = FILL_CHUNK
+        # No thread helps: each hand-over would wait for the interpreter's lock.
+        self._alone: ThreadsEngine | None = None
         self._batch: list[Request] = []
         self._in_flight = 0
+        self._done: list[Completion] = []  # by this thread
         self._parts: list[Part] = []  # of the block that is not full yet,
         self._end = 0  # which ends here so far
         self._ledgers: set[CrcLedger] = set()
@@ -125,13 +119,14 @@ class BlockWriter:
         """The engine in use, or `buffered` as long as there was no need for one."""
         return self._engine.name if self._engine is not None else "buffered"
 
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer type taken for parts from devices, and why."""
+        return self._devices.transfer
+
     def join(self, places: Collection[torch.device]) -> None:
         """Get ready for parts from devices, as they are after what is queued there now."""
-        self._places.update(places)
-        if self._ring is not None:
-            self._ring.join(places)
-        elif self._pool is not None:
-            self.transfer = Transfer("cpu_gpu", "the file began with blocks of the host")
+        self._devices.join(places, self._pool is not None)
 
     def put(self, part: Part) -> None:
         """Take a part. Blocks that are full are queued."""
@@ -149,6 +144,8 @@ class BlockWriter:
             rest -= length
             if not self._room(offset):
                 self._dispatch()
+                if self._crowding.found():
+                    self._go_alone()
 
     def _room(self, offset: int) -> int:
         """Return how many bytes the open block still takes at `offset`.
@@ -162,6 +159,10 @@ class BlockWriter:
             size = self._config.block_size
             end = begin - begin % size + size
         return end - offset
+
+    def start(self) -> None:
+        """Let the engine begin with the blocks that are full."""
+        self._submit()
 
     def release_sources(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
@@ -179,7 +180,7 @@ class BlockWriter:
     @trace.traced("stop engine")
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
-        finish(self._stop, self._free)
+        finish(self._stop, self._devices.close, self._free)
 
     def _stop(self) -> None:
         for ledger in self._ledgers:
@@ -229,9 +230,9 @@ class BlockWriter:
             self._trial(self._cached, offset, length)
         aligned = length - length % self._align
         direct = self.direct and aligned > 0 and offset % self._align == 0
-        buffer, ring = pool.take(), self._ring
-        if ring is not None:
-            ring.fetch(buffer, fetches(parts))
+        buffer, kept = pool.take(), self._read_back is not None
+        move, shown = self._devices.fetch(parts, length, offset, buffer, kept)
+        files = self._owner, self._files
         self._batch.append(
             Request(
                 Op.WRITE,
@@ -239,8 +240,9 @@ class BlockWriter:
                 offset,
                 aligned if direct else length,
                 buffer,
-                _prepare,
-                _Block(parts, length, (self._owner, self._files), ring=ring),
+                prepare,
+                Block(parts, length, files, self._chunk, self._devices.ring, shown),
+                move=move,
             )
         )
 
@@ -281,10 +283,12 @@ class BlockWriter:
                 self.fallback += _NOT_READ_BACK
         else:
             self._open_direct()
-            if self.direct and self._suits_cache(engine):
-                synced = config.durable and not self._may_be_locked
-                self._cached = cached_writes(self._fd, config, self._expected or 0, synced)
-                self.direct = self._cached is None
+        refusal = None if self.direct else self.fallback or "direct I/O is switched off"
+        self._devices.go_straight(engine, self._fd, refusal)
+        if self.direct and not self._devices.straight and self._suits_cache(engine):
+            synced = config.durable and not self._may_be_locked
+            self._cached = cached_writes(self._fd, config, self._expected or 0, synced)
+            self.direct = self._cached is None
         if config.read_back and engine.capabilities.moves_data and not locked:
             try:
                 self._read_back = ReadBack(self._fd, self.direct, config.block_size)
@@ -316,22 +320,30 @@ class BlockWriter:
         """
         engine = create(config.engine, config.threads)
         try:
-            pool = self._open_ring(engine)
-            pool = pool or engine.allocate(config.queue_depth, config.block_size)
+            ring: BufferPool | None = self._devices.open_ring(engine)
+            pool = ring or engine.allocate(config.queue_depth, config.block_size)
         except BaseException:
             engine.close()
             raise
         self._engine, self._pool = engine, pool
         return engine, pool
 
-    def _open_ring(self, engine: Engine) -> BufferPool | None:
-        if not self._places:
-            return None
-        from fastserial.memory.transfers import open_ring  # not without a device
-
-        any_memory = not engine.capabilities.registered_buffers
-        self._ring, self.transfer = open_ring(self._config, self._places, any_memory)
-        return self._ring
+    def _go_alone(self) -> None:
+        """Go on with one block instead of several, filled and written by this thread."""
+        engine, pool = self._engine, self._pool
+        devices = self._devices.ring is not None or self._devices.straight
+        if not isinstance(engine, ThreadsEngine) or pool is None or devices or self._read_back:
+            return
+        self._drain()
+        size = sum(buffer.nbytes for buffer in pool.buffers)
+        try:
+            self._pool = BufferPool(1, size)
+        except (MemoryError, OSError):
+            return
+        self._config = replace(self._config, block_size=size)
+        self._chunk = size
+        self._alone = engine
+        pool.close()
 
     def _open_direct(self) -> None:
         if self._config.never_direct:
@@ -346,10 +358,14 @@ class BlockWriter:
 
     def _submit(self) -> None:
         if self._batch and self._engine is not None:
+            self._devices.flush()
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
             with trace.step("submit"):
-                self._engine.submit(batch)
+                if self._alone is not None:
+                    self._done += map(self._alone.serve_here, batch)
+                else:
+                    self._engine.submit(batch)
 
     def _drain(self) -> None:
         self._submit()
@@ -361,14 +377,14 @@ class BlockWriter:
         if self._engine is None or self._pool is None:
             return
         with trace.step("wait for blocks"):
-            finished = self._engine.wait(1)
+            finished, self._done = self._done or self._engine.wait(1), []
         for completion in finished:
             self._in_flight -= 1
             request = completion.request
             if trace.listener is not None:
                 trace.block("device write", request.times, request.mover)
             self._check(completion)
-            block: _Block = request.tag
+            block: Block = request.tag
             if request.length < block.length and self._engine.capabilities.moves_data:
                 tail = request.buffer.view[request.length : block.length]
                 self._write_cached(tail, request.offset + request.length)
@@ -379,6 +395,8 @@ class BlockWriter:
             self._pool.give(request.buffer)
             self.tally.blocks += 1
             self.tally.fill_seconds += block.fill_seconds
+            if block.length == self._config.block_size:
+                self._crowding.saw(block)
             queued, started, done = request.times
             self.submit_seconds.append(started - queued)
             self.complete_seconds.append(done - started)
@@ -394,6 +412,9 @@ class BlockWriter:
             raise OSError(
                 errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"
             )
+        if isinstance(error, DirectTransferError) and error.settled:
+            self._rewrite(request, error)
+            return
         refused = isinstance(error, OSError) and error.errno == errno.EINVAL
         if not refused or request.fd != self._direct_fd:
             raise error
@@ -402,6 +423,15 @@ class BlockWriter:
         self.fallback = "direct I/O refused at the first write: Invalid argument"
         _log.debug("%s; going on through the page cache", self.fallback)
         self._write_cached(request.view, request.offset)
+
+    def _rewrite(self, request: Request, error: DirectTransferError) -> None:
+        """Write a block through the host that could not go past it."""
+        block: Block = request.tag
+        self._devices.stay(error, [] if block.shown else block.parts, request.buffer)
+        try:
+            self._write_cached(request.view, request.offset)
+        except OSError as own:  # the system's word for what is wrong
+            raise own from error
 
     def _advance(self, length: int) -> None:
         if self._on_progress is not None:
@@ -412,21 +442,3 @@ def _is_borrowed(source: Source) -> bool:
     if isinstance(source, Literal):
         return not isinstance(source.data, bytes)
     return isinstance(source, Data | Packed | Made)
-
-
-@trace.traced("fill (rest)")
-def _prepare(request: Request) -> None:
-    """Fill a block's buffer. If that fails, no thread waits forever for its checksums."""
-    block: _Block = request.tag
-    began = perf_counter()
-    try:
-        if block.ring is not None:
-            with trace.step("copy from the device (D2H)"):
-                block.ring.arrive(request.buffer)
-        fill(block.parts, request.buffer.view, request.buffer.address, block.ring is not None)
-        block.fill_seconds = perf_counter() - began
-    except BaseException as error:
-        for part in block.parts:
-            if part.ledger is not None:
-                part.ledger.fail(error)
-        raise

@@ -163,6 +163,11 @@ class ExtentWriter:
         if self._on_progress is not None:
             self._on_progress(nbytes)
 
+    def start(self) -> None:
+        """Let the engine begin with all full blocks, instead of when there is no buffer left."""
+        if self._blocks is not None:
+            self._blocks.start()
+
     def release_sources(self) -> None:
         """Wait until no memory given so far is needed any more, but for `bytes` objects."""
         if self._blocks is not None:

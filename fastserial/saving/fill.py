@@ -8,12 +8,15 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import NamedTuple
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import FILL_CHUNK, JOINED
+from fastserial.engines import Request
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import (
     Data,
@@ -28,7 +31,10 @@ from fastserial.formats.extents import (
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, StorageMemory, memmove
 
-__all__ = ["Part", "fetches", "fill", "staged"]
+if TYPE_CHECKING:
+    from fastserial.memory.ring import Ring
+
+__all__ = ["Block", "Part", "fetches", "fill", "lone_memory", "prepare", "staged"]
 
 _CRC = struct.Struct("<I")
 
@@ -49,6 +55,47 @@ class Part(NamedTuple):
     ledger: CrcLedger | None
 
 
+@dataclass(slots=True)
+class Block:
+    """What fills a block, and how.
+
+    Attributes:
+        parts, length: what fills it, so many bytes.
+        files: keeps the descriptors open.
+        chunk: bytes that are copied and checksummed in turn.
+        ring: device memory is on its way to the buffer,
+        shown: or it is not, and goes past the host.
+        fill_seconds: what filling it took.
+    """
+
+    parts: list[Part]
+    length: int
+    files: object
+    chunk: int = FILL_CHUNK
+    ring: Ring | None = None
+    shown: bool = True
+    fill_seconds: float = 0.0
+
+
+@trace.traced("fill (rest)")
+def prepare(request: Request) -> None:
+    """Fill a block's buffer. If that fails, no thread waits forever for its checksums."""
+    block: Block = request.tag
+    began = perf_counter()
+    try:
+        if block.ring is not None:
+            with trace.step("copy from the device (D2H)"):
+                block.ring.arrive(request.buffer)
+        there = block.ring is not None
+        fill(block.parts, request.buffer.view, request.buffer.address, there, block.chunk)
+        block.fill_seconds = perf_counter() - began
+    except BaseException as error:
+        for part in block.parts:
+            if part.ledger is not None:
+                part.ledger.fail(error)
+        raise
+
+
 def fetches(parts: Sequence[Part]) -> Iterator[tuple[int, StorageMemory, int, int]]:
     """Yield what `fill` puts where from devices, as `memory.ring.Fetch` has it."""
     at = 0
@@ -59,20 +106,39 @@ def fetches(parts: Sequence[Part]) -> Iterator[tuple[int, StorageMemory, int, in
         at += part.length
 
 
-def fill(parts: Sequence[Part], view: memoryview, address: int, fetched: bool = False) -> None:
+def lone_memory(parts: Sequence[Part]) -> tuple[StorageMemory, bool] | None:
+    """Return the device's memory that the parts are a piece of, and whether its CRC-32 is wanted.
+
+    None: something else is among them.
+    """
+    part, *others = parts
+    source = part.source
+    if others or not isinstance(source, Data) or not isinstance(source.memory, StorageMemory):
+        return None
+    return source.memory, source.record is not None and part.ledger is not None
+
+
+def fill(
+    parts: Sequence[Part],
+    view: memoryview,
+    address: int,
+    fetched: bool = False,
+    chunk: int = FILL_CHUNK,
+) -> None:
     """Put the bytes of the parts back to back at `address`, which `view` shows.
 
     What needs checksums comes last: it may wait for other threads to fill the blocks before.
 
     Args:
         fetched: the `fetches` of the parts are there.
+        chunk: bytes that are copied and checksummed in turn.
     """
     at = 0
     late: list[tuple[int, Part]] = []
     for part in parts:
         _, source, start, length, ledger = part
         if isinstance(source, Data):
-            _fill_data(source, part, view, address, at, fetched)
+            _fill_data(source, part, view, address, at, fetched, chunk)
         elif isinstance(source, Packed):
             if length == source.length:
                 _fill_packed(source, ledger, view, address, at)
@@ -106,12 +172,18 @@ def fill(parts: Sequence[Part], view: memoryview, address: int, fetched: bool = 
 
 
 def _fill_data(
-    source: Data, part: Part, view: memoryview, address: int, at: int, fetched: bool
+    source: Data,
+    part: Part,
+    view: memoryview,
+    address: int,
+    at: int,
+    fetched: bool,
+    chunk: int,
 ) -> None:
     _, _, start, length, ledger = part
     memory = source.memory
     wanted = source.record is not None and ledger is not None
-    step = FILL_CHUNK if wanted or isinstance(memory, HostMemory) else length
+    step = chunk if wanted or isinstance(memory, HostMemory) else length
     copy_to, checksum = memory.copy_to, crc32
     if fetched and isinstance(memory, StorageMemory):
         memory.check()

@@ -114,6 +114,22 @@ class EngineTests:
             assert 0 < queued <= started <= done
         self.check(opener, data, capabilities)
 
+    def test_what_moves_itself(
+        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
+    ) -> None:
+        """`Request.move`, in place of the engine: its count, or its error."""
+        self.needs(capabilities.device_memory, "device_memory")
+        requests = [write(fd, at, noise(BLOCK)) for at in range(0, 3 * BLOCK, BLOCK)]
+        prepared: list[bool] = []
+        for request in requests[:2]:
+            request.move = lambda: prepared.append(True) or BLOCK  # type: ignore[func-returns-value]
+        requests[2].move = lambda: 1 // 0
+        finished = {c.request.offset: c for c in drive(engine, pool, requests)}
+        assert [finished[at].transferred for at in (0, BLOCK)] == [BLOCK, BLOCK]
+        assert isinstance(finished[2 * BLOCK].error, ZeroDivisionError)
+        assert len(prepared) == 2
+        assert opener.content("file") == b""
+
     def test_any_order(
         self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
     ) -> None:

@@ -398,6 +398,25 @@ def test_every_load_begins_with_the_same_page_cache(tmp_path: Path) -> None:
         assert cached() == [0.0, 0.0]
 
 
+def test_every_load_begins_with_memory_in_the_same_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"bytes")
+    saved = load._Saved(Files(path, path, None, None), {}, 1 << 20, {})
+    touched: list[int] = []
+    slept: list[float] = []
+    monkeypatch.setattr(load, "_freshen", touched.append)
+    monkeypatch.setattr(load.time, "sleep", slept.append)
+    for temperature in ("warm", "cold"):
+        load._prepare((path,), temperature, saved, 0.0)
+    assert touched == [16 << 20] * 2
+    assert load._TAKEN_BACK not in slept
+    load._prepare((path,), load._FRESH, saved, 0.0)
+    assert len(touched) == 2
+    assert load._TAKEN_BACK in slept
+
+
 def load_cached(path: Path) -> float | None:
     with path.open("rb") as file:
         return cached_fraction(file.fileno(), 0, path.stat().st_size)

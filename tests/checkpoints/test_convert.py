@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,10 +284,14 @@ def test_what_a_later_pickle_protocol_means(fmt: str, tmp_path: Path) -> None:
 def test_archives_of_other_kinds_are_refused(tmp_path: Path) -> None:
     with torch.package.PackageExporter(tmp_path / "package.pt") as exporter:
         exporter.save_text("words", "hello.txt", "hello")
-    for to in TORCH_CONTAINERS:
-        with pytest.raises(ConvertError, match=r"package\.pt: .*no data\.pkl"):
-            convert(tmp_path / "package.pt", tmp_path / "t", to)
-    assert os.listdir(tmp_path) == ["package.pt"]
+    with zipfile.ZipFile(tmp_path / "exported.pt2", "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("exported/archive_format", "pt2")
+        archive.writestr("exported/models/model.json", "{}")
+    for name in ("package.pt", "exported.pt2"):
+        for to in TORCH_CONTAINERS:
+            with pytest.raises(ConvertError, match=rf"{name}: .*no data\.pkl"):
+                convert(tmp_path / name, tmp_path / "t", to)
+    assert sorted(os.listdir(tmp_path)) == ["exported.pt2", "package.pt"]
 
 
 def test_a_tensor_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

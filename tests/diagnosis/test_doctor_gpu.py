@@ -16,7 +16,7 @@ from fastserial.diagnosis import examine as examine_module
 from fastserial.diagnosis.examine import examine
 from fastserial.diagnosis.facts import Diagnosis
 from fastserial.diagnosis.findings import judge
-from fastserial.diagnosis.gpu import Drive, GpuHost, probe_drive, probe_gpus
+from fastserial.files.gpus import Drive, GpuHost, probe_drive, probe_gpus
 
 VERSION = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (root)\n"
@@ -185,7 +185,7 @@ def test_shown(
         "driver 570.124.06",
         f"{ADDRESS} NVIDIA H200, 32.0 GT/s PCIe x16 (at most x16), NUMA node 1",
         "drive nvme0n1: NUMA node 0",
-        "would go by P2PDMA; fastserial does not use it yet",
+        "would go by P2PDMA; used if transfer asks for it",
         "nvidia-fs: not loaded",
         "what it needs is there",
         "compatibility mode not allowed",

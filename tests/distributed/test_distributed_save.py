@@ -133,3 +133,7 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
 )
 def test_unusual_states(case: str, tmp_path: Path) -> None:
     ranks.run("ranks_odd", 3, tmp_path, case, timeout=100)
+
+
+def test_connections_are_closed_before_the_interpreter_goes(tmp_path: Path) -> None:
+    assert ranks.run("ranks_exit", 2, tmp_path / "f.pt") == ["[True]\n"] * 2

@@ -112,7 +112,7 @@ def test_an_acl_that_shuts_the_group_out_is_kept(target: Path) -> None:
     set_attribute(target, _ACCESS, SECRET)
     before = everything(target)
     assert before[2] == 0o660, "the mask shows as the group's permissions"
-    save(target)
+    assert save(target).fallback is None
     assert everything(target) == before
 
 
@@ -123,7 +123,7 @@ def test_the_folder_hands_nothing_down_to_a_file_that_is_replaced(target: Path, 
     target.chmod(mode)
     before = everything(target)
     need_root() if mode == 0o200 else None
-    save(target)
+    assert save(target).fallback is None
     assert everything(target) == before
 
 
@@ -320,6 +320,23 @@ def test_a_root_that_may_not_do_anything(
     if not sticky:
         assert save_as(target)["fallback"] is None
         check_in_place(target, report, before)
+
+
+def test_a_root_that_may_not_write_every_file(target: Path) -> None:
+    """As stock: the folder would let it replace what it may not open."""
+    need_root()
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv (apt-get install util-linux)")
+    target.parent.chmod(0o777)
+    os.chown(target, _BOB, _CLUB)
+    target.chmod(0o600)
+    before = everything(target)
+    words = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
+    assert save_as(target, *words)["errno"] == errno.EACCES
+    assert (everything(target), target.read_bytes()) == (before, b"old")
+    target.chmod(0o666)
+    before = everything(target)
+    check_in_place(target, save_as(target, *words), before)
 
 
 def test_an_owner_whom_a_container_does_not_know(target: Path) -> None:

@@ -23,7 +23,7 @@ from support.identity import difference, fast, stock
 import fastserial
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import MissingDirectoryError
-from fastserial.files import linux, targets
+from fastserial.files import capabilities, linux, targets
 from fastserial.files.targets import PathTarget, path_target
 from fastserial.formats.extents import Data
 from fastserial.saving.fill import Part
@@ -292,3 +292,20 @@ def test_a_large_storage_of_a_device_is_copied_in_pieces(
     assert (tmp_path / "x").read_bytes() == content
     assert max(copies) <= 8 << 20
     assert ledger.wait(0) == crc32(content)
+
+
+def test_what_a_mount_lacks_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    real = capabilities._tried
+
+    def noting(directory: str) -> capabilities.Limit | None:
+        tried.append(directory)
+        return real(directory)
+
+    monkeypatch.setattr(capabilities, "_tried", noting)
+    monkeypatch.setattr(capabilities, "_known", {})
+    (tmp_path / "below").mkdir()
+    for folder in (tmp_path, tmp_path / "below", tmp_path):
+        assert capabilities.limit_of(str(folder)) is None
+    assert tried == [str(tmp_path)]
+    assert os.listdir(tmp_path) == ["below"]

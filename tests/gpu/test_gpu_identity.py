@@ -16,14 +16,23 @@ from support.corpus import CASES, Case
 from support.gpu import DEVICE, need_gpu
 from support.identity import TARGETS, both, fast, stock
 
+from fastserial.engines.direct_memory import missing
+from fastserial.memory.transfers import DIRECT
+
 need_gpu()
+pytestmark = pytest.mark.filterwarnings("ignore:transfer ")  # a folder that cuFile does not serve
 
 SMALL: dict[str, Any] = {"small_file": 0, "durable": False}
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {**SMALL, "block_size": 65536, "queue_depth": 3},
     {**SMALL, "direct": False, "transfer": "cpu_cached_gpu"},
     {**SMALL, "transfer": "cpu_gpu", "read_back": True},
+]
+OPTIONS += [
+    {**SMALL, "direct": True, "block_size": 65536, "queue_depth": 3, "transfer": word}
+    for word in DIRECT
+    if missing(word) is None
 ]
 PLACES = [DEVICE, "cuda:0", torch.device(DEVICE), None, "cpu", {"cuda:0": "cpu"}]
 

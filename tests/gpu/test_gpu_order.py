@@ -15,17 +15,23 @@ import torch
 from support.gpu import DEVICE, need_gpu
 
 import fastserial
+from fastserial.engines.direct_memory import missing
 
 need_gpu()
+
+pytestmark = pytest.mark.filterwarnings("ignore:transfer ")  # a folder that cuFile does not serve
 
 COUNT = 8 << 20  # elements; 32 MB
 SLOW = 200_000_000  # cycles: a tenth of a second
 OPTIONS: dict[str, Any] = {"small_file": 0, "durable": False, "block_size": 1 << 20}
 
 
-@pytest.fixture(autouse=True)
-def _installed() -> Iterator[None]:
-    fastserial.install(**OPTIONS)
+@pytest.fixture(autouse=True, params=["cpu_async_gpu", "gds", "gpu_async", "gpu_batch"])
+def _installed(request: pytest.FixtureRequest) -> Iterator[None]:
+    why = missing(request.param)
+    if why is not None:
+        pytest.skip(f"needs cuFile: {why}")
+    fastserial.install(**OPTIONS, transfer=request.param)
     yield
     fastserial.uninstall()
 

@@ -12,6 +12,8 @@ from support.gpu import DEVICE, need_gpu
 
 import fastserial
 from fastserial.config.performance import PINNED_MOST
+from fastserial.engines import cufile
+from fastserial.engines.direct_memory import missing
 from fastserial.memory import transfers
 from fastserial.memory.ring import pinned_store
 
@@ -21,13 +23,10 @@ MIB = 1 << 20
 LARGE = 1 << 30
 TAKEN = {
     "auto": "cpu_async_gpu",
-    "gds": "cpu_async_gpu",
     "cpu": "cpu_gpu",
     "cpu_gpu": "cpu_gpu",
     "cpu_async_gpu": "cpu_async_gpu",
     "cpu_cached_gpu": "cpu_cached_gpu",
-    "gpu_async": "cpu_async_gpu",
-    "gpu_batch": "cpu_async_gpu",
 }
 
 
@@ -42,7 +41,6 @@ def state() -> dict[str, torch.Tensor]:
     return {str(n): torch.randn(n, device=DEVICE) for n in (1, 1000, 5_000_000, 7_000_001)}
 
 
-@pytest.mark.filterwarnings("ignore:transfer ")
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("word", TAKEN)
 def test_words(tmp_path: Path, word: str, zipped: bool) -> None:
@@ -110,8 +108,31 @@ def test_pinned_memory_is_kept_and_freed(tmp_path: Path) -> None:
     assert pinned_store.held == 0
 
 
+@pytest.mark.filterwarnings("ignore:transfer ")
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("word", transfers.DIRECT)
+def test_past_the_host(tmp_path: Path, word: str, zipped: bool) -> None:
+    """Either way the bytes are stock's. What cuFile does not serve here is told, and why."""
+    wanted = state()
+    torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    stocks = (tmp_path / "a.pt").read_bytes()
+    fastserial.install(transfer=word, direct=True)
+    for _ in range(2):
+        torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+        assert (tmp_path / "a.pt").read_bytes() == stocks
+        loaded = torch.load(tmp_path / "a.pt", map_location=DEVICE)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
+        for told in (fastserial.last_save_report(), fastserial.last_load_report()):
+            assert told is not None
+            print(told.transfer, told.transfer_why)  # for docs/gpu.md: pytest -s
+            if missing(word) is not None:
+                assert told.transfer == "cpu_async_gpu"
+            assert ("asked for: cuFile" in told.transfer_why) == (told.transfer == word)
+
+
 def test_a_missing_type_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "_warned", set())
+    monkeypatch.setattr(cufile, "missing", lambda: "cuFile is not here")
     fastserial.install(transfer="gds")
     with pytest.warns(UserWarning, match="'gds': .*cuFile"):
         torch.save(state(), tmp_path / "a.pt")

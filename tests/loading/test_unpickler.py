@@ -17,7 +17,7 @@ from support.identity import digest
 from torch import _weights_only_unpickler as torchs
 from torch import nn
 
-from fastserial.formats.pickles.plain import imported_names
+from fastserial.formats.plain_pickle import imported_names
 from fastserial.loading.unpickler import WeightsOnlyUnpickler, unpickler_module
 
 PLAIN = {

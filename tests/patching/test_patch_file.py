@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 import re
 import shutil
@@ -111,6 +110,46 @@ def test_candidates_begin_with_the_exact_one() -> None:
     assert order[0][0].name == "v2.8"
     assert [exact for _, exact in order] == [True] + [False] * (len(SHIPPED) - 1)
     assert [patch for patch, _ in order[1:3]] == list(SHIPPED[:2])
+
+
+def _read_for(monkeypatch: pytest.MonkeyPatch, version: str) -> tuple[list[str], list[str]]:
+    """Return the names of the candidates, and of the files read until the first of them."""
+    read: list[str] = []
+    read_patch = patch_file._read
+
+    def noting(path: Path) -> Patch:
+        read.append(path.stem)
+        return read_patch(path)
+
+    monkeypatch.setattr(patch_file, "_read", noting)
+    found = patch_file.shipped_candidates(version)
+    names = [next(found)[0].name]
+    first = list(read)
+    return [*names, *(patch.name for patch, _ in found)], first
+
+
+def test_one_file_is_read_for_a_known_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, read = _read_for(monkeypatch, "2.8.0+cpu")
+    assert read == ["v2.8"]
+    assert names == [patch.name for patch, _ in patch_file.candidates("2.8.0+cpu", SHIPPED)]
+
+
+def test_patches_are_named_like_their_release_line() -> None:
+    for patch in SHIPPED:
+        line = patch.name.removeprefix("v")
+        assert patch.covers(f"{line}.0")
+        assert patch.covers(f"{line}.9+cu130")
+        assert [p.name for p, exact in patch_file.candidates(f"{line}.1", SHIPPED) if exact] == [
+            patch.name
+        ]
+
+
+@pytest.mark.parametrize("version", ["2.99.0", "2.8.0a0+git1", "nonsense"])
+def test_all_are_candidates_for_an_unknown_release(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    names, _ = _read_for(monkeypatch, version)
+    assert names == [patch.name for patch, _ in patch_file.candidates(version, SHIPPED)]
 
 
 @pytest.mark.parametrize("version", ["3.0", "not a version", ""])
@@ -316,8 +355,8 @@ def test_render_and_read_agree_on_everything(tmp_path: Path) -> None:
     text = maintain.render(patch)
     again = patch_file.read_patch(_written(tmp_path / "v1.2.toml", text))
     assert maintain.render(again) == text
-    assert again.functions[1] == dataclasses.replace(
-        functions[1], edits=(Edit(functions[1].edits[0].anchor, "x\n"),)
+    assert again.functions[1] == functions[1]._replace(
+        edits=(Edit(functions[1].edits[0].anchor, "x\n"),)
     )
 
 

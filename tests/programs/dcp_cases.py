@@ -93,14 +93,19 @@ def main() -> None:
         reader: Any = dcp.FileSystemReader(path)
         if ours_reads:
             reader = FastStorageReader(path, verify=chance.random() < 0.8)
-        dcp.save(state, storage_writer=writer, planner=save_planner)
+        saved: Any = dcp.save(state, storage_writer=writer, planner=save_planner)
         found = {key: blank(value, chance, grids) for key, value in whole.items()}
         dcp.load(found, storage_reader=reader, planner=load_planner)
         for key, value in whole.items():
             compare(found[key], value, f"case {case}: {key}", rank, count)
         dist.barrier()
+        if ours:
+            told = FastStorageReader(path).read_metadata()
+            assert saved.storage_data == told.storage_data, case
+            assert saved.state_dict_metadata == told.state_dict_metadata, case
+            assert saved.planner_data == told.planner_data, case
         if rank == 0 and ours:
-            places = FastStorageReader(path).read_metadata().storage_data.values()
+            places = told.storage_data.values()
             needed = {place.relative_path for place in places} | {".metadata"}
             assert set(os.listdir(path)) == needed, (case, os.listdir(path), needed)
         dist.barrier()

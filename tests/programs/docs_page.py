@@ -43,6 +43,9 @@ def main(page: Path, before: Path | None) -> None:
         else:
             text = "\n" * (block.line - 1) + block.text  # tracebacks show the page's lines
             exec(compile(text, str(page), "exec"), names)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()  # else gloo's threads may end the process by SIGABRT
 
 
 if __name__ == "__main__":

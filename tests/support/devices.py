@@ -8,6 +8,7 @@ read it, or while the device itself was to write it. What is read of memory too 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -34,22 +35,46 @@ class _Step:
 
     stream: _Stream
     run: Callable[[], None]
-    after: _Step | None  # this one first
+    after: list[_Step]  # these first
     busy: tuple[int, int, bool] | None = None  # host memory, and whether the device writes there
     done: bool = False
+
+    def is_at(self, host: torch.Tensor) -> bool:
+        """Return whether it uses some of this memory."""
+        if self.busy is None:
+            return False
+        address, nbytes, _ = self.busy
+        first = host.data_ptr()
+        return first < address + nbytes and address < first + host.nbytes
 
 
 @dataclass(eq=False)
 class _Stream:
-    """A `devices.CopyStream`. Less is promised than by a real one: copies overtake each other."""
+    """A `devices.CopyStream`. Less is promised than by a real one: copies overtake each other.
+
+    Only those that use the same memory as an earlier one, which may be a slot of the device's that
+    blocks pass through, come after it.
+    """
 
     device: FakeDevice
     steps: list[_Step] = field(default_factory=list)  # that are not done
     last: _Step | None = None  # what later ones come after
 
-    def add(self, run: Callable[[], None], busy: tuple[int, int, bool] | None = None) -> _Step:
+    @property
+    def handle(self) -> int:
+        return id(self)
+
+    def add(
+        self,
+        run: Callable[[], None],
+        busy: tuple[int, int, bool] | None = None,
+        uses: torch.Tensor | None = None,
+    ) -> _Step:
         with self.device.lock:
-            step = _Step(self, run, self.last, busy)
+            after = [self.last] if self.last is not None else []
+            if uses is not None:
+                after += [step for step in self.steps if step.is_at(uses)]
+            step = _Step(self, run, after, busy)
             self.steps.append(step)
         self.device.drift()
         return step
@@ -67,7 +92,7 @@ class _Stream:
                 self.device.fault("host memory was written that a copy was on its way to")
             host.copy_(device)
 
-        self.add(run, (host.data_ptr(), host.nbytes, True))
+        self.add(run, (host.data_ptr(), host.nbytes, True), device)
 
     def send(self, host: torch.Tensor, device: torch.Tensor) -> None:
         self.device.free(host, "sent", writes=False)
@@ -78,7 +103,7 @@ class _Stream:
                 self.device.fault("host memory was written that the device still read")
             device.copy_(host)
 
-        self.add(run, (host.data_ptr(), host.nbytes, False))
+        self.add(run, (host.data_ptr(), host.nbytes, False), device)
 
     def mark(self) -> _Fence:
         with self.device.lock:
@@ -139,15 +164,15 @@ class FakeDevice:
 
     def free(self, host: torch.Tensor, what: str, writes: bool) -> None:
         """Find fault with an access, unless all copies are complete that it depends on."""
-        first, stop = host.data_ptr(), host.data_ptr() + host.nbytes
         with self.lock:
             for stream in self._streams:
                 for step in stream.steps:
-                    if step.busy is None:
-                        continue
-                    address, nbytes, written = step.busy
-                    if (writes or written) and first < address + nbytes and address < stop:
+                    if step.busy is not None and (writes or step.busy[2]) and step.is_at(host):
                         self.fault(f"memory was {what} before a copy was complete")
+
+    def stream_of(self, handle: int) -> _Stream:
+        """Return a stream by what the device's driver knows it by."""
+        return next(stream for stream in self._streams if stream.handle == handle)
 
     def fault(self, what: str) -> None:
         self.faults.append(what)
@@ -167,8 +192,8 @@ class FakeDevice:
         with self.lock:
             if step.done:
                 return
-            if step.after is not None:
-                self.complete(step.after)
+            for earlier in step.after:
+                self.complete(earlier)
             step.done = True
             step.stream.steps.remove(step)
             self.copies += step.busy is not None
@@ -189,4 +214,5 @@ def plugged_in(patch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     patch.setattr(devices, "pin", device.pin)
     patch.setattr(devices, "unpin", lambda: None)
     patch.setattr(ring.pinned_store, "_kept", [])
+    patch.setattr(ring.pinned_store, "_all", weakref.WeakSet())  # not what a traceback still holds
     return device

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fastserial.bench.cli import output
+from fastserial.bench.cli.dcp import dcp
 from fastserial.bench.cli.deepspeed import deepspeed_command
 from fastserial.bench.cli.gil import gil
 from fastserial.bench.cli.load import load
@@ -33,6 +34,7 @@ bench_app.command()(profile)
 bench_app.command()(sweep)
 bench_app.command("deepspeed")(deepspeed_command)
 bench_app.command()(onefile)
+bench_app.command()(dcp)
 bench_app.command()(tensor)
 bench_app.command()(model)
 bench_app.command()(scaling)

@@ -22,6 +22,10 @@ def overlap(
     saves: Annotated[int, typer.Option(min=1, help="Checkpoints of a run.")] = 2,
     runs: output.Runs = 3,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, ...")] = "cpu",
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads that compute; the other cores are left to the writer."),
+    ] = None,
     way: Annotated[
         list[str] | None,
         typer.Option(help="Only ways to save with this in their names; may be given again."),
@@ -31,8 +35,9 @@ def overlap(
 ) -> None:
     """Train a GPT with checkpoints, and show the seconds that each of them costs.
 
-    Lost are the seconds that the whole run takes longer than one without checkpoints, slowed steps
-    and the wait for the last checkpoint included. Exit status 1 if one of fastserial's is wrong.
+    Lost are the seconds that the whole run takes longer than the runs without checkpoints before
+    and after it, slowed steps and the wait for the last checkpoint included; the first row has
+    none, and shows how much is noise. Exit status 1 if one of fastserial's is wrong.
     """
     output.Outputs(json_file, None, plot_file).check()
 
@@ -45,7 +50,8 @@ def overlap(
     from fastserial.bench.studies.overlap import OverlapBench, run_overlap
     from fastserial.console import new_console
 
-    bench = OverlapBench(folder, model, tokens, batch, every, saves, runs, device, tuple(way or ()))
+    only = tuple(way or ())
+    bench = OverlapBench(folder, model, tokens, batch, every, saves, runs, device, threads, only)
     console = new_console()
     with output.progress(console) as show:
         result = run_overlap(bench, show)

@@ -40,8 +40,8 @@ def sweep(
         str,
         typer.Option(
             "--transfer",
-            help="cpu, cpu_gpu, cpu_async_gpu, cpu_cached_gpu, or gdsio's numbers (1 to 4); "
-            "default: cpu, and with CUDA all.",
+            help="cpu, cpu_gpu, gds, ... (docs/gpu.md), or gdsio's numbers (0 to 6); "
+            "default: cpu, and with CUDA all that can be had.",
         ),
     ] = "",
     ops: Annotated[str, typer.Option("--op", help="write, read")] = "write,read",
@@ -117,7 +117,7 @@ def _grid(
     import torch
 
     from fastserial import engines
-    from fastserial.bench.studies.sweep import HOST, ON_DEVICES, OPS, Grid
+    from fastserial.bench.studies.sweep import HOST, OPS, Grid, on_devices
     from fastserial.config import TRANSFERS, Config, parse_count
 
     names = _values(engine_names, str, "--engine")
@@ -128,7 +128,7 @@ def _grid(
         engines.load(name)
     where = _values(transfers, _transfer, "--transfer")
     if not where:
-        where = (HOST, *ON_DEVICES) if torch.cuda.is_available() else (HOST,)
+        where = (HOST, *on_devices()) if torch.cuda.is_available() else (HOST,)
     grid = Grid(
         _values(block_sizes, parse_bytes, "--block-size"),
         _values(queue_depths, parse_count, "--queue-depth"),

@@ -25,13 +25,13 @@ def show_overlap(result: OverlapResult, console: Console) -> None:
     table = table_of(
         "", "lost s a checkpoint", "of a step", "call, s", "longest step, s", "checked"
     )
-    for line in result.lines:
-        lost, call = result.lost(line), Spread.of(line.stalls)
+    for line in (result.alone, *result.lines):
+        lost = result.lost(line)
         table.add_row(
             escape(line.name),
             format_spread(lost, digits=2),
             f"{lost.median / result.step:.0%}",
-            format_spread(call, digits=2),
+            format_spread(Spread.of(line.stalls), digits=2) if line.stalls else "",
             f"{max(line.steps):.2f}",
             UNKNOWN if line.right is None else "equal" if line.right else "[red]WRONG[/red]",
         )
@@ -45,12 +45,13 @@ def overlap_as_json(result: OverlapResult) -> dict[str, Any]:
         **head("overlap", result.place, bench, result.missing),
         "bytes": result.nbytes,
         "step": result.step,
-        "alone": dataclasses.asdict(result.alone),
-        "ways": [
-            {**dataclasses.asdict(line), "lost": dataclasses.asdict(result.lost(line))}
-            for line in result.lines
-        ],
+        "alone": _row(result, result.alone),
+        "ways": [_row(result, line) for line in result.lines],
     }
+
+
+def _row(result: OverlapResult, line: OverlapLine) -> dict[str, Any]:
+    return {**dataclasses.asdict(line), "lost": dataclasses.asdict(result.lost(line))}
 
 
 def plot_overlap(result: OverlapResult, path: Path) -> None:
@@ -81,8 +82,10 @@ def _draw(axes: Any, line: OverlapLine) -> None:
 
 def _caption(result: OverlapResult) -> str:
     bench = result.bench
+    threads = f" on {bench.threads} threads" if bench.threads is not None else ""
     return (
         f"{result.place}\n{bench.model} model on {bench.device}, {bench.batch} × {bench.tokens} "
-        f"tokens a step, {result.step:.2f} s; a checkpoint of {format_bytes(result.nbytes)} each "
-        f"{bench.every} steps; medians of {bench.runs} interleaved runs (least–greatest)"
+        f"tokens a step, {result.step:.2f} s{threads}; a checkpoint of "
+        f"{format_bytes(result.nbytes)} each {bench.every} steps; medians of "
+        f"{bench.runs} interleaved runs (least–greatest)"
     )

@@ -31,6 +31,7 @@ from fastserial.bench.subjects.fio import READ, FioVariant, best_reads, read_fil
 from fastserial.bench.subjects.payload import check_memory, many_small, mixed_state
 from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers, shapes_of
 from fastserial.bench.subjects.saving import check_torch, stock, write
+from fastserial.files.meminfo import meminfo
 
 __all__ = ["TEMPERATURES", "LoadBench", "LoadResult", "run_load"]
 
@@ -39,6 +40,7 @@ _SMALL_COUNT = 20_000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _FRESH = "warm, fresh memory"
 _TAKEN_BACK = 4.0  # seconds in which a hypervisor takes back what is free
+_FREE_BLOCKS = 2 << 30  # bytes, of which the kernel takes some: more than a small file needs
 COLD = "cold"
 TEMPERATURES = (COLD, "warm", _FRESH)
 _STOCK = "stock zip"
@@ -237,7 +239,8 @@ def _prepare(paths: Sequence[Path], temperature: str, saved: _Saved, pause: floa
     if temperature == _FRESH:
         time.sleep(_TAKEN_BACK)
     else:
-        _freshen(saved.nbytes)
+        available = meminfo().get("MemAvailable", 0)
+        _freshen(max(saved.nbytes, min(16 * saved.nbytes, _FREE_BLOCKS, available // 2)))
 
 
 def _run(row: _Row, saved: _Saved, pause: float, *, first: bool) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
+import torch
+
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.identical import different_tensors
 from fastserial.bench.measuring.machine import Place
@@ -40,8 +42,11 @@ class OverlapBench:
         tokens, batch: length and number of the sequences of a step.
         every: a checkpoint each so many steps.
         saves: checkpoints of a run.
-        runs: rounds that count, of a run for each way to save and one without; one warm-up first.
+        runs: rounds that count, of a run for each way to save, each between two without; one
+            warm-up first.
         device: of the model.
+        threads: that compute, of which a writer beside them has what they leave; None: torch's own
+            number.
         only: parts of the names of the ways that are measured; none: all are.
         pause: seconds of rest between two runs.
     """
@@ -54,6 +59,7 @@ class OverlapBench:
     saves: int = 2
     runs: int = 3
     device: str = "cpu"
+    threads: int | None = None
     only: tuple[str, ...] = ()
     pause: float = 0.3
 
@@ -70,6 +76,7 @@ class OverlapLine:
     Attributes:
         name: of the way.
         seconds: of each run.
+        without: mean seconds of the runs without checkpoints right before and after each.
         steps: seconds of the steps of the last run, each with the call that saves after it.
         stalls: seconds of each call that saves.
         right: whether what was saved in the warm-up equals what was to be saved; None: nobody
@@ -79,6 +86,7 @@ class OverlapLine:
 
     name: str
     seconds: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
     right: bool | None = None
@@ -91,7 +99,7 @@ class OverlapResult:
 
     Attributes:
         nbytes: of a checkpoint's tensors.
-        alone: the runs without checkpoints.
+        alone: a run without checkpoints, taken like one with them: what it loses is noise.
         missing: ways that are not there, and why.
     """
 
@@ -110,11 +118,12 @@ class OverlapResult:
     @property
     def step(self) -> float:
         """Seconds of a step without checkpoints."""
-        return statistics.median(self.alone.seconds) / self.bench.steps
+        runs = [seconds for line in (self.alone, *self.lines) for seconds in line.without]
+        return statistics.median(runs) / self.bench.steps
 
     def lost(self, line: OverlapLine) -> Spread:
         """Return the seconds that a checkpoint costs, round by round."""
-        pairs = zip(line.seconds, self.alone.seconds, strict=True)
+        pairs = zip(line.seconds, line.without, strict=True)
         return Spread.of((mine - without) / self.bench.saves for mine, without in pairs)
 
 
@@ -129,6 +138,16 @@ def run_overlap(
         WriteError: a save failed.
     """
     check_torch()
+    before = torch.get_num_threads()
+    if bench.threads is not None:
+        torch.set_num_threads(bench.threads)
+    try:
+        return _measured(bench, say)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(bench: OverlapBench, say: Callable[[str], None]) -> OverlapResult:
     say("making the model")
     training = Training(bench.model, bench.tokens, bench.batch, bench.device)
     for _ in range(_STEPS_ALONE):
@@ -143,15 +162,23 @@ def run_overlap(
             raise BenchError(f"there is no way to save called {' or '.join(bench.only)!r}")
     alone = OverlapLine("no checkpoints")
     lines = [OverlapLine(way.name) for way in found]
+    rows: list[tuple[Way | None, OverlapLine]] = [(None, alone), *zip(found, lines, strict=True)]
     with scratch(bench.folder, (bench.saves + 1) * nbytes + _HEADROOM) as folder:
         for turn in range(-1, bench.runs):
             label = f"round {turn + 1}/{bench.runs}" if turn >= 0 else "warm-up"
-            say(f"{label}: {alone.name}")
-            _run(training, None, alone, bench, folder, turn < 0)
-            for way, line in zip(found, lines, strict=True):
-                if line.error is None:
-                    say(f"{label}: {way.name}")
-                    _run(training, way, line, bench, folder, turn < 0)
+            before = _run(training, None, OverlapLine(""), bench, folder, turn < 0)
+            for way, line in rows:
+                if line.error is not None:
+                    continue
+                say(f"{label}: {line.name}")
+                seconds = _run(training, way, line, bench, folder, turn < 0)
+                after = _run(training, None, OverlapLine(""), bench, folder, turn < 0)
+                if not seconds:  # it failed; what it left running ends meanwhile
+                    after = _run(training, None, OverlapLine(""), bench, folder, turn < 0)
+                elif turn >= 0:
+                    line.seconds.append(seconds)
+                    line.without.append((before + after) / 2)
+                before = after
     measured = [line for line in lines if line.error is None]
     missing |= {line.name: line.error for line in lines if line.error is not None}
     place = Place.of(bench.folder, lookup.config_for(bench.folder))
@@ -165,17 +192,19 @@ def _run(
     bench: OverlapBench,
     folder: Path,
     warming: bool,
-) -> None:
+) -> float:
+    """Train once; returns its seconds, zero if it failed."""
     place = folder / "run"
     place.mkdir()
     gc.collect()
     settle(bench.pause)
     try:
-        _train(training, way, line, bench, place, warming)
+        return _train(training, way, line, bench, place, warming)
     except Exception as error:
         if way is None or "fastserial" in way.name:
             raise
         line.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return 0.0
     finally:
         shutil.rmtree(place)
 
@@ -187,7 +216,7 @@ def _train(
     bench: OverlapBench,
     folder: Path,
     warming: bool,
-) -> None:
+) -> float:
     saver = way.make() if way is not None else None
     steps, stalls = [], []
     expected = None
@@ -208,7 +237,6 @@ def _train(
         saver.finish()
     seconds = perf_counter() - began
     if not warming:
-        line.seconds.append(seconds)
         line.steps = steps
         line.stalls += stalls
     elif way is not None and way.load is not None and expected is not None:
@@ -217,3 +245,4 @@ def _train(
             raise BenchError(f"{way.name}: it has left {len(paths)} files")
         there, wanted = unshared(way.load(paths[0])), unshared(expected)
         line.right = there.keys() == wanted.keys() and not different_tensors(wanted, there)
+    return seconds

@@ -27,20 +27,19 @@ from fastserial.bench.measuring.temperature import chill
 from fastserial.bench.studies.sweep_file import Point, Result, SweepFile
 from fastserial.bench.subjects.payload import check_memory
 from fastserial.config import TRANSFERS, Config
+from fastserial.engines.direct_memory import missing
 from fastserial.errors import EngineUnavailableError
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ReadExtent, storage_sink
-from fastserial.memory.transfers import missing
 from fastserial.reports import Latency, Transfer
 from fastserial.saving.writer import FastFileWriter
 from fastserial.tuning import lookup
 from fastserial.tuning.store import Settings
 
-__all__ = ["HOST", "ON_DEVICES", "OPS", "Grid", "Sweep", "points", "run_sweep"]
+__all__ = ["HOST", "OPS", "Grid", "Sweep", "on_devices", "points", "run_sweep"]
 
 OPS = ("write", "read")
 HOST = "cpu"  # the transfer type that has no device in it
-ON_DEVICES = tuple(word for word in TRANSFERS if word != HOST and missing(word) is None)
 _FRESH = 4  # results until the defaults are measured again
 _LAST = 3  # measurements of the defaults whose median results are compared with
 _COPIES = 2
@@ -74,6 +73,11 @@ class Sweep:
     runs: int = 3
     most_memory: int = 256 << 20
     pause: float = 0.05
+
+
+def on_devices() -> tuple[str, ...]:
+    """Return the transfer types with a device that can be had on this machine."""
+    return tuple(word for word in TRANSFERS if word != HOST and missing(word) is None)
 
 
 def points(sweep: Sweep) -> list[Point]:

@@ -84,14 +84,15 @@ def run_fio(variant: FioVariant, path: Path, nbytes: int, jobs: int = 1) -> Samp
     return _run(variant, path, "write", blocks, depth, options)
 
 
-def read_file(variant: FioVariant, path: Path) -> Sample:
-    """Read a file once, in whole blocks.
+def read_file(variant: FioVariant, path: Path, jobs: int = 1) -> Sample:
+    """Read a file once, in whole blocks. Several jobs read a part each.
 
     Raises:
         BenchError: fio failed, with its message.
     """
-    blocks = path.stat().st_size // variant.block
-    return _run(variant, path, "read", blocks, variant.depth, ["--readonly"])
+    blocks = max(1, path.stat().st_size // variant.block // jobs)
+    options = ["--readonly", f"--numjobs={jobs}", f"--offset_increment={blocks * variant.block}"]
+    return _run(variant, path, "read", blocks, variant.depth, options)
 
 
 def _run(
@@ -169,7 +170,7 @@ def best_variants(try_one: Callable[[FioVariant], Sample], huge: bool = False) -
 
 
 def best_reads(
-    path: Path, missing: dict[str, str], say: Callable[[str], None]
+    path: Path, missing: dict[str, str], say: Callable[[str], None], jobs: int = 1
 ) -> dict[str, FioVariant]:
     """Return fio's fastest ways to read a file by name: as it is, and on reserved huge pages.
 
@@ -185,7 +186,7 @@ def best_reads(
         def try_one(variant: FioVariant) -> Sample:
             say(f"looking for the best read: {variant}")
             chill((path,))
-            return read_file(variant, path)
+            return read_file(variant, path, jobs)
 
         try:
             found[name] = _fastest(try_one, huge=name == _READ_HUGE)

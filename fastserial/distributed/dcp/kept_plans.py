@@ -6,12 +6,12 @@ instead of its rows. Whoever coordinates knows all rows that go with a number.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.utils import _DistWrapper
+
+from fastserial.distributed.dcp.steps import wrapper_of_step
 
 __all__ = ["Kept", "group_of_step", "kept_with"]
 
@@ -79,13 +79,8 @@ def kept_with(own: type[_Value], of_all: bool = False) -> Kept[_Value] | None:
 
 def group_of_step() -> Any | None:
     """Return the process group whose step this is, `ALONE` without one, None outside of a step."""
-    frame = sys._getframe(1)
-    found = None
-    while found is None and frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "reduce_scatter":
-            found = frame.f_locals.get("self")
-    if not isinstance(found, _DistWrapper):
+    found = wrapper_of_step("reduce_scatter")
+    if found is None:
         return None
     if not found.use_dist:
         return ALONE

@@ -26,6 +26,7 @@ from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wan
 from fastserial.distributed.dcp.local_rows import REPLICA, SHARD, kind_of, parts_of
 from fastserial.distributed.group import traffic_of
 from fastserial.distributed.nodes import node_name
+from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["FastLoadPlanner"]
 
@@ -64,7 +65,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
             ValueError: a tensor has another shape there.
         """
         self._views = {}
-        items = None if self._stock_rules else self._items()
+        with paused_collection():
+            items = None if self._stock_rules else self._items()
         self._own = own = super().create_local_plan() if items is None else LoadPlan(items)
         self._group = group_of_step()
         self._shared, self._turns = [], None

@@ -6,19 +6,29 @@ Unpickling stops at the end of the pickle, so stock does not see what follows.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastserial.formats.dcp import framed, unframed
+from fastserial.memory.gc_pause import paused_collection
 
-__all__ = ["decoded", "encoded"]
+__all__ = ["Encoded", "decoded", "encoded"]
 
 
-def encoded(metadata: Metadata, packed: bool) -> bytes:
+class Encoded(NamedTuple):
+    """The contents of the file, and the pickle that is in it."""
+
+    contents: bytes
+    pickled: bytes
+
+
+def encoded(metadata: Metadata, packed: bool) -> Encoded:
     """Return the contents of the file."""
     files = sorted({place.relative_path for place in (metadata.storage_data or {}).values()})
-    return framed(pickle.dumps(metadata), packed, files)
+    with paused_collection():
+        pickled = pickle.dumps(metadata)
+    return Encoded(framed(pickled, packed, files), pickled)
 
 
 def decoded(data: bytes, path: str) -> Metadata | None:
@@ -30,5 +40,6 @@ def decoded(data: bytes, path: str) -> Metadata | None:
     found = unframed(data, path)
     if not found.packed:
         return None
-    value: Any = pickle.loads(found.pickled)
+    with paused_collection():
+        value: Any = pickle.loads(found.pickled)
     return value if isinstance(value, Metadata) else None

@@ -13,20 +13,30 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fastserial.formats.dcp import Known
 
-__all__ = ["known_of", "place_of"]
+__all__ = ["known_of", "noted_in", "place_of"]
 
 _ATTRIBUTE = "fastserial"
 
 
-def place_of(file: str, offset: int, length: int, known: Known) -> Any:
-    """Return what `.metadata` keeps of an item: `length` bytes at `offset` of a file."""
+def place_of(file: str, offset: int, length: int, known: tuple[Any, ...] | None) -> Any:
+    """Return what `.metadata` keeps of an item: `length` bytes at `offset` of a file.
+
+    Args:
+        known: the values of a `Known`.
+    """
     place = _StorageInfo(file, offset, length)
-    with contextlib.suppress(AttributeError):  # a torch whose class takes no more
-        setattr(place, _ATTRIBUTE, tuple(known))
+    if known is not None:
+        with contextlib.suppress(AttributeError):  # a torch whose class takes no more
+            setattr(place, _ATTRIBUTE, known)
     return place
+
+
+def noted_in(place: Any) -> tuple[Any, ...] | None:
+    """Return the values of the `Known` that is in a place of ours, None if there is none."""
+    return getattr(place, _ATTRIBUTE, None)
 
 
 def known_of(place: Any) -> Known | None:
     """Return what the writer knew, None if it was not ours."""
-    found = getattr(place, _ATTRIBUTE, None)
+    found = noted_in(place)
     return Known(*found) if isinstance(found, tuple) and len(found) == len(Known._fields) else None

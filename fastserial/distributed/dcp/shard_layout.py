@@ -19,6 +19,7 @@ from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.distributed.dcp.item_layout import NO_CONTAINER, Frame, frame_of
 from fastserial.distributed.dcp.places import place_of
 from fastserial.distributed.dcp.tensor_bytes import TensorBytes, bytes_of
+from fastserial.distributed.dcp.write_results import WriteResults
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, Extent, Literal, Made
@@ -155,15 +156,15 @@ class ShardLayout:
         self._begin()
         return batch
 
-    def results(self) -> list[WriteResult]:
+    def results(self) -> WriteResults:
         """Return where the items are, once all of them are written."""
         for pending in self._all_pending if self._checksums else ():
             for record, index in enumerate(pending.indices):
                 self._crcs[index] = pending.ledger.wait(record)
-        found: list[WriteResult] = []
+        found = WriteResults()
         for index, (item, offset, length, start, strides, described) in enumerate(self._entries):
             crc = self._crcs[index] if self._checksums and described else None
-            place = place_of(self._name, offset, length, Known(start, crc, strides))
+            place = place_of(self._name, offset, length, tuple(Known(start, crc, strides)))
             found.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
         return found
 

@@ -30,6 +30,7 @@ from fastserial.distributed.dcp.metadata_file import decoded
 from fastserial.distributed.dcp.shard_reader import ShardReader, Wanted
 from fastserial.errors import CorruptCheckpointError
 from fastserial.loading.reader import FastFileReader, report_load
+from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["FastStorageReader"]
 
@@ -80,7 +81,8 @@ class FastStorageReader(StorageReader):
         with open(path, "rb") as file:
             found = decoded(file.read(), path)
         if found is None:
-            found = self._stock.read_metadata(*args, **kwargs)
+            with paused_collection():
+                found = self._stock.read_metadata(*args, **kwargs)
         meta = getattr(found, "storage_meta", None) or StorageMeta()
         meta.load_id = self.load_id
         found.storage_meta = meta
@@ -117,7 +119,9 @@ class FastStorageReader(StorageReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         structures = Structures()
-        for file, items in self._by_file(plan, planner).items():
+        with paused_collection():
+            files = self._by_file(plan, planner)
+        for file, items in files.items():
             began = perf_counter()
             with FastFileReader(os.path.join(self.path, file)) as reader:
                 found = ShardReader(reader, planner, self._verify, structures)

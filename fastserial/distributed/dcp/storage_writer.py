@@ -32,10 +32,12 @@ from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.dcp.folder import Folder, metadata_name
 from fastserial.distributed.dcp.metadata_file import encoded
 from fastserial.distributed.dcp.save_planner import FastSavePlanner
+from fastserial.distributed.dcp.sent_metadata import send_as
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.staging import snapshot
 from fastserial.errors import write_error
 from fastserial.files.durable import replace_bytes
+from fastserial.memory.gc_pause import paused_collection
 from fastserial.memory.storages import synchronize
 from fastserial.saving.writer import FastFileWriter
 
@@ -133,14 +135,17 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             WriteError: `.metadata` cannot be written; the previous checkpoint is intact.
         """
         metadata.version = _VERSION
-        metadata.storage_data = {
-            result.index: result.storage_data for found in results for result in found
-        }
+        with paused_collection():
+            metadata.storage_data = {
+                result.index: result.storage_data for found in results for result in found
+            }
         metadata.storage_meta = self.storage_meta()
         name = metadata_name(self._alone)
         data = encoded(metadata, self._packed)
-        replace_bytes(os.path.join(self.path, name), data, self._durable)
+        replace_bytes(os.path.join(self.path, name), data.contents, self._durable)
         Folder(self.path).sweep(self._alone)
+        if type(self).finish is FastStorageWriter.finish:  # nobody changes it before it is sent
+            send_as(metadata, data.pickled)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what identifies this save."""
@@ -187,13 +192,15 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         container = "dcp packed" if self._packed else "dcp"
         with FastFileWriter(os.path.join(self.path, name), container=container) as out:
             for items in _groups(plan.items, planner):
-                for item in items:
-                    layout.add(item, planner.resolve_data(item))
-                batch = layout.take()
+                with paused_collection():
+                    for item in items:
+                        layout.add(item, planner.resolve_data(item))
+                    batch = layout.take()
                 synchronize(batch.storages)
                 out.write_layout(batch.extents, batch.nbytes, batch.ledger)
                 out.release_sources()
-        return layout.results()
+        with paused_collection():
+            return layout.results()
 
 
 def _prefix(rank: int) -> _StoragePrefix:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastserial.errors import (
@@ -89,12 +88,11 @@ class RecordEntry(NamedTuple):
         return bool(self.flags & structs.HAS_DESCRIPTOR)
 
 
-@dataclass(frozen=True, slots=True)
-class EndRecords:
+class EndRecords(NamedTuple):
     """What the records at the end of the file say.
 
     Attributes:
-        count: records in the directory.
+        records: how many the directory holds.
         directory_offset, directory_size: place of the central directory (bytes).
         zip64_offset: place of the zip64 end record, None without one.
         offset: place of the end record.
@@ -102,7 +100,7 @@ class EndRecords:
         agrees: the zip64 record and the end record tell the same, where both tell.
     """
 
-    count: int
+    records: int
     directory_offset: int
     directory_size: int
     zip64_offset: int | None
@@ -111,8 +109,7 @@ class EndRecords:
     agrees: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Directory:
+class Directory(NamedTuple):
     """All records of an archive.
 
     Attributes:
@@ -238,10 +235,12 @@ def _read_end(fd: int, size: int) -> EndRecords:
             f"the central directory of {end.directory_size} bytes is larger than "
             f"{MAX_DIRECTORY_BYTES} bytes"
         )
-    if end.count == 0:
+    if end.records == 0:
         raise CorruptCheckpointError("the central directory is empty")
-    if end.count * CENTRAL.size > end.directory_size:
-        raise CorruptCheckpointError(f"the central directory is too small for {end.count} records")
+    if end.records * CENTRAL.size > end.directory_size:
+        raise CorruptCheckpointError(
+            f"the central directory is too small for {end.records} records"
+        )
     return end
 
 
@@ -285,10 +284,10 @@ class _Entry(NamedTuple):
 def _parse_entries(raw: bytes, end: EndRecords) -> list[_Entry]:
     entries: list[_Entry] = []
     at = 0
-    for index in range(end.count):
+    for index in range(end.records):
         if at + CENTRAL.size > len(raw):
             raise CorruptCheckpointError(
-                f"the central directory ends in record {index} of {end.count}"
+                f"the central directory ends in record {index} of {end.records}"
             )
         fields = CENTRAL.unpack_from(raw, at)
         extra_at = at + CENTRAL.size + fields[10]
@@ -303,7 +302,7 @@ def _parse_entries(raw: bytes, end: EndRecords) -> list[_Entry]:
         at = stop
     if at != len(raw):
         raise CorruptCheckpointError(
-            f"the central directory holds {len(raw) - at} bytes more than its {end.count} records"
+            f"the central directory holds {len(raw) - at} bytes more than its {end.records} records"
         )
     return entries
 

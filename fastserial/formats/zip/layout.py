@@ -15,9 +15,8 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 from fastserial.config.performance import COPIED_RECORD
 from fastserial.errors import LayoutError
@@ -104,8 +103,7 @@ def _fold_all(values: Iterable[int]) -> int:
     return seed
 
 
-@dataclass(slots=True)
-class ZipPlan:
+class ZipPlan(NamedTuple):
     """A finished layout.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
@@ -94,7 +93,7 @@ def read_places(fd: int, size: int, stock: Any = None) -> Directory:
     if first is not None and not _is_placed(fd, first):
         directory = read_directory(fd, size)
     if len({record.full_name.lower() for record in directory.records}) < len(directory.records):
-        return replace(directory, records=_found_by_torch(fd, directory.records, stock))
+        return directory._replace(records=_found_by_torch(fd, directory.records, stock))
     return directory
 
 

@@ -1,6 +1,6 @@
 """What the kernel tells of NVIDIA GPUs, their way to a drive, and GPUDirect Storage.
 
-Only files of /proc, /sys and /etc are read. cuFile itself is never called: without a driver its
+Only files of /proc, /sys and /etc are read. cuFile itself is not called: without a driver its
 `cuFileDriverOpen` was seen not to return.
 """
 
@@ -78,11 +78,15 @@ class GpuHost:
     compat: bool | None
 
     @property
+    def ways(self) -> list[str]:
+        """The ways past the host that cuFile may take here."""
+        found = ["nvidia-fs"] if self.nvidia_fs else []
+        return found if self.p2pdma_lacks else [*found, "P2PDMA"]
+
+    @property
     def gds(self) -> str:
         """How cuFile would move bytes here: `nvidia-fs`, `P2PDMA`, or `compat`, not directly."""
-        if self.nvidia_fs:
-            return "nvidia-fs"
-        return "compat" if self.p2pdma_lacks else "P2PDMA"
+        return (self.ways or ["compat"])[0]
 
 
 def probe_gpus(root: Path = Path("/")) -> GpuHost | None:

@@ -1,0 +1,417 @@
+"""Blocks that go between files and devices past the host: GPUDirect Storage.
+
+Each staging buffer of the ring has a slot of its size on the device, in memory that is registered
+with the driver once and kept. A save copies a block to its slot, on the device, and has the slot
+written; a load has the slot filled and copies on. So all that the driver sees is aligned, however
+tensors lie; what is written cannot change meanwhile; and what is checksummed on the host are the
+bytes of the slot. The ring's order holds for the slots: a buffer is taken again when all is over
+that was queued for it, and nothing is closed before.
+
+    gds        the engine's threads make synchronous calls
+    gpu_async  calls that are queued on streams, one stream for each slot
+    gpu_batch  calls that are given to the driver some at a time
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from fastserial.config import Config
+from fastserial.engines import cufile
+from fastserial.engines.base import DirectTransferError, Engine, Op
+from fastserial.engines.direct_driver import (
+    Batch,
+    Call,
+    DirectDriver,
+    Region,
+)
+from fastserial.engines.slots import Slots, give_slots, take_slots
+from fastserial.files.direct import open_direct
+from fastserial.interrupts import Descriptors, finish
+from fastserial.memory import devices
+from fastserial.memory.transfers import DIRECT, instead
+from fastserial.reports import Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastserial.memory.buffers import Buffer
+    from fastserial.memory.devices import CopyStream
+    from fastserial.memory.ring import Ring
+    from fastserial.memory.storages import StorageMemory
+
+__all__ = ["DirectMemory", "missing", "offer"]
+
+Move = Callable[[], int]
+
+
+def missing(word: str) -> str | None:
+    """Return why a transfer type cannot be had on this machine, or None."""
+    return cufile.missing() if word in DIRECT else None
+
+
+def offer(
+    config: Config,
+    taken: Transfer,
+    ring: Ring | None,
+    engine: Engine,
+    places: Collection[torch.device],
+    fd: int,
+    flags: int,
+    refusal: str | None,
+) -> tuple[DirectMemory | None, Transfer]:
+    """Return the way past the host, if it was asked for and can be had, and the transfer type.
+
+    Args:
+        config: the options in force.
+        taken: the transfer type without it.
+        ring: what the blocks pass through that do not take this way; None: there is none.
+        engine: what moves blocks.
+        places: the devices, which have contexts.
+        fd: of the file.
+        flags: how to open it once more.
+        refusal: why the file takes no direct I/O, if that is known.
+    """
+    word = config.transfer
+    if word not in DIRECT or ring is None:
+        return None, taken
+    why = missing(word) or refusal
+    if why is None and not engine.capabilities.device_memory:
+        why = f"engine {engine.name!r} does not move device memory"
+    served = [place for place in places if cufile.serves(place)]
+    if why is None and not served:
+        why = "cuFile serves CUDA devices only"
+    if why is None:
+        try:
+            driver = cufile.open_driver(served[0])
+            way = DirectMemory(driver, config, ring, served, fd, flags)
+        except (OSError, RuntimeError) as error:
+            why = str(error)
+        else:
+            return way, Transfer(word, f"asked for: {driver.name}")
+    return None, instead(word, why)
+
+
+_in_use: set[DirectMemory] = set()  # what a driver may be using, should `close` be skipped
+
+
+@dataclass(eq=False)
+class _Place:
+    """The slots on one device, and the streams that they are copied to and from on."""
+
+    slots: Slots
+    streams: list[CopyStream]
+
+    def stream(self, buffer: Buffer) -> CopyStream:
+        return self.streams[buffer.index % len(self.streams)]
+
+
+class DirectMemory:
+    """The slots of a ring, for one file. Its ring is closed after it.
+
+    What `write` and `read` return moves the block: it is called once, on any thread, and returns
+    how many bytes were moved: all, or it raises `DirectTransferError`, and the block can go
+    through the host.
+    """
+
+    def __init__(
+        self,
+        driver: DirectDriver,
+        config: Config,
+        ring: Ring,
+        places: Collection[torch.device],
+        fd: int,
+        flags: int,
+    ) -> None:
+        """Open the file once more, for the driver, which serves the devices.
+
+        Raises:
+            DirectTransferError: the driver, the device or the file does not take part.
+            RuntimeError: there is no memory.
+        """
+        self.refused = False  # no more blocks: see `refuse`
+        self._driver, self._ring, self._block = driver, ring, config.block_size
+        self._asynchronous = config.transfer == "gpu_async"
+        self._batched = config.transfer == "gpu_batch"
+        self._places: dict[torch.device, _Place] = {}
+        self._files = Descriptors()
+        self._file: int | None = None
+        self._batch: Batch | None = None
+        self._lock = threading.RLock()
+        self._queued: list[tuple[Op, Buffer, Region, list[Call]]] = []
+        self._under_way: dict[int, Call] = {}
+        self._begun = 0  # blocks under way that are not synchronous
+        self._lost: DirectTransferError | None = None
+        self._pid = os.getpid()
+        try:
+            found = open_direct(fd, flags, config.block_size, self._files)
+            if found.refusal is not None:
+                raise DirectTransferError(found.refusal)
+            self.alignment = found.alignment
+            plain = self._files.reopen_plain(found.fd, flags | os.O_DIRECT)
+            self.join(places)
+            with driver.on(next(iter(self._places))):
+                self._file = driver.open_file(plain)
+                if self._batched:
+                    self._batch = driver.batch()
+        except BaseException:
+            self.close()
+            raise
+
+    def join(self, places: Iterable[torch.device]) -> None:
+        """Take part in transfers from and to devices, after what the caller's streams hold now.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        for device in places:
+            if device not in self._places and self._driver.serves(device):
+                count = len(self._ring.buffers) if self._asynchronous else 1
+                streams = [devices.copy_stream(device) for _ in range(count)]
+                slots = take_slots(self._driver, device)
+                known = [stream for stream in streams if stream is not None]
+                self._places[device] = _Place(slots, known)
+            if device in self._places:
+                for stream in self._places[device].streams:
+                    stream.follow()
+
+    def takes(self, device: torch.device, offset: int, length: int) -> bool:
+        """Return whether a block of a device's memory can go this way."""
+        aligned = not (offset | length) % self.alignment and 0 < length <= self._block
+        return aligned and not self.refused and device in self._places
+
+    def write(
+        self,
+        buffer: Buffer,
+        memory: StorageMemory,
+        start: int,
+        length: int,
+        offset: int,
+        shown: bool,
+    ) -> Move:
+        """Start to write bytes of a device's memory to the file.
+
+        Args:
+            buffer: of the ring, taken; its slot is used.
+            memory, start, length: what to write.
+            offset: where to.
+            shown: copy the bytes to the buffer, too; they are there when the ring says so.
+
+        Raises:
+            StorageChangedError: the storage was resized.
+        """
+        memory.check()
+        place = self._places[memory.device]
+        stream, slot = place.stream(buffer), self._slot(place, buffer, length)
+        stream.fetch(memory.whole[start : start + length], slot)
+        if shown:
+            stream.fetch(slot, self._ring.host(buffer, length))
+        self._ring.keep(buffer, stream.mark(), memory.whole)
+        calls = self._start(Op.WRITE, place, buffer, offset, length)
+        return partial(self._move, Op.WRITE, place, buffer, offset, length, calls, None)
+
+    def read(self, buffer: Buffer, target: torch.Tensor, offset: int) -> Move:
+        """Start to read bytes of the file to a device's memory, one-dimensional uint8.
+
+        They are there when the ring has settled.
+        """
+        place, length = self._places[target.device], target.nbytes
+        calls = self._start(Op.READ, place, buffer, offset, length)
+        return partial(self._move, Op.READ, place, buffer, offset, length, calls, target)
+
+    def flush(self) -> None:
+        """Start what waits for others to be started with it."""
+        with self._lock:
+            queued, self._queued = self._queued, []
+            together: dict[tuple[Op, torch.device], list[tuple[Region, Call]]] = {}
+            for op, buffer, region, pieces in queued:
+                self._ring.arrive(buffer)  # a batch comes after nothing of its own accord
+                calls = together.setdefault((op, region.device), [])
+                calls += [(region, piece) for piece in pieces]
+            for (op, device), calls in together.items():
+                self._under_way.update((id(call), call) for _, call in calls)
+                try:
+                    with self._driver.on(device):
+                        self._opened_batch().submit(op, self._opened_file(), calls)
+                except BaseException:  # an interrupt: who knows whether they were started
+                    self._lose(DirectTransferError("interrupted", settled=False))
+                    raise
+
+    def refuse(self) -> None:
+        """Take no more blocks; those under way come to their ends."""
+        self.refused = True
+
+    def close(self) -> None:
+        """Wait for all transfers, and keep the memory for the next. Idempotent."""
+        finish(self._end_batch, self._end_streams, self._let_go)
+
+    def __del__(self) -> None:
+        if self._pid == os.getpid() and not sys.is_finalizing():
+            self.close()  # nothing is under way: the slots are for the next
+
+    # -- one block -----------------------------------------------------------------------------
+
+    def _slot(self, place: _Place, buffer: Buffer, length: int) -> torch.Tensor:
+        start = buffer.index * self._block
+        return place.slots.whole[start : start + length]
+
+    def _start(
+        self, op: Op, place: _Place, buffer: Buffer, offset: int, length: int
+    ) -> list[Call] | DirectTransferError:
+        """Start a transfer that is not synchronous; return its calls, or why there is none."""
+        region, first = place.slots.region, buffer.index * self._block
+        if self._asynchronous:
+            _in_use.add(self)
+            call, stream = place.slots.calls[buffer.index], place.stream(buffer)
+            call.size, call.offset, call.start, call.moved = length, offset, first, 0
+            try:
+                with self._driver.on(region.device):
+                    self._driver.start(op, self._opened_file(), region, call, stream.handle)
+            except DirectTransferError as error:
+                self._note(0)
+                return error
+            self._note(1)
+            self._ring.keep(buffer, stream.mark(), place)
+            return [call]
+        if not self._batched:
+            return []
+        size = self._driver.largest_piece
+        pieces = [
+            Call(min(size, length - at), offset + at, first + at, 0)
+            for at in range(0, length, size)
+        ]
+        with self._lock:
+            self._queued.append((op, buffer, region, pieces))
+            self._note(1)
+        return pieces
+
+    def _note(self, blocks: int) -> None:
+        """Keep this as long as blocks are under way, whoever lets go of it."""
+        with self._lock:
+            self._begun += blocks
+            if self._begun or self._lost is not None:
+                _in_use.add(self)
+            else:
+                _in_use.discard(self)
+
+    def _move(
+        self,
+        op: Op,
+        place: _Place,
+        buffer: Buffer,
+        offset: int,
+        length: int,
+        calls: list[Call] | DirectTransferError,
+        target: torch.Tensor | None,
+    ) -> int:
+        """Bring a block to its end; see the class."""
+        if isinstance(calls, DirectTransferError):
+            raise calls
+        region, first = place.slots.region, buffer.index * self._block
+        self._await(calls)
+        self._ring.arrive(buffer)
+        self._note(-1 if calls else 0)
+        done = 0
+        for call in calls:
+            moved = self._checked(call.moved, call.size)
+            done += moved
+            if moved < call.size:
+                break
+        with self._driver.on(region.device):
+            while done < length:  # goes on after a short transfer, on a page of its own
+                done -= done % self.alignment
+                call = Call(length - done, offset + done, first + done, 0)
+                moved = self._driver.move(op, self._opened_file(), region, call)
+                moved = self._checked(moved, call.size)
+                if moved < min(self.alignment, call.size):
+                    what = "written" if op is Op.WRITE else "read"
+                    raise DirectTransferError(
+                        f"{self._driver.name}: only {done + moved} of {length} bytes were {what}"
+                    )
+                done += moved
+        if target is not None:
+            stream = place.stream(buffer)
+            stream.send(self._slot(place, buffer, length), target)
+            self._ring.keep(buffer, stream.mark(), target)
+        return done
+
+    def _checked(self, moved: int, most: int) -> int:
+        if 0 <= moved <= most:
+            return moved
+        what = self._driver.describe(moved) if moved < 0 else f"{moved} of {most} bytes moved"
+        raise DirectTransferError(f"{self._driver.name}: {what}", max(0, -moved))
+
+    def _await(self, calls: list[Call]) -> None:
+        """Wait for the transfers of a batch that are a block's."""
+        if not self._batched:
+            return
+        with self._lock:
+            self.flush()
+            while any(id(call) in self._under_way for call in calls):
+                self._reap()
+
+    def _reap(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            for call in self._opened_batch().reap():
+                self._under_way.pop(id(call), None)
+        except DirectTransferError as error:
+            self._lose(error)
+            raise
+
+    def _lose(self, error: DirectTransferError) -> None:
+        """Keep all that the device may be using, for good: nobody knows what it still does."""
+        self._lost = error
+        self._note(0)
+
+    def _opened_file(self) -> int:
+        if self._file is None:
+            _closed()
+        return self._file
+
+    def _opened_batch(self) -> Batch:
+        if self._batch is None:
+            _closed()
+        return self._batch
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _end_batch(self) -> None:
+        with self._lock:
+            self._queued.clear()  # what was not started
+            while self._under_way and self._lost is None:
+                self._reap()
+
+    def _end_streams(self) -> None:
+        try:
+            for place in self._places.values():
+                for stream in place.streams:
+                    stream.mark().synchronize()
+        except RuntimeError as error:
+            self._lose(DirectTransferError(f"the device failed: {error}", settled=False))
+            raise
+
+    def _let_go(self) -> None:
+        if self._lost is not None:
+            return
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.close()
+        file, self._file = self._file, None
+        if file is not None:
+            self._driver.close_file(file)
+        self._files.close()
+        while self._places:
+            give_slots(self._places.popitem()[1].slots)
+        _in_use.discard(self)
+
+
+def _closed() -> NoReturn:
+    raise ValueError("the file is closed")

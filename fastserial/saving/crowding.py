@@ -1,0 +1,55 @@
+"""Telling that another thread keeps the interpreter's lock, from how long blocks take to fill.
+
+A thread that computes in Python gives the lock up when it was asked for 5 ms long
+(`sys.getswitchinterval`). Each copy and each checksum lets go of it, and has to ask for it again.
+So beside such a thread a save is as fast as its steps are few.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+
+from fastserial.config.performance import CROWDED_BLOCKS
+from fastserial.formats.extents import Data, Hole, Literal
+from fastserial.saving.fill import Block
+
+__all__ = ["Crowding"]
+
+_PROBES = 3
+
+
+class Crowding:
+    """What is known of the lock, for the blocks of one file."""
+
+    def __init__(self) -> None:
+        self._found = False
+        self._told = False
+        self._late: deque[float] = deque(maxlen=CROWDED_BLOCKS)
+
+    def saw(self, block: Block) -> None:
+        """Note how long a full block took to fill."""
+        if self._told or not all(isinstance(part.source, _PLAIN) for part in block.parts):
+            return
+        steps = max(1, block.length // block.chunk)
+        self._late.append(block.fill_seconds - steps * sys.getswitchinterval() / 2)
+        if len(self._late) == CROWDED_BLOCKS and sum(self._late) > 0:
+            self._late.clear()
+            self._found = sum(_waits() for _ in range(_PROBES)) > 1  # else memory or a disk is slow
+
+    def found(self) -> bool:
+        """Return whether blocks are filled slowly because others have the lock. True once."""
+        self._told |= self._found
+        found, self._found = self._found, False
+        return found
+
+
+_PLAIN = (Data, Hole, Literal)
+
+
+def _waits() -> bool:
+    """Let go of the lock; return whether it took long to get it back."""
+    began = time.perf_counter()
+    time.sleep(0)
+    return time.perf_counter() - began > sys.getswitchinterval() / 2

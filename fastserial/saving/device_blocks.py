@@ -1,0 +1,137 @@
+"""The blocks of a save that come from devices: through the ring, or past the host."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from fastserial.config import Config
+from fastserial.engines import Engine
+from fastserial.reports import HOST_ONLY, Transfer
+from fastserial.saving.fill import Part, fetches, lone_memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastserial.engines.base import DirectTransferError
+    from fastserial.engines.direct_memory import DirectMemory, Move
+    from fastserial.memory.buffers import Buffer
+    from fastserial.memory.ring import Ring
+
+__all__ = ["DeviceBlocks"]
+
+
+class DeviceBlocks:
+    """Starts what blocks of one file need from devices. Used by the thread that queues them."""
+
+    def __init__(self, config: Config) -> None:
+        self.transfer = HOST_ONLY
+        self.ring: Ring | None = None
+        self._config = config
+        self._places: set[torch.device] = set()
+        self._straight: DirectMemory | None = None
+
+    @property
+    def straight(self) -> bool:
+        """Whether blocks may go past the host."""
+        return self._straight is not None
+
+    def join(self, places: Collection[torch.device], begun: bool) -> None:
+        """Get ready for parts from devices, as they are after what is queued there now.
+
+        Args:
+            places: the devices.
+            begun: there are buffers already.
+        """
+        self._places.update(places)
+        if self.ring is not None:
+            self.ring.join(places)
+            if self._straight is not None:
+                self._straight.join(places)
+        elif begun:
+            self.transfer = Transfer("cpu_gpu", "the file began with blocks of the host")
+
+    def open_ring(self, engine: Engine) -> Ring | None:
+        """Return staging buffers for parts from devices; None: there are no such parts."""
+        if self._places:
+            from fastserial.memory.transfers import open_ring  # not without a device
+
+            any_memory = not engine.capabilities.registered_buffers
+            self.ring, self.transfer = open_ring(self._config, self._places, any_memory)
+        return self.ring
+
+    def go_straight(self, engine: Engine, fd: int, refusal: str | None) -> None:
+        """Get ready for blocks that do not pass through the host, if they are asked for.
+
+        Args:
+            engine: what moves the blocks.
+            fd: of the file.
+            refusal: why the file takes no direct I/O, or None.
+        """
+        if self.ring is None:
+            return
+        from fastserial.engines.direct_memory import offer  # not without a device
+
+        flags = os.O_WRONLY | fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_SYNC
+        self._straight, self.transfer = offer(
+            self._config, self.transfer, self.ring, engine, self._places, fd, flags, refusal
+        )
+
+    def fetch(
+        self, parts: Sequence[Part], length: int, offset: int, buffer: Buffer, kept: bool
+    ) -> tuple[Move | None, bool]:
+        """Start what comes from devices to a buffer.
+
+        Args:
+            parts: what the block consists of.
+            length, offset: of the block in the file (bytes).
+            buffer: one that was taken.
+            kept: the bytes are looked at when they are written.
+
+        Returns:
+            What moves the block, None if that is the engine; and whether the bytes come to the
+            buffer.
+
+        Raises:
+            StorageChangedError: a storage was resized.
+        """
+        if self.ring is None:
+            return None, True
+        lone = lone_memory(parts) if self._straight is not None else None
+        if self._straight is not None and lone is not None:
+            memory, summed = lone
+            if self._straight.takes(memory.device, offset, length):
+                shown = summed or kept
+                first = parts[0].start
+                return self._straight.write(buffer, memory, first, length, offset, shown), shown
+        self.ring.fetch(buffer, fetches(parts))
+        return None, True
+
+    def flush(self) -> None:
+        """Start what waits for others to be started with it."""
+        if self._straight is not None:
+            self._straight.flush()
+
+    def stay(self, error: DirectTransferError, parts: Sequence[Part], buffer: Buffer) -> None:
+        """Send everything through the host from here on; bring a block that failed to its buffer.
+
+        Args:
+            error: why.
+            parts: of the block; none: they are there.
+            buffer: of the block.
+        """
+        from fastserial.memory.transfers import instead
+
+        if self._straight is not None:
+            self._straight.refuse()
+        self.transfer = instead(self._config.transfer, f"{error}; from there on")
+        if parts and self.ring is not None:
+            self.ring.fetch(buffer, fetches(parts))
+            self.ring.arrive(buffer)
+
+    def close(self) -> None:
+        """Wait for what goes past the host; the ring is closed after this. Idempotent."""
+        if self._straight is not None:
+            self._straight.close()

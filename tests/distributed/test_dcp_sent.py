@@ -1,0 +1,163 @@
+"""What DCP sends between ranks in a save: the metadata, and where each item was written."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from fastserial.distributed import FastStorageWriter
+from fastserial.distributed.dcp.places import known_of, place_of
+from fastserial.distributed.dcp.sent_metadata import send_as
+from fastserial.distributed.dcp.write_results import WriteResults
+from fastserial.formats.dcp import Known
+
+READ: list[int] = []
+
+
+class Step(_DistWrapper):
+    """DCP's steps on the coordinator, and, as its result, what another rank gets."""
+
+    def __init__(self) -> None:
+        super().__init__(None, False, 0)
+        self.use_dist = True
+
+    def gather_object(self, object: Any) -> Any:
+        return [object]
+
+    def broadcast_object(self, object: Any) -> Any:
+        return pickle.loads(pickle.dumps(object))
+
+
+class Noted:
+    """Notes that it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return note, ()
+
+
+def note() -> None:
+    READ.append(1)
+
+
+def saved(path: str = "a", **values: Any) -> Metadata:
+    place = place_of(f"{path}.distcp", 0, 3, (0, 1, None))
+    entries: Any = {path: BytesStorageMetadata()}
+    return Metadata(entries, storage_data={MetadataIndex(path): place}, **values)
+
+
+def sent(metadata: Metadata) -> Any:
+    """Return what another rank gets of metadata that is sent as it is."""
+
+    def finish(results: Any) -> Metadata:
+        send_as(metadata, pickle.dumps(metadata))
+        return metadata
+
+    return Step().all_reduce("write", lambda: None, finish)
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda found: found.planner_data,
+    "what it equals": lambda found: found == saved(),
+    "what equals it": lambda found: saved() == found,
+    "a copy": copy.copy,
+    "a deep copy": copy.deepcopy,
+    "another one": lambda found: dataclasses.replace(found, planner_data="2"),
+    "a pickle": lambda found: pickle.loads(pickle.dumps(found)),
+    "text": repr,
+    "a new value": lambda found: setattr(found, "planner_data", None),
+    "its values": vars,
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_received_metadata_is_what_was_sent(name: str) -> None:
+    one, found = saved(planner_data="1"), sent(saved(planner_data="1"))
+    assert isinstance(found, Metadata)
+    assert LOOKS[name](found) == LOOKS[name](one)
+    assert type(found) is Metadata
+    assert found == one
+    assert vars(found) == vars(one)
+
+
+def test_it_is_unpickled_when_somebody_looks_at_it() -> None:
+    READ.clear()
+    metadata = saved(planner_data=Noted())
+    found = sent(metadata)
+    assert isinstance(found, Metadata)
+    assert not READ
+    assert found.storage_meta is None
+    assert list(found.state_dict_metadata) == ["a"]
+    assert READ == [1]
+    assert type(metadata) is Metadata
+    assert isinstance(metadata.planner_data, Noted)
+
+
+def test_what_was_changed_is_not_sent_as_it_was() -> None:
+    metadata = saved()
+
+    def finish(results: Any) -> Metadata:
+        send_as(metadata, pickle.dumps(metadata))
+        metadata.state_dict_metadata["b"] = BytesStorageMetadata()
+        return metadata
+
+    found = Step().all_reduce("write", lambda: None, finish)
+    assert list(found.state_dict_metadata) == ["a", "b"]
+
+
+def test_metadata_that_is_not_sent_stays_as_it_is(tmp_path: Path) -> None:
+    metadata = saved()
+    send_as(metadata, b"")
+    assert type(metadata) is Metadata
+
+    class Own(FastStorageWriter):
+        def finish(self, metadata: Metadata, results: Any) -> None:
+            super().finish(metadata, results)
+            kinds.append(type(metadata))
+
+    kinds: list[type] = []
+    results = [WriteResults([WriteResult(MetadataIndex("a"), 3, place_of("a", 0, 3, None))])]
+    for kind, expected in ((Own, True), (FastStorageWriter, False)):
+        writer = kind(tmp_path)
+        writer.set_up_storage_writer(True, rank=0)
+
+        def finish(_: Any, writer: FastStorageWriter = writer) -> None:
+            metadata = Metadata({})
+            writer.finish(metadata, results)  # type: ignore[arg-type]
+            kinds.append(type(metadata))
+
+        Step().all_reduce("write", lambda: None, finish)
+        assert (kinds.pop() is Metadata) == expected
+    assert kinds == [Metadata]
+
+
+def test_results_come_as_they_were() -> None:
+    size = torch.Size
+    rows = [
+        (MetadataIndex("a", size((0, 4)), 3), "__0_0.distcp", Known(8, 7, None)),
+        (MetadataIndex("b", size((0, 4)), None), "__0_0.distcp", Known(None, None, (1, 2))),
+        (MetadataIndex("c", size(()), 0), "__0_1.distcp", None),
+        (MetadataIndex("d"), "__0_1.distcp", Known(0, 1, None)),
+    ]
+    results = WriteResults(
+        WriteResult(index, 10 + number, place_of(file, number, 9, known and tuple(known)))
+        for number, (index, file, known) in enumerate(rows)
+    )
+    found = pickle.loads(pickle.dumps(results))
+    assert isinstance(found, list)
+    assert found == results
+    for one, (index, _, known) in zip(found, rows, strict=True):
+        assert one.index.index == index.index
+        assert type(one.index.offset) is type(index.offset)
+        assert known_of(one.storage_data) == known
+    assert found[0].index.offset is found[1].index.offset
+    assert pickle.loads(pickle.dumps(WriteResults())) == []

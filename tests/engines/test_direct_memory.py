@@ -1,0 +1,598 @@
+"""Saves and loads past the host, by a cuFile for tests over a device whose copies come late.
+
+`support.cufile` finds fault with parameters and memory that change before their time; each test
+here looks for its faults, and the seeded bugs at the end must be found.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.corpus import noise
+from support.cufile import FakeCuFile, cufile_on
+from support.devices import FakeDevice, Fault
+from support.identity import stock
+
+import fastserial
+from fastserial import LoadReport, SaveReport, WriteError
+from fastserial.checkpoints import tensor_read
+from fastserial.config import current
+from fastserial.engines import direct_memory, slots
+from fastserial.engines.base import DirectTransferError
+from fastserial.engines.direct_memory import DirectMemory
+from fastserial.engines.threads import ThreadsEngine
+from fastserial.errors import CorruptCheckpointError
+from fastserial.loading import device_records, legacy_storages, reader, sinks
+from fastserial.loading.block_reader import Block, BlockReader
+from fastserial.memory import batch, devices, transfers
+from fastserial.memory.buffers import Buffer
+from fastserial.memory.ring import Ring
+from fastserial.patching import load_hooks
+from fastserial.saving import block_writer
+
+WORDS = ("gds", "gpu_async", "gpu_batch")
+BLOCK = 16384
+SMALL: dict[str, Any] = {
+    "block_size": BLOCK, "queue_depth": 3, "threads": 3, "small_file": 0, "durable": False,
+    "direct": True, "cache": "drop",
+}  # fmt: skip
+ON_HOST = 30_000  # bytes of the storage that is not on the device
+HERE = torch.device("cpu")  # what the device goes by
+SEEDS = range(3)
+Plug = Callable[[int], FakeCuFile]
+
+
+@pytest.fixture
+def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
+    """Make a device, cuFile with it, and all storages but one on it."""
+    device = FakeDevice()
+    fake = cufile_on(monkeypatch, device)
+    for module in (batch, legacy_storages, reader, sinks, tensor_read):
+        monkeypatch.setattr(module, "is_on_host", lambda storage: storage.nbytes() in (0, ON_HOST))
+    monkeypatch.setattr(batch, "device_types", lambda storages: {"fake"})
+    monkeypatch.setattr(legacy_storages, "has_streams", lambda place: True)
+    monkeypatch.setattr(reader, "synchronize", lambda found: device.finish())
+    monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)
+    monkeypatch.setattr(load_hooks, "_has_devices", lambda: True)
+    monkeypatch.setattr(device_records, "has_streams", lambda place: True)
+    monkeypatch.setattr(device_records, "_HOST", "host")
+    monkeypatch.setattr(device_records, "PICKLE_SHARE", 1)
+
+    def make(seed: int) -> FakeCuFile:
+        device.renew(seed, haste=(seed % 10) / 10)
+        return fake.renew()
+
+    yield make
+    fastserial.uninstall()
+    fastserial.free_pinned()
+    assert not direct_memory._in_use, "a file was not closed"
+    assert not fake.files, "a handle was not given back"
+    assert not fake.batches, "a batch was not given back"
+    assert not fake.registered, "memory is still registered"
+
+
+def state() -> dict[str, torch.Tensor]:
+    sizes = {"large": 300_000, "small": 1_000, "host": ON_HOST, "empty": 0, "next": 5 * BLOCK}
+    values = {name: noise(size) for name, size in sizes.items()}
+    return {**values, "view": values["large"][5:50], "byte": torch.arange(7, dtype=torch.uint8)}
+
+
+def saved() -> SaveReport:
+    found = fastserial.last_save_report()
+    assert found is not None
+    return found
+
+
+def loaded() -> LoadReport:
+    found = fastserial.last_load_report()
+    assert found is not None
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def stocks(value: Any, path: Path, zipped: bool = True) -> bytes:
+    with stock():
+        torch.save(value, path, _use_new_zipfile_serialization=zipped)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("word", WORDS)
+def test_saves(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
+    """Stock's bytes, most of which did not pass through the host."""
+    value, path = state(), tmp_path / "a.pt"
+    wanted = stocks(value, path, zipped)
+    for seed in SEEDS:
+        fake = plug(seed)
+        fastserial.install(**SMALL, transfer=word, read_back=seed == 2)
+        torch.save(value, path, _use_new_zipfile_serialization=zipped)
+        assert path.read_bytes() == wanted, seed
+        assert fake.device.faults == []
+        assert fake.moved >= 300_000, saved()
+        assert (saved().transfer, saved().direct) == (word, True)
+        assert saved().transfer_why == "asked for: cuFile 1.17 (nvidia-fs)"
+        assert (fake.most_in_batch > 1) == (word == "gpu_batch")
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("word", WORDS)
+def test_loads(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
+    value, path = state(), tmp_path / "a.pt"
+    stocks(value, path, zipped)
+    for seed in SEEDS:
+        fake = plug(seed)
+        fastserial.install(**SMALL, transfer=word)
+        assert same(torch.load(path, map_location=HERE), value), seed
+        assert fake.device.faults == []
+        assert fake.moved >= 300_000
+        assert not any(stream.steps for stream in fake.device._streams)
+        assert (loaded().transfer, loaded().fallback) == (word, None)
+        assert loaded().direct_bytes >= fake.moved
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_after_the_programs_kernels(tmp_path: Path, plug: Plug, word: str) -> None:
+    """What is queued for tensors when a save or a load begins comes before it."""
+    wanted, path = state(), tmp_path / "a.pt"
+    for seed in SEEDS:
+        device = plug(seed).device
+        value = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+        on_device = {name for name in value if value[name].nbytes not in (0, ON_HOST)}
+        value["host"] = wanted["host"]
+        for name in on_device:
+            device.kernel(partial(value[name].copy_, wanted[name]))
+        fastserial.install(**SMALL, transfer=word)
+        torch.save(value, path)
+        for name in on_device:
+            device.kernel(value[name].zero_)
+        device.finish()
+        assert same(torch.load(path), wanted)
+        target = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+        for name in on_device:
+            device.kernel(partial(target[name].fill_, 1))
+        fastserial.load_into(target, path, verify=False)
+        assert same(target, wanted)
+        device.finish()
+        assert same(target, wanted)
+        assert loaded().transfer == word
+
+
+def test_without_checksums_nothing_comes_to_the_host(
+    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the edges of tensors; with them, each byte is looked at once."""
+    shown: list[int] = []
+    real = Ring.host
+    monkeypatch.setattr(
+        Ring, "host", lambda ring, buffer, n: shown.append(n) or real(ring, buffer, n)
+    )
+    value, path = state(), tmp_path / "a.pt"
+    computed = torch.serialization.get_crc32_options()
+    for zipped, summed in ((True, True), (True, False), (False, True)):
+        plug(1)
+        torch.serialization.set_crc32_options(summed)
+        try:
+            wanted = stocks(value, path, zipped)
+            shown.clear()
+            fastserial.install(**SMALL, transfer="gds")
+            torch.save(value, path, _use_new_zipfile_serialization=zipped)
+        finally:
+            torch.serialization.set_crc32_options(computed)
+        assert path.read_bytes() == wanted
+        assert bool(shown) == (zipped and summed)
+
+
+def test_verified_loads_are_read_by_the_host(tmp_path: Path, plug: Plug) -> None:
+    value, path = state(), tmp_path / "a.pt"
+    stocks(value, path)
+    fake = plug(1)
+    fastserial.install(**SMALL, transfer="gds", verify_on_load=True)
+    assert same(torch.load(path, map_location=HERE), value)
+    assert loaded().verified
+    assert not fake.moved
+
+
+def test_memory_is_registered_once(tmp_path: Path, plug: Plug) -> None:
+    """It is kept for the next save or load, until `free_pinned`."""
+    fake = plug(1)
+    fastserial.install(**SMALL, transfer="gds")
+    for _ in range(3):
+        torch.save(state(), tmp_path / "a.pt")
+        torch.load(tmp_path / "a.pt", map_location=HERE)
+    assert fake.calls.count("buf_register") == 1
+    assert fake.calls.count("handle_register") == fake.calls.count("handle_deregister") == 6
+    assert fake.calls.count("driver_open") == 1
+    fastserial.free_pinned()
+    assert fake.calls.count("buf_deregister") == 1
+
+
+def test_memory_that_is_not_registered(tmp_path: Path, plug: Plug) -> None:
+    """Without room for it cuFile takes memory by its address."""
+    for word in WORDS:
+        fake = plug(1)
+        fake.refusals["buf_register"] = 5036
+        fastserial.install(**SMALL, transfer=word)
+        value = state()
+        torch.save(value, tmp_path / "a.pt")
+        assert same(torch.load(tmp_path / "a.pt", map_location=HERE), value)
+        assert fake.moved >= 600_000
+        assert fake.device.faults == []
+
+
+def test_batches_are_small(tmp_path: Path, plug: Plug) -> None:
+    """Not more transfers at once than cuFile takes, and none that it would bring to the host."""
+    for most in (1, 5):
+        fake = plug(2)
+        fake.batch_size = most
+        fastserial.install(**SMALL, transfer="gpu_batch")
+        value = state()
+        torch.save(value, tmp_path / "a.pt")
+        assert same(torch.load(tmp_path / "a.pt", map_location=HERE), value)
+        assert fake.most_in_batch == most
+        assert saved().transfer == loaded().transfer == "gpu_batch"
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["short", "none", -1, -5008, -5044, 10**9])
+@pytest.mark.parametrize("word", WORDS)
+def test_counts(tmp_path: Path, plug: Plug, word: str, fault: Any) -> None:
+    """What is short is gone on with; what fails goes through the host, and the report says why."""
+    value, path = state(), tmp_path / "a.pt"
+    wanted = stocks(value, path)
+    for number in (1, 7):
+        fake = plug(number)
+        fake.faults[number] = fault
+        fastserial.install(**SMALL, transfer=word)
+        with _warned(word, fault):
+            torch.save(value, path)
+        assert path.read_bytes() == wanted
+        goes_on = fault == "short" or (fault == "none" and word != "gds")
+        assert (saved().transfer == word) == goes_on, saved()
+        fake.faults = {fake.transfers + number: fault}
+        transfers._warned.clear()
+        with _warned(word, fault):
+            found = torch.load(path, map_location=HERE)
+        assert same(found, value)
+        assert (loaded().transfer == word) == goes_on, loaded()
+        if fault == -5008:
+            assert "GDS is not supported on the current file (5008)" in loaded().transfer_why
+        assert fake.device.faults == []
+
+
+def _warned(word: str, fault: Any) -> Any:
+    if fault == "short" or (fault == "none" and word != "gds"):
+        return fastserial.options()
+    return pytest.warns(UserWarning, match=f"transfer '{word}': cuFile.*from there on")
+
+
+@pytest.mark.filterwarnings("ignore:transfer ")
+@pytest.mark.parametrize("word", WORDS)
+def test_a_disk_that_fails(
+    tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's error is raised, with cuFile's as its cause, and the old file stays."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"old")
+    fake = plug(1)
+    fake.faults[3] = -5044
+
+    def write(fd: int, views: Any, offset: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(block_writer, "write_all", write)
+    fastserial.install(**SMALL, transfer=word)
+    with pytest.raises(WriteError) as caught:
+        torch.save(state(), path)
+    assert (caught.value.errno, caught.value.filename) == (28, str(path))
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert isinstance(cause.__cause__, DirectTransferError)
+    assert cause.__cause__.status == 5044
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:transfer ")
+@pytest.mark.parametrize("call", ["write_async", "batch_io_submit"])
+def test_refused_when_it_is_queued(tmp_path: Path, plug: Plug, call: str) -> None:
+    value, path = state(), tmp_path / "a.pt"
+    wanted = stocks(value, path)
+    fake = plug(1)
+    fake.refusals[call] = 5038
+    fastserial.install(**SMALL, transfer="gpu_batch" if call == "batch_io_submit" else "gpu_async")
+    torch.save(value, path)
+    assert path.read_bytes() == wanted
+    assert saved().transfer == "cpu_async_gpu"
+    assert "(5038)" in saved().transfer_why
+
+
+def test_a_batch_that_is_given_up(tmp_path: Path, plug: Plug) -> None:
+    """Nobody knows whether the device still uses the memory: nothing of it is used again."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"old")
+    fake = plug(1)
+    fake.faults[2] = -110
+    fastserial.install(**SMALL, transfer="gpu_batch")
+    with pytest.raises(WriteError, match="gave a transfer of a batch up"):
+        torch.save(state(), path)
+    assert path.read_bytes() == b"old"
+    assert len(direct_memory._in_use) == 1
+    assert not slots._kept
+    forget(fake)
+
+
+@pytest.mark.filterwarnings("ignore:transfer ")  # if it is not the host that finds it first
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_file_that_becomes_shorter(
+    tmp_path: Path, plug: Plug, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    value = state()
+    stocks(value, path, zipped)
+    plug(1)
+    real = DirectMemory.read
+
+    def read(self: DirectMemory, buffer: Buffer, target: Any, offset: int) -> Any:
+        os.truncate(path, BLOCK + 100)
+        return real(self, buffer, target, offset)
+
+    monkeypatch.setattr(DirectMemory, "read", read)
+    fastserial.install(**SMALL, transfer="gds")
+    target = {name: torch.zeros_like(tensor) for name, tensor in value.items()}
+    with pytest.raises(CorruptCheckpointError):
+        fastserial.load_into(target, path, verify=False)
+
+
+# --- whether it can be had ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "said"),
+    [
+        ("driver_open", 5001, r"cuFileDriverOpen: .*\(5001\)"),
+        ("handle_register", 5008, r"cuFileHandleRegister: GDS is not supported.*\(5008\)"),
+        ("batch_io_set_up", 5039, r"cuFileBatchIOSetUp: .*\(5039\)"),
+        ("set_parameter_bool", 5022, r"cuFileDriverOpen: .*\(5022\)"),
+    ],
+)
+def test_refused_at_the_start(
+    tmp_path: Path, plug: Plug, call: str, status: int, said: str
+) -> None:
+    value, path = state(), tmp_path / "a.pt"
+    wanted = stocks(value, path)
+    fake = plug(1)
+    fake.refusals[call] = status
+    fastserial.install(**SMALL, transfer="gpu_batch")
+    with pytest.warns(UserWarning, match=f"transfer 'gpu_batch': {said}"):
+        torch.save(value, path)
+    assert path.read_bytes() == wanted
+    assert saved().transfer == "cpu_async_gpu"
+    assert same(torch.load(path, map_location=HERE), value)  # said once
+    assert loaded().transfer == "cpu_async_gpu"
+    assert not fake.moved
+
+
+@pytest.mark.parametrize("compat", [True, False])
+def test_never_compat(tmp_path: Path, plug: Plug, compat: bool) -> None:
+    """cuFile may not go through the host by itself; who opened it before may have allowed that."""
+    fake = plug(1)
+    fake.opened, fake.compat = True, compat
+    fastserial.install(**SMALL, transfer="gds")
+    if compat:
+        with pytest.warns(UserWarning, match="CUFILE_ALLOW_COMPAT_MODE=false"):
+            torch.save(state(), tmp_path / "a.pt")
+    else:
+        torch.save(state(), tmp_path / "a.pt")
+    assert (saved().transfer == "gds") == (not compat)
+    assert bool(fake.moved) == (not compat)
+    fake = plug(1)
+    torch.save(state(), tmp_path / "a.pt")
+    assert fake.compat is False  # it forbids it itself
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"direct": False}, "switched off"), ({"engine": "null"}, "does not move device memory")],
+)
+def test_options_that_exclude_it(
+    tmp_path: Path, plug: Plug, options: dict[str, Any], why: str
+) -> None:
+    fake = plug(1)
+    fastserial.install(**{**SMALL, "transfer": "gds", **options})
+    with pytest.warns(UserWarning, match=why):
+        torch.save(state(), tmp_path / "a.pt")
+    assert why in saved().transfer_why
+    assert not fake.calls
+
+
+def test_auto_does_not_take_it(tmp_path: Path, plug: Plug) -> None:
+    fake = plug(1)
+    fastserial.install(**SMALL)
+    torch.save(state(), tmp_path / "a.pt")
+    torch.load(tmp_path / "a.pt", map_location=HERE)
+    assert (saved().transfer, loaded().transfer) == ("cpu_async_gpu", "cpu_async_gpu")
+    assert not fake.calls
+
+
+def test_engines_that_prepare_on_their_threads(
+    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ThreadsEngine.__init__
+    monkeypatch.setattr(
+        ThreadsEngine, "__init__", lambda self, threads: real(self, threads, prepare_here=False)
+    )
+    value, path = state(), tmp_path / "a.pt"
+    wanted = stocks(value, path)
+    for seed, word in enumerate(WORDS):
+        fake = plug(seed)
+        fastserial.install(**SMALL, transfer=word)
+        torch.save(value, path)
+        assert path.read_bytes() == wanted
+        assert fake.device.faults == []
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_reader_that_nobody_closed(tmp_path: Path, plug: Plug, word: str) -> None:
+    """What the driver is using stays until it is closed, whoever let go of it; else all ends."""
+    path = tmp_path / "a.pt"
+    stocks(state(), path)
+    fake = plug(0)
+    target = torch.zeros(300_000, dtype=torch.uint8)
+    with path.open("rb") as file, fastserial.options(**SMALL, transfer=word):
+        blocks = BlockReader(file.fileno(), path.stat().st_size, current())
+        ring = Ring(devices.pin(3 * BLOCK), 3, BLOCK)
+        ring.join([HERE])
+        blocks.stage_in(ring, [HERE])
+        assert blocks.transfer.word == word
+        blocks.put(Block(BLOCK, BLOCK, lambda *_: None, device=target[:BLOCK]))
+        blocks._batch.clear()
+        del blocks, ring
+        gc.collect()
+        assert len(direct_memory._in_use) == (word != "gds")
+        while direct_memory._in_use:
+            direct_memory._in_use.pop().close()
+    assert not fake.files
+    assert len(slots._kept) == 1
+
+
+# --- the bugs that are put in ---------------------------------------------------------------------
+
+
+def broken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plug: Plug, word: str, zipped: bool
+) -> bool:
+    """Return whether saves or loads with a bug are found out: by a fault, or by their bytes."""
+    monkeypatch.setattr(fastserial.interrupts, "_TRIES", 1)
+    value, path = state(), tmp_path / "a.pt"
+    wanted = stocks(value, path, zipped)
+    for seed in (0, 1, 2, 0):
+        fake = plug(seed)
+        fastserial.install(**SMALL, transfer=word)
+        try:
+            torch.save(value, tmp_path / "b.pt", _use_new_zipfile_serialization=zipped)
+            if (tmp_path / "b.pt").read_bytes() != wanted:
+                return True
+            if not same(torch.load(path, map_location=HERE), value):
+                return True
+            fake.device.finish()
+        except Exception:
+            if not fake.device.faults:
+                raise
+        if fake.device.faults:
+            return True
+    return False
+
+
+def forget(fake: FakeCuFile) -> None:
+    """Let the state of a run with a bug pass."""
+    for way in direct_memory._in_use:
+        way._pid = 0  # another process's
+    direct_memory._in_use.clear()
+    fake.renew()
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_count_that_is_not_looked_at(
+    tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectMemory, "_checked", lambda self, moved, most: most)
+    value, path = state(), tmp_path / "a.pt"
+    wanted = stocks(value, path)
+    fake = plug(1)
+    fake.faults[4] = "short"
+    fastserial.install(**SMALL, transfer=word)
+    torch.save(value, path)
+    assert path.read_bytes() != wanted
+
+
+@pytest.mark.parametrize("word", ["gpu_async", "gpu_batch"])
+def test_what_is_used_again_too_early(
+    tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots and parameters whose transfers are not waited for."""
+
+    def arrive(ring: Ring, buffer: Buffer) -> None:
+        ring._fences[buffer.index].clear()
+
+    monkeypatch.setattr(Ring, "arrive", arrive)
+    monkeypatch.setattr(DirectMemory, "_await", lambda self, calls: None)
+    assert broken(monkeypatch, tmp_path, plug, word, zipped=False)
+    forget(plug(0))
+
+
+class Shared:
+    """One set of parameters for all slots."""
+
+    def __init__(self, calls: Any) -> None:
+        self.call = calls[0]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.call
+
+
+def test_parameters_that_are_not_kept(
+    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a call runs there are others in their place."""
+    real = slots.Slots.__init__
+
+    def init(self: Any, *arguments: Any) -> None:
+        real(self, *arguments)
+        self.calls = Shared(self.calls)
+
+    monkeypatch.setattr(slots.Slots, "__init__", init)
+    assert broken(monkeypatch, tmp_path, plug, "gpu_async", zipped=False)
+    forget(plug(0))
+
+
+def test_a_file_that_is_closed_too_early(
+    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that fails while transfers are under way, and does not wait for them."""
+    monkeypatch.setattr(fastserial.interrupts, "_TRIES", 1)
+    monkeypatch.setattr(DirectMemory, "_end_batch", lambda self: None)
+    real = ThreadsEngine.submit
+
+    def submit(self: ThreadsEngine, requests: Any) -> None:
+        raise OSError(5, "the engine failed")
+
+    monkeypatch.setattr(ThreadsEngine, "submit", submit)
+    fake = plug(0)
+    fastserial.install(**SMALL, transfer="gpu_batch")
+    with pytest.raises((Fault, WriteError)):
+        torch.save(state(), tmp_path / "a.pt")
+    assert fake.device.faults
+    monkeypatch.setattr(ThreadsEngine, "submit", real)
+    forget(fake)
+
+
+def test_such_a_save_otherwise(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without the bug, for each type: nothing is under way when it is over."""
+
+    def submit(self: ThreadsEngine, requests: Any) -> None:
+        raise OSError(5, "the engine failed")
+
+    monkeypatch.setattr(ThreadsEngine, "submit", submit)
+    (tmp_path / "a.pt").write_bytes(b"old")
+    for word in WORDS:
+        fake = plug(0)
+        fastserial.install(**SMALL, transfer=word)
+        with pytest.raises(WriteError):
+            torch.save(state(), tmp_path / "a.pt")
+        assert fake.device.faults == []
+        assert not fake.pending
+        assert (tmp_path / "a.pt").read_bytes() == b"old"
+        fastserial.free_pinned()
+        assert not fake.registered

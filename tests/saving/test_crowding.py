@@ -1,0 +1,156 @@
+"""One large block where another thread keeps the interpreter's lock; the file is the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+from fastserial.engines import Completion, Request
+from fastserial.engines.threads import ThreadsEngine
+from fastserial.memory.buffers import BufferPool
+from fastserial.saving import block_writer, crowding
+
+MIB = 1024 * 1024
+serve = ThreadsEngine.serve_here
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of all pools: of an engine's blocks, and of the large one."""
+    found: list[int] = []
+    real = BufferPool.__init__
+
+    def make(pool: BufferPool, count: int, nbytes: int) -> None:
+        found.append(count * nbytes)
+        real(pool, count, nbytes)
+
+    monkeypatch.setattr(BufferPool, "__init__", make)
+    fastserial.install(durable=False)
+    yield found
+    fastserial.uninstall()
+
+
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {str(mib): torch.rand((mib * MIB + 20) // 4, generator=generator) for mib in (40, 3, 45)}
+
+
+def saved(path: Path, obj: Any) -> bytes:
+    torch.save(obj, path)
+    return path.read_bytes()
+
+
+def stock(path: Path, obj: Any) -> bytes:
+    fastserial.uninstall()
+    torch.save(obj, path)
+    fastserial.install(durable=False)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("direct", [True, False, "auto"])
+@pytest.mark.parametrize("size", [64 * 1024, 2 * MIB])
+def test_a_thread_that_waits_for_the_lock_goes_on_alone(
+    tmp_path: Path, pools: list[int], monkeypatch: pytest.MonkeyPatch, direct: Any, size: int
+) -> None:
+    obj = state()
+    expected = stock(tmp_path / "state.pt", obj)
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 1e-9)
+    moved: list[int] = []
+
+    def note(engine: ThreadsEngine, request: Request) -> Completion:
+        if request.length > size:
+            moved.append(threading.get_ident())
+        return serve(engine, request)
+
+    monkeypatch.setattr(ThreadsEngine, "serve_here", note)
+    with fastserial.options(direct=direct, block_size=size):
+        assert saved(tmp_path / "state.pt", obj) == expected
+    before, after = pools
+    assert after == before
+    assert set(moved) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_without_memory_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools: list[int], error: type[Exception]
+) -> None:
+    def fail(count: int, nbytes: int) -> BufferPool:
+        tried.append(nbytes)
+        raise error
+
+    tried: list[int] = []
+    obj = state()
+    expected = stock(tmp_path / "state.pt", obj)
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 1e-9)
+    monkeypatch.setattr(block_writer, "BufferPool", fail)
+    assert saved(tmp_path / "state.pt", obj) == expected
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("why", ["quick", "no other thread", "read back", "packed"])
+def test_others_stay(
+    tmp_path: Path, pools: list[int], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """What is read back has memory of its size; small storages take time by themselves."""
+    obj: Any = state()
+    if why == "packed":
+        obj = [torch.rand(1000) for _ in range(6000)]
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 10.0 if why == "quick" else 1e-9)
+    if why == "no other thread":
+        monkeypatch.setattr(crowding, "_waits", lambda: False)
+    with fastserial.options(read_back=why == "read back"):
+        found = saved(tmp_path / "state.pt", obj)
+    assert len(pools) == 1 + (why == "read back")
+    assert found == stock(tmp_path / "state.pt", obj)
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_an_error_of_the_disk_is_raised(
+    tmp_path: Path, pools: list[int], monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Once the saving thread writes."""
+    obj = state()
+    expected = stock(tmp_path / "state.pt", obj)
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 1e-9)
+    calls: list[Request] = []
+
+    def note(engine: ThreadsEngine, request: Request) -> Completion:
+        calls.append(request)
+        if len(calls) > call:
+            return Completion(request, 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        return serve(engine, request)
+
+    monkeypatch.setattr(ThreadsEngine, "serve_here", note)
+    obj["40"] += 1
+    with pytest.raises(fastserial.WriteError, match="No space left"):
+        torch.save(obj, tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").read_bytes() == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_beside_a_thread_that_spins(tmp_path: Path, pools: list[int]) -> None:
+    """Whatever becomes of the blocks."""
+    obj = state()
+    ended = threading.Event()
+
+    def spin() -> None:
+        while not ended.is_set():
+            pass
+
+    spinning = threading.Thread(target=spin)
+    spinning.start()
+    try:
+        assert saved(tmp_path / "state.pt", obj) == stock(tmp_path / "state.pt", obj)
+    finally:
+        ended.set()
+        spinning.join()
+    assert pools
