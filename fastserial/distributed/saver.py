@@ -243,6 +243,8 @@ class Saving:
         traffic, kept = self._traffic, self._kept
         if kept is not None and (facts is None or facts != kept.facts):
             kept = None
+        if kept is not None:
+            kept.facts = facts  # compared faster where the next ones are the same objects
         if kept is not None and traffic.rank == 0:
             with paused_collection():
                 last, numbers = kept.file, numbers_of(found)

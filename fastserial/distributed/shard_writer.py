@@ -17,6 +17,7 @@ from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Ro
 from fastserial.distributed.tables import Sources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
+from fastserial.memory.gc_pause import paused_collection
 from fastserial.memory.storages import HostMemory, Memory, host_bytes
 from fastserial.overlap.snapshot import Part, Snapshot
 from fastserial.saving.extent_writer import ExtentWriter
@@ -77,21 +78,22 @@ class ShardWriter:
 
         What it sends, or has in strides, is copied, if there is room.
         """
-        self._rounds = {number: self._made.round(number) for number in self._made.rounds}
-        self._locals = list(self._made.locals())
-        moves = [
-            move
-            for found in self._rounds.values()
-            for moves in found.sends.values()
-            for move in moves
-            if move.piece.record != CONTAINER
-        ]
-        views = [self._held(move) for move in moves]
-        pieces = [piece for piece in self._locals if piece.record != CONTAINER]
-        for piece in pieces:
-            self._note_head(piece, self._memory(piece))
-        parts = [Part(Gathered(view, 0, view.nbytes), 0, view.nbytes) for view in views]
-        parts += [self._part(piece) for piece in pieces]
+        with paused_collection():
+            self._rounds = {number: self._made.round(number) for number in self._made.rounds}
+            self._locals = list(self._made.locals())
+            moves = [
+                move
+                for found in self._rounds.values()
+                for moves in found.sends.values()
+                for move in moves
+                if move.piece.record != CONTAINER
+            ]
+            views = [self._held(move) for move in moves]
+            pieces = [piece for piece in self._locals if piece.record != CONTAINER]
+            for piece in pieces:
+                self._note_head(piece, self._memory(piece))
+            parts = [Part(Gathered(view, 0, view.nbytes), 0, view.nbytes) for view in views]
+            parts += [self._part(piece) for piece in pieces]
         memories = iter(taken.take(parts))
         self._frozen_moves = {
             id(move): (next(memories), view.dtype, view.shape)
@@ -157,16 +159,19 @@ class ShardWriter:
         for index, number in enumerate(rounds):
             self._write(out, _first(own, share))
             began = perf_counter()
-            found = self._rounds.get(number) or self._made.round(number)
-            nbytes = _nbytes(found)
-            if tiles[index % 2].numel() < nbytes:
-                tiles[index % 2] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            tile = tiles[index % 2]
-            sends = {r: [self._held(move) for move in moves] for r, moves in found.sends.items()}
-            receives = {
-                r: [self._in_tile(move, tile) for move in moves]
-                for r, moves in found.receives.items()
-            }
+            with paused_collection():
+                found = self._rounds.get(number) or self._made.round(number)
+                nbytes = _nbytes(found)
+                if tiles[index % 2].numel() < nbytes:
+                    tiles[index % 2] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                tile = tiles[index % 2]
+                sends = {
+                    r: [self._held(move) for move in moves] for r, moves in found.sends.items()
+                }
+                receives = {
+                    r: [self._in_tile(move, tile) for move in moves]
+                    for r, moves in found.receives.items()
+                }
             self.seconds["exchange"] += perf_counter() - began
             self._write(out, _first(own, share))
             began = perf_counter()

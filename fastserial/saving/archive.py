@@ -14,6 +14,7 @@ from fastserial.checksums import crc32
 from fastserial.errors import name_in
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.memory.batch import Batch, storage_batch
+from fastserial.memory.gc_pause import paused_collection
 from fastserial.memory.storages import HostMemory, Memory, host_bytes, storage_memory, synchronize
 from fastserial.saving import torch_writer
 
@@ -73,6 +74,7 @@ class ZipArchive:
         self._layout = ZipLayout(archive, alignment, torch_writer.checksums_wanted())
         self._archive = archive
         self._finished = False
+        self._pause = paused_collection()  # while torch pickles, and while this lays out
 
     @property
     def writer(self) -> ArchiveSink:
@@ -125,13 +127,17 @@ class ZipArchive:
         if self._finished:
             return
         self._finished = True
-        self._writer.write_plan(torch_writer.finish(self._layout))
+        plan = torch_writer.finish(self._layout)
+        self._pause.end()
+        self._writer.write_plan(plan)
 
     def __enter__(self) -> ZipArchive:
+        self._pause.begin()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
+            self._pause.end()
             name_in(error, self._writer.name)
             if self._owns_writer:
                 self._writer.abort()
@@ -143,5 +149,6 @@ class ZipArchive:
             else:
                 self._writer.release_sources()
         except BaseException:
+            self._pause.end()
             self._writer.abort()
             raise

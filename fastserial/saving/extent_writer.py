@@ -16,6 +16,7 @@ from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.files.compression import Compression, compression_of
 from fastserial.formats.extents import Data, Extent
+from fastserial.memory.gc_pause import paused_collection
 from fastserial.memory.storages import StorageMemory
 from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.block_writer import BlockWriter
@@ -122,10 +123,11 @@ class ExtentWriter:
             ledger: of the layout's checksums.
             base: place in the file of the layout's first byte (bytes).
         """
-        parts = [
-            Part(base + extent.offset, extent.source, extent.start, extent.length, ledger)
-            for extent in extents
-        ]
+        with paused_collection():
+            parts = [
+                Part(base + extent.offset, extent.source, extent.start, extent.length, ledger)
+                for extent in extents
+            ]
         places = {
             part.source.memory.device
             for part in parts

@@ -46,6 +46,17 @@ def test_leaves_have_names() -> None:
     assert leaves(7) == []
 
 
+def test_names_follow_the_keys() -> None:
+    """They are kept from one save to the next."""
+    a, b = torch.ones(1), torch.ones(2)
+    for keys in (("x", "y"), ("y", "x"), (1, "y"), (True, "y"), ("x", "y")):
+        nest = {"m": dict(zip(keys, (a, b), strict=True)), "n": 5}
+        assert [name for name, _ in leaves(nest)] == [f"m.{key}" for key in keys]
+    assert [name for name, _ in leaves({"m": {"x": 5, "y": b}})] == ["m.y"]
+    assert [name for name, _ in leaves({"m": {"x": [], "y": b}})] == ["m.y"]
+    assert [name for name, _ in leaves({"m": [a, b]})] == ["m[0]", "m[1]"]
+
+
 def test_a_nest_that_holds_itself() -> None:
     nest: dict[str, Any] = {"a": torch.ones(1)}
     nest["b"] = [nest, torch.ones(2)]

@@ -160,3 +160,36 @@ def test_loads_of_many_small_tensors(tmp_path: os.PathLike[str]) -> None:
     fastserial.load_into(target, path)
     assert collects()
     assert torch.equal(target["a"], torch.ones(4))
+
+
+class _Pickled:
+    """Notes whether cycles are collected while it is pickled; fails if it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.seen = error, list[bool]()
+
+    def __getstate__(self) -> int:
+        self.seen.append(collects())
+        if self.error is not None:
+            raise self.error
+        return 0
+
+
+@pytest.mark.parametrize("error", [None, ValueError("not today")])
+def test_saves_of_many_small_tensors(tmp_path: os.PathLike[str], error: Exception | None) -> None:
+    before = gc.get_threshold()
+    value = _Pickled(error)
+    written: list[bool] = []
+    path = os.path.join(tmp_path, "checkpoint.pt")
+    fastserial.install(on_report=lambda report: written.append(collects()))
+    try:
+        if error is None:
+            torch.save(value, path)
+        else:
+            with pytest.raises(ValueError, match="not today"):
+                torch.save(value, path)
+    finally:
+        fastserial.uninstall()
+    assert value.seen == [False]
+    assert written == ([True] if error is None else [])
+    assert gc.get_threshold() == before

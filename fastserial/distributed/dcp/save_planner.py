@@ -142,6 +142,7 @@ class FastSavePlanner(DefaultSavePlanner):
         numbers: list[int] = []
         for number, own in kept.items():
             if own.fingerprint == self._fingerprint and own.settings == settings:
+                own.fingerprint = self._fingerprint  # compared faster where objects are the same
                 self._told = own.told
                 numbers.append(number)
         return _AsBefore(tuple(numbers)) if numbers else None
