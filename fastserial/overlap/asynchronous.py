@@ -215,6 +215,7 @@ class _PickleArchive(ZipArchive):
     pickled = b""
 
     def __enter__(self) -> _PickleArchive:
+        super().__enter__()
         return self
 
     def write_record(self, name: str, data: str | bytes | int | UntypedStorage, size: int) -> None:
