@@ -17,24 +17,21 @@ import pytest
 import torch
 from support.corpus import noise
 from support.cufile import FakeCuFile, cufile_on
-from support.devices import FakeDevice, Fault
+from support.devices import FakeDevice, Fault, loaded_to
 from support.identity import stock
 
 import fastserial
 from fastserial import LoadReport, SaveReport, WriteError
-from fastserial.checkpoints import tensor_read
 from fastserial.config import current
 from fastserial.engines import direct_memory, slots
 from fastserial.engines.base import DirectTransferError
 from fastserial.engines.direct_memory import DirectMemory
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError
-from fastserial.loading import device_records, legacy_storages, reader, sinks
 from fastserial.loading.block_reader import Block, BlockReader
 from fastserial.memory import batch, devices, transfers
 from fastserial.memory.buffers import Buffer
 from fastserial.memory.ring import Ring
-from fastserial.patching import load_hooks
 from fastserial.saving import block_writer
 
 WORDS = ("gds", "gpu_async", "gpu_batch")
@@ -54,16 +51,13 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
     """Make a device, cuFile with it, and all storages but one on it."""
     device = FakeDevice()
     fake = cufile_on(monkeypatch, device)
-    for module in (batch, legacy_storages, reader, sinks, tensor_read):
-        monkeypatch.setattr(module, "is_on_host", lambda storage: storage.nbytes() in (0, ON_HOST))
+
+    def is_on_host(storage: torch.UntypedStorage) -> bool:
+        return storage.nbytes() in (0, ON_HOST)
+
+    loaded_to(monkeypatch, device, is_on_host)
+    monkeypatch.setattr(batch, "is_on_host", is_on_host)
     monkeypatch.setattr(batch, "device_types", lambda storages: {"fake"})
-    monkeypatch.setattr(legacy_storages, "has_streams", lambda place: True)
-    monkeypatch.setattr(reader, "synchronize", lambda found: device.finish())
-    monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)
-    monkeypatch.setattr(load_hooks, "_has_devices", lambda: True)
-    monkeypatch.setattr(device_records, "has_streams", lambda place: True)
-    monkeypatch.setattr(device_records, "_HOST", "host")
-    monkeypatch.setattr(device_records, "PICKLE_SHARE", 1)
 
     def make(seed: int) -> FakeCuFile:
         device.renew(seed, haste=(seed % 10) / 10)

@@ -12,18 +12,16 @@ import pytest
 import torch
 from support.corpus import noise
 from support.damage import flip
-from support.devices import FakeDevice, Fault, plugged_in
+from support.devices import FakeDevice, Fault, loaded_to, plugged_in
 from support.identity import stock
 from support.loading import attempt
 
 import fastserial
 from fastserial import CorruptCheckpointError, LoadReport
-from fastserial.checkpoints import tensor_read
 from fastserial.formats.zip.directory import read_directory
-from fastserial.loading import device_records, legacy_storages, reader, sinks
+from fastserial.loading import device_records, reader
 from fastserial.memory.buffers import Buffer
 from fastserial.memory.ring import Ring, pinned_store
-from fastserial.patching import load_hooks
 
 SMALL: dict[str, Any] = {"block_size": 16384, "queue_depth": 3, "small_file": 0, "cache": "drop"}
 CASES = {
@@ -41,16 +39,7 @@ Plug = Callable[[int], FakeDevice]
 def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
     """Make the device of a load: all is on it, but for one storage."""
     device = plugged_in(monkeypatch, FakeDevice())
-    for module in (legacy_storages, reader, sinks, tensor_read):
-        monkeypatch.setattr(module, "is_on_host", lambda storage: storage.nbytes() == ON_HOST)
-    monkeypatch.setattr(legacy_storages, "has_streams", lambda place: True)
-    # nothing of the host's comes for free: a real device's caller is waited for
-    monkeypatch.setattr(reader, "synchronize", lambda found: device.finish())
-    monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)
-    monkeypatch.setattr(load_hooks, "_has_devices", lambda: True)
-    monkeypatch.setattr(device_records, "has_streams", lambda place: True)
-    monkeypatch.setattr(device_records, "_HOST", "host")
-    monkeypatch.setattr(device_records, "PICKLE_SHARE", 1)
+    loaded_to(monkeypatch, device, lambda storage: storage.nbytes() == ON_HOST)
     yield lambda seed: device.renew(seed, haste=(seed % 10) / 10)
     fastserial.uninstall()
 

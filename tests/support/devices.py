@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from fastserial.checkpoints import tensor_read
+from fastserial.loading import device_records, legacy_storages, reader, sinks
 from fastserial.memory import devices, ring
 from fastserial.memory.devices import Pinned
+from fastserial.patching import load_hooks
 
-__all__ = ["FakeDevice", "Fault", "plugged_in"]
+__all__ = ["FakeDevice", "Fault", "loaded_to", "plugged_in"]
 
 _POISON = 0xA5
 
@@ -216,3 +219,21 @@ def plugged_in(patch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     patch.setattr(ring.pinned_store, "_kept", [])
     patch.setattr(ring.pinned_store, "_all", weakref.WeakSet())  # not what a traceback still holds
     return device
+
+
+def loaded_to(
+    patch: pytest.MonkeyPatch,
+    device: FakeDevice,
+    is_on_host: Callable[[torch.UntypedStorage], bool],
+) -> None:
+    """Let loads take the host's tensors for the device's, but for storages that are on the host."""
+    for module in (legacy_storages, reader, sinks, tensor_read):
+        patch.setattr(module, "is_on_host", is_on_host)
+    patch.setattr(legacy_storages, "has_streams", lambda place: True)
+    # nothing of the host's comes for free: a real device's caller is waited for
+    patch.setattr(reader, "synchronize", lambda found: device.finish())
+    patch.setattr(torch.cpu, "current_device", lambda: 0)
+    patch.setattr(load_hooks, "_has_devices", lambda: True)
+    patch.setattr(device_records, "has_streams", lambda place: True)
+    patch.setattr(device_records, "_HOST", "host")
+    patch.setattr(device_records, "PICKLE_SHARE", 1)
