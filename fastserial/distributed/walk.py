@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,9 +25,6 @@ __all__ = [
 ]
 
 _CONTAINERS = (Mapping, list, tuple)
-# What a container holds: its keys, or how many items it has; and of each item, what is below it,
-# True for a leaf, None for anything else. Instead of a True for every one there is a None for all.
-Outline = tuple[tuple[str, ...] | int, tuple[Any, ...] | None]
 
 
 def is_leaf(value: object) -> bool:
@@ -52,69 +48,40 @@ def leaves(obj: object) -> list[tuple[str, Any]]:
     Dicts, lists and tuples of all kinds are looked into, each once, whatever else holds a tensor
     is not.
     """
+    found: list[tuple[str, Any]] = []
     if is_leaf(obj):
-        return [("the object", obj)]
-    found = _Leaves()
-    outline = found.outline(obj) if isinstance(obj, _CONTAINERS) else None
-    return list(zip(_named(outline), found.leaves, strict=True)) if outline is not None else []
+        found.append(("the object", obj))
+    elif isinstance(obj, _CONTAINERS):
+        _collect("", obj, set(), {}, found)
+    return found
 
 
-class _Leaves:
-    """Collects the leaves of a nest, each container once."""
+def _collect(
+    path: str, value: Any, seen: set[int], kinds: dict[type, int], found: list[tuple[str, Any]]
+) -> None:
+    """Add the leaves below a container.
 
-    def __init__(self) -> None:
-        self.leaves: list[Any] = []
-        self._seen: set[int] = set()
-        self._kinds: dict[type, bool | None] = {}  # True: a leaf, False: a container
-
-    def outline(self, container: Any) -> Outline | None:
-        """Add the leaves below a container; return what it holds, None if it was seen before."""
-        if id(container) in self._seen:
-            return None
-        self._seen.add(id(container))
-        keys: tuple[str, ...] | int = len(container)
-        items: Collection[Any] = container
-        if isinstance(container, Mapping):
-            pairs = list(container.items())
-            keys, items = tuple([str(key) for key, _ in pairs]), [item for _, item in pairs]
-        kinds = self._kinds
-        for kind, item in zip(map(type, items), items, strict=True):
-            if kind not in kinds:
-                kinds[kind] = is_leaf(item) or (False if isinstance(item, _CONTAINERS) else None)
-        if all(map(kinds.get, set(map(type, items)))):
-            self.leaves += items
-            return keys, None
-        below: list[Outline | bool | None] = []
-        for item in items:
-            what: Outline | bool | None = kinds[type(item)]
-            if what:
-                self.leaves.append(item)
-            elif what is not None:
-                what = self.outline(item)
-            below.append(what)
-        return keys, tuple(below)
-
-
-@lru_cache(maxsize=4)
-def _named(outline: Outline) -> list[str]:
-    """Return the key paths of the leaves in an outline: made once while the keys stay."""
-    return list(_paths("", outline))
-
-
-def _paths(path: str, outline: Outline) -> Iterator[str]:
-    keys, below = outline
-    if isinstance(keys, int):
-        names: Iterable[str] = [f"{path}[{index}]" for index in range(keys)]
-    else:
-        names = [f"{path}.{key}" for key in keys] if path else keys
-    if below is None:
-        yield from names
+    Args:
+        kinds: of the types met so far: 1 is a leaf, 2 a container, 0 neither.
+    """
+    if id(value) in seen:
         return
-    for name, what in zip(names, below, strict=True):
-        if what is True:
-            yield name
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+        before, after = (f"{path}." if path else ""), ""
+    else:
+        items = enumerate(value)
+        before, after = f"{path}[", "]"
+    for key, item in items:
+        what = kinds.get(type(item))
+        if what is None:
+            what = 1 if is_leaf(item) else 2 if isinstance(item, _CONTAINERS) else 0
+            kinds[type(item)] = what
+        if what == 1:
+            found.append((f"{before}{key}{after}", item))
         elif what:
-            yield from _paths(name, what)
+            _collect(f"{before}{key}{after}", item, seen, kinds, found)
 
 
 def below(value: object) -> list[Any]:

@@ -111,7 +111,7 @@ class ThreadsEngine(Engine):
         return None
 
     def serve_here(self, request: Request) -> Completion:
-        """Prepare a request and move its bytes on the calling thread; others may be under way."""
+        """Prepare a request and move its bytes on the calling thread."""
         request.times[0] = perf_counter()
         return self._serve(request)
 

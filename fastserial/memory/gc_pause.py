@@ -3,9 +3,10 @@
 Each of them brings the next collection nearer, and a collection looks at all that live: with
 20,000 tensors that took a third of the time. Reference counting goes on as usual.
 
-A threshold of 0 holds it off, not `gc.disable()`, which other code may call in between. The pause
-lasts as long as a reference to it exists: no interrupt, no forgotten call makes it longer, and it
-needs no lock, which a signal handler could find taken.
+A high threshold holds it off, not `gc.disable()`, which other code may call in between. The pause
+lasts as long as a reference to it exists: no forgotten call makes it longer, and it needs no lock,
+which a signal handler could find taken. Whoever makes a million objects meanwhile, or keeps the
+error of an interrupted save in a cycle with its pause, gets a collection all the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from functools import partial
 
 __all__ = ["paused_collection"]
+
+_HIGH = 1_000_000  # objects
 
 
 class _Pause:
@@ -58,10 +61,10 @@ class paused_collection:
         self._pause = _current() if _current is not None else None
         if self._pause is None:
             first, *others = thresholds = gc.get_threshold()
-            if first:
+            if 0 < first < _HIGH:
                 self._pause = _Pause()
                 self._pause.restore = partial(gc.set_threshold, *thresholds)
-                gc.set_threshold(0, *others)
+                gc.set_threshold(_HIGH, *others)
                 _current = weakref.ref(self._pause)  # now others may join
 
     def __exit__(self, *error: object) -> None:
@@ -69,7 +72,7 @@ class paused_collection:
 
     def end(self) -> None:
         """Let others collect again. Idempotent."""
-        if self._pause is not None and gc.get_threshold()[0]:
+        if self._pause is not None and gc.get_threshold()[0] != _HIGH:
             self._pause.restore = gc.isenabled  # other code set others during the pause
         self._pause = None
 

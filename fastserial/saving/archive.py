@@ -74,7 +74,7 @@ class ZipArchive:
         self._layout = ZipLayout(archive, alignment, torch_writer.checksums_wanted())
         self._archive = archive
         self._finished = False
-        self._pause = paused_collection()  # while torch pickles, and while this lays out
+        self._pause = paused_collection()  # while torch pickles
 
     @property
     def writer(self) -> ArchiveSink:
@@ -107,8 +107,11 @@ class ZipArchive:
     @trace.traced("layout")
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""
+        self._pause.end()  # there may be much to copy, or to wait for
         synchronize(storages)
-        self._layout.add_storages(names, self._batch(storages))
+        batch = self._batch(storages)
+        with paused_collection():
+            self._layout.add_storages(names, batch)
 
     def _batch(self, storages: Sequence[torch.UntypedStorage]) -> Batch:
         """Return the memory that the storages' bytes are read from."""
@@ -127,8 +130,9 @@ class ZipArchive:
         if self._finished:
             return
         self._finished = True
-        plan = torch_writer.finish(self._layout)
         self._pause.end()
+        with paused_collection():
+            plan = torch_writer.finish(self._layout)
         self._writer.write_plan(plan)
 
     def __enter__(self) -> ZipArchive:

@@ -4,6 +4,9 @@ A block is at most `block_size` bytes and ends at a multiple of `block_size` in 
 filled from the parts it covers and written directly where its ends are aligned (FastPersist's
 double buffering: one block is filled while others are written). What is not aligned, the first and
 the last page of a range, goes through the page cache; no page is written both ways.
+
+Where another thread keeps the interpreter busy, it goes on with one block of as much memory as all
+of them (`crowding`).
 """
 
 from __future__ import annotations
@@ -167,9 +170,7 @@ class BlockWriter:
     def release_sources(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
-        if any(_is_borrowed(part.source) for part in self._parts):
-            held = bytes(staged(self._parts))
-            self._parts = [Part(self._parts[0].offset, Literal(held), 0, len(held), None)]
+        self._parts = [_held(part) if _is_borrowed(part.source) else part for part in self._parts]
 
     def finish(self) -> None:
         """Write what is left and wait for everything."""
@@ -436,6 +437,11 @@ class BlockWriter:
     def _advance(self, length: int) -> None:
         if self._on_progress is not None:
             self._on_progress(length)
+
+
+def _held(part: Part) -> Part:
+    """Return a part with bytes of its own."""
+    return Part(part.offset, Literal(bytes(staged([part]))), 0, part.length, None)
 
 
 def _is_borrowed(source: Source) -> bool:

@@ -63,8 +63,8 @@ class Block:
         parts, length: what fills it, so many bytes.
         files: keeps the descriptors open.
         chunk: bytes that are copied and checksummed in turn.
-        ring: device memory is on its way to the buffer,
-        shown: or it is not, and goes past the host.
+        ring: brings device memory to the buffer; None: there is none, or it goes past the host.
+        shown: the buffer gets the block's bytes, also if they go past the host.
         fill_seconds: what filling it took.
     """
 

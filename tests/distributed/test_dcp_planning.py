@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, UserDict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from fastserial.distributed import FastSavePlanner
+from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
 from fastserial.distributed.dcp.fingerprint import fingerprint
 from fastserial.distributed.dcp.flattening import flattened
 from fastserial.distributed.facts import shardings
@@ -123,6 +125,20 @@ class Plain:
 class Strided(Plain):
     def __init__(self, split_factor: int) -> None:
         self.split_factor = split_factor
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_kept_plan_is_nobody_elses(tmp_path: Path) -> None:
+    """What a program does to the metadata that `dcp.save` returns is not in the next save."""
+    state = {"a": torch.arange(10.0), "b": torch.ones(3)}
+    for index in range(3):
+        writer = FastStorageWriter(tmp_path / str(index))
+        metadata = dcp.save(state, storage_writer=writer, planner=FastSavePlanner())
+        assert sorted(metadata.state_dict_metadata) == ["a", "b"]
+        del metadata.state_dict_metadata["a"]
+        found = {"a": torch.zeros(10), "b": torch.zeros(3)}
+        dcp.load(found, storage_reader=FastStorageReader(tmp_path / str(index)))
+        assert torch.equal(found["a"], state["a"])
 
 
 def test_a_strided_shard_is_no_plain_one() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -19,6 +20,7 @@ from fastserial.distributed import FastStorageWriter
 from fastserial.distributed.dcp.places import known_of, place_of
 from fastserial.distributed.dcp.sent_metadata import send_as
 from fastserial.distributed.dcp.write_results import WriteResults
+from fastserial.errors import DistributedError
 from fastserial.formats.dcp import Known
 
 READ: list[int] = []
@@ -124,20 +126,40 @@ def test_metadata_that_is_not_sent_stays_as_it_is(tmp_path: Path) -> None:
             super().finish(metadata, results)
             kinds.append(type(metadata))
 
-    kinds: list[type] = []
-    results = [WriteResults([WriteResult(MetadataIndex("a"), 3, place_of("a", 0, 3, None))])]
-    for kind, expected in ((Own, True), (FastStorageWriter, False)):
-        writer = kind(tmp_path)
-        writer.set_up_storage_writer(True, rank=0)
-
-        def finish(_: Any, writer: FastStorageWriter = writer) -> None:
-            metadata = Metadata({})
-            writer.finish(metadata, results)  # type: ignore[arg-type]
+    class Around(FileSystemWriter):
+        def finish(self, metadata: Metadata, results: Any) -> None:
+            inner = FastStorageWriter(tmp_path)
+            inner.set_up_storage_writer(True, rank=0)
+            inner.finish(metadata, results)
             kinds.append(type(metadata))
 
-        Step().all_reduce("write", lambda: None, finish)
+    kinds: list[type] = []
+    results = [WriteResults([WriteResult(MetadataIndex("a"), 3, place_of("a", 0, 3, None))])]
+    for kind, expected in ((Own, True), (Around, True), (FastStorageWriter, False)):
+        writer: Any = kind(tmp_path)
+        writer.set_up_storage_writer(True, rank=0)
+
+        def finish_checkpoint(_: Any, writer: Any = writer) -> None:
+            metadata = Metadata({})
+            writer.finish(metadata, results)
+            kinds.append(type(metadata))
+
+        Step().all_reduce("write", lambda: None, finish_checkpoint)
         assert (kinds.pop() is Metadata) == expected
-    assert kinds == [Metadata]
+    assert kinds == [Metadata, Metadata]
+
+
+def test_metadata_that_cannot_be_unpickled_is_an_error() -> None:
+    metadata = saved()
+
+    def finish(results: Any) -> Metadata:
+        send_as(metadata, b"cfastserial\nno_such_name\n.")
+        return metadata
+
+    found = Step().all_reduce("write", lambda: None, finish)
+    for _ in range(2):
+        with pytest.raises(DistributedError, match="no_such_name"):
+            hasattr(found, "planner_data")
 
 
 def test_results_come_as_they_were() -> None:
@@ -161,3 +183,21 @@ def test_results_come_as_they_were() -> None:
         assert known_of(one.storage_data) == known
     assert found[0].index.offset is found[1].index.offset
     assert pickle.loads(pickle.dumps(WriteResults())) == []
+
+
+def test_results_with_more_in_them_come_as_they_were() -> None:
+    def results(place: Any) -> WriteResults:
+        plain = WriteResult(MetadataIndex("a"), 3, place_of("a", 0, 3, None))
+        return WriteResults([plain, WriteResult(MetadataIndex("b"), 3, place)])
+
+    noted = place_of("a", 3, 3, (0, 1, None))
+    noted.uploaded = "there"
+    found = pickle.loads(pickle.dumps(results(noted)))
+    assert found[1].storage_data.uploaded == "there"
+    assert known_of(found[1].storage_data) == Known(0, 1, None)
+    assert pickle.loads(pickle.dumps(results({"a": 1})))[1].storage_data == {"a": 1}
+    place: Any = _StorageInfo("a", 3, 3)
+    if hasattr(place, "transform_descriptors"):
+        place.transform_descriptors = ["zstd"]
+        found = pickle.loads(pickle.dumps(results(place)))
+        assert found[1].storage_data.transform_descriptors == ["zstd"]

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fastserial.formats.dcp import Known
 
-__all__ = ["known_of", "noted_in", "place_of"]
+__all__ = ["is_ours", "known_of", "noted_in", "place_of"]
 
 _ATTRIBUTE = "fastserial"
+_OURS = {*vars(_StorageInfo("", 0, 0)), _ATTRIBUTE}
 
 
 def place_of(file: str, offset: int, length: int, known: tuple[Any, ...] | None) -> Any:
@@ -29,6 +30,13 @@ def place_of(file: str, offset: int, length: int, known: tuple[Any, ...] | None)
         with contextlib.suppress(AttributeError):  # a torch whose class takes no more
             setattr(place, _ATTRIBUTE, known)
     return place
+
+
+def is_ours(place: Any) -> bool:
+    """Return whether there is nothing in a place but what `place_of` puts there."""
+    if type(place) is not _StorageInfo or getattr(place, "transform_descriptors", None):
+        return False
+    return vars(place).keys() <= _OURS
 
 
 def noted_in(place: Any) -> tuple[Any, ...] | None:

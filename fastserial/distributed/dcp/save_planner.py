@@ -163,7 +163,7 @@ class FastSavePlanner(DefaultSavePlanner):
         number = _number_of_all(messages)
         found = kept.get(number) if kept is not None and number is not None else None
         if found is not None and number is not None and len(found.told) == len(all_plans):
-            self.metadata = replace(found.metadata)
+            self.metadata = _copied(found.metadata)
             answer = _AsBefore((number,))
             return [replace(plan, planner_data=answer) for plan in all_plans], self.metadata
         told = [self._told_by(rank, message, kept) for rank, message in enumerate(messages)]
@@ -171,7 +171,7 @@ class FastSavePlanner(DefaultSavePlanner):
             parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank)
         number = secrets.randbits(62)
         if kept is not None:
-            kept.put(number, _OfAll(told, replace(metadata)))
+            kept.put(number, _OfAll(told, _copied(metadata)))
         self.metadata = metadata
         plans = [
             replace(plan, planner_data=_Orders(number, part))
@@ -235,6 +235,11 @@ class FastSavePlanner(DefaultSavePlanner):
             if _contains(box, wanted):
                 return view[wanted.slices(box)]
         raise ValueError(f"{key}: this rank has not the part {wanted}")
+
+
+def _copied(metadata: Metadata) -> Metadata:
+    """Return metadata that does not change with what the caller of `dcp.save` gets."""
+    return replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
 
 
 def _number_of_all(messages: list[Any]) -> int | None:

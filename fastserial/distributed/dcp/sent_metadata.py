@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastserial.distributed.dcp.steps import wrapper_of_step
+from fastserial.errors import DistributedError
 from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["send_as"]
@@ -33,7 +34,10 @@ def send_as(metadata: Metadata, pickled: bytes) -> None:
 
 
 class _Disguised(Metadata):
-    """Becomes ordinary metadata as soon as somebody looks at it."""
+    """Becomes ordinary metadata as soon as somebody looks at it.
+
+    Until then `isinstance` takes it for that, and only `type()` does not.
+    """
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":  # `isinstance` asks for it
@@ -58,7 +62,7 @@ class _Sent(_Disguised):
             pickled = _unveil(self)
             if pickled is not None:
                 return lambda protocol: (_received, (pickled,))
-        return super().__getattribute__(name)
+        return _Disguised.__getattribute__(self, name)  # `super()` needs the class it had
 
 
 class _Received(_Disguised):
@@ -81,8 +85,12 @@ def _unveil(metadata: Metadata) -> bytes | None:
         values: dict[str, Any] = object.__getattribute__(metadata, "__dict__")
         pickled: bytes = values[_PICKLED]
         if kind is _Received:
-            with paused_collection():
-                values.update(vars(pickle.loads(pickled)))
-        del values[_PICKLED]
+            try:
+                with paused_collection():
+                    values.update(vars(pickle.loads(pickled)))
+            except Exception as error:  # an AttributeError would be taken for a missing attribute
+                what = f"the metadata that it sent cannot be unpickled here: {error}"
+                raise DistributedError(0, what) from error
         object.__setattr__(metadata, "__class__", Metadata)
+        del values[_PICKLED]
         return pickled

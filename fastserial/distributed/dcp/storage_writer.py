@@ -35,6 +35,7 @@ from fastserial.distributed.dcp.save_planner import FastSavePlanner
 from fastserial.distributed.dcp.sent_metadata import send_as
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.staging import snapshot
+from fastserial.distributed.dcp.steps import is_called_by_dcp
 from fastserial.errors import write_error
 from fastserial.files.durable import replace_bytes
 from fastserial.memory.gc_pause import paused_collection
@@ -144,7 +145,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         data = encoded(metadata, self._packed)
         replace_bytes(os.path.join(self.path, name), data.contents, self._durable)
         Folder(self.path).sweep(self._alone)
-        if type(self).finish is FastStorageWriter.finish:  # nobody changes it before it is sent
+        if is_called_by_dcp():  # who is between may change it before it is sent
             send_as(metadata, data.pickled)
 
     def storage_meta(self) -> StorageMeta | None:

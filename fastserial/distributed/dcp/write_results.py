@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fastserial.distributed.dcp.places import noted_in, place_of
+from fastserial.distributed.dcp.places import is_ours, noted_in, place_of
 from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["WriteResults"]
@@ -37,7 +37,12 @@ class WriteResults(list[WriteResult]):
     """Results of `FastStorageWriter`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle columns; what many items share is in them once."""
+        """Pickle columns; what many items share is in them once.
+
+        A subclass of `FastStorageWriter` may have put in more than there are columns for.
+        """
+        if not all(map(_fits, self)):
+            return list, (list(self),)
         places = [result.storage_data for result in self]
         offsets, of_offset = _numbered([result.index.offset for result in self])
         files, of_file = _numbered([place.relative_path for place in places])
@@ -45,6 +50,15 @@ class WriteResults(list[WriteResult]):
         columns = [list(map(column, self)) for column in _COLUMNS]
         known = list(map(noted_in, places))
         return _from_columns, (plain, files, [of_offset, of_file, *columns, known])
+
+
+def _fits(result: WriteResult) -> bool:
+    """Return whether the columns have all of a result."""
+    return (
+        type(result) is WriteResult
+        and type(result.index) is MetadataIndex
+        and is_ours(result.storage_data)
+    )
 
 
 def _numbered(values: Iterable[_Value]) -> tuple[list[_Value], list[int]]:
