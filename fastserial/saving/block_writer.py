@@ -344,6 +344,9 @@ class BlockWriter:
         self._config = replace(self._config, block_size=size)
         self._chunk = size
         self._alone = engine
+        self.fallback = (
+            self.fallback or "another thread keeps the interpreter busy: blocks one by one"
+        )
         pool.close()
 
     def _open_direct(self) -> None:

@@ -77,6 +77,10 @@ def test_a_thread_that_waits_for_the_lock_goes_on_alone(
     before, after = pools
     assert after == before
     assert set(moved) == {threading.get_ident()}
+    report = fastserial.last_save_report()
+    assert report is not None
+    if direct:
+        assert (report.fallback or "").startswith("another thread keeps the interpreter busy")
 
 
 @pytest.mark.parametrize("error", [MemoryError, OSError])
@@ -110,6 +114,9 @@ def test_others_stay(
     with fastserial.options(read_back=why == "read back"):
         found = saved(tmp_path / "state.pt", obj)
     assert len(pools) == 1 + (why == "read back")
+    report = fastserial.last_save_report()
+    assert report is not None
+    assert report.fallback is None
     assert found == stock(tmp_path / "state.pt", obj)
 
 
