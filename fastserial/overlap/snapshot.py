@@ -363,7 +363,7 @@ class Snapshot:
     def end(self) -> None:
         """The save is over, however it ended: nothing is needed any more."""
         self._set_taken()
-        with self.lock:
+        with self._releasing:  # a thread may be about to copy into one
             regions, self._regions = self._regions, []
         for region in regions:
             staging.give(region, stays=self._budget is not None)

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from typing import Any
 
 from fastserial.files.meminfo import available_bytes
@@ -24,7 +25,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Region:
     """Anonymous memory at `address`. What refers to it keeps it."""
 
-    __slots__ = ("_anchor", "_map", "address", "nbytes")
+    __slots__ = ("__weakref__", "_anchor", "_map", "address", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         """Map at least `nbytes` bytes.
@@ -61,13 +62,20 @@ class Staging:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._free: list[Region] = []
-        self._in_use = 0
+        # Not held here: a save that ends in an exception may not give its regions back.
+        self._used: weakref.WeakSet[Region] = weakref.WeakSet()
         self._most_in_use = 0
+
+    @property
+    def in_use(self) -> int:
+        """Bytes taken and not given back."""
+        with self._lock:
+            return sum(region.nbytes for region in self._used)
 
     @property
     def held(self) -> int:
         """Bytes mapped, whether in use or not."""
-        return self._in_use + sum(region.nbytes for region in self._free)
+        return self.in_use + sum(region.nbytes for region in self._free)
 
     def room(self, wanted: int, budget: int | None) -> int:
         """Return how many of the wanted bytes may be taken.
@@ -77,7 +85,7 @@ class Staging:
             budget: of all regions in use (bytes); None: half of what is available.
         """
         if budget is not None:
-            return min(wanted, max(0, budget - self._in_use))
+            return min(wanted, max(0, budget - self.in_use))
         available = available_bytes()
         return wanted if available is None else min(wanted, max(0, available // _SHARE))
 
@@ -96,13 +104,13 @@ class Staging:
             else:
                 self._make_room(nbytes)
                 region = Region(nbytes)
-            self._in_use += region.nbytes
-            self._most_in_use = max(self._most_in_use, self._in_use)
+            self._used.add(region)
+            self._most_in_use = max(self._most_in_use, self.in_use)
             return region
 
     def _make_room(self, nbytes: int) -> None:
         """Let go of kept regions, the largest first: never many more bytes than were in use."""
-        needed = self._in_use + nbytes
+        needed = self.in_use + nbytes
         most = max(self._most_in_use, needed) + _MORE
         self._free.sort(key=lambda found: found.nbytes)
         while self._free and self.held + nbytes > most:
@@ -115,7 +123,7 @@ class Staging:
             stays: its pages are kept, also when the kernel is short of memory.
         """
         with self._lock:
-            self._in_use -= region.nbytes
+            self._used.discard(region)
             if not stays:
                 region.forget()
             self._free.append(region)
@@ -124,7 +132,8 @@ class Staging:
         """Begin anew in a forked child: whoever uses the regions is not there."""
         self._lock = threading.RLock()
         self._free.clear()
-        self._in_use = self._most_in_use = 0
+        self._used.clear()
+        self._most_in_use = 0
 
 
 staging = Staging()

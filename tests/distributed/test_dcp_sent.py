@@ -129,7 +129,7 @@ def test_metadata_that_is_not_sent_stays_as_it_is(tmp_path: Path) -> None:
     class Around(FileSystemWriter):
         def finish(self, metadata: Metadata, results: Any) -> None:
             inner = FastStorageWriter(tmp_path)
-            inner.set_up_storage_writer(True, rank=0)
+            inner.set_up_storage_writer(True)
             inner.finish(metadata, results)
             kinds.append(type(metadata))
 
@@ -137,7 +137,7 @@ def test_metadata_that_is_not_sent_stays_as_it_is(tmp_path: Path) -> None:
     results = [WriteResults([WriteResult(MetadataIndex("a"), 3, place_of("a", 0, 3, None))])]
     for kind, expected in ((Own, True), (Around, True), (FastStorageWriter, False)):
         writer: Any = kind(tmp_path)
-        writer.set_up_storage_writer(True, rank=0)
+        writer.set_up_storage_writer(True)
 
         def finish_checkpoint(_: Any, writer: Any = writer) -> None:
             metadata = Metadata({})

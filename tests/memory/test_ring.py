@@ -297,6 +297,9 @@ def test_a_storage_resized_on_the_way(device: FakeDevice) -> None:
 # --- torch's streams ----------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "wait_event"), reason="torch.cpu.Stream has no wait_event here"
+)
 def test_calls_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls that are made of a device's module, on torch's stand-ins for the host."""
     monkeypatch.setattr(torch.cpu, "device", contextlib.nullcontext, raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import hashlib
 import signal
 import threading
@@ -19,6 +20,7 @@ from test_pending import bytes_of
 
 import fastserial
 from fastserial.overlap import guard, snapshot
+from fastserial.overlap.staging import Region, Staging, staging
 from fastserial.overlap.threads_at import wait_until_on
 
 MODES = ("foreach", "fused", "single")
@@ -330,3 +332,51 @@ def test_a_thread_that_waits_for_something_else_holds_nothing_up(
     with fastserial.options(on_report=lambda report: saved.set(), small_file=0):
         save(state, tmp_path)
         assert saved.wait(60)
+
+
+def test_a_save_that_ends_waits_for_who_copies(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step copies what is left; meanwhile the save fails, and gives its memory back."""
+    model, optimizer = trained("foreach")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    before = staging.in_use
+    saving = save(state, tmp_path)
+    assert gate.stopped.wait(60)
+    taken = saving._snapshot
+    assert taken is not None
+    ends = threading.Thread(target=taken.end)
+    given: list[Region] = []
+    real = Staging.take
+
+    def take(self: Staging, nbytes: int) -> Region:
+        ends.start()
+        assert taken.wait(60)
+        ends.join(0.2)
+        given.append(real(self, nbytes))
+        return given[0]
+
+    monkeypatch.setattr(Staging, "take", take)
+    taken.release()
+    ends.join(60)
+    assert given
+    assert staging.in_use == before
+    gate.open.set()
+    saving.exception(60)
+
+
+def test_a_call_that_fails_gives_its_memory_back(
+    tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(part: snapshot.Part, address: int) -> None:
+        tried.append(staging.in_use)
+        raise KeyboardInterrupt
+
+    tried: list[int] = []
+    before = staging.in_use
+    monkeypatch.setattr(snapshot.Part, "copy_to", fail)
+    with pytest.raises(KeyboardInterrupt):
+        fastserial.save_async(state, tmp_path / "state.pt", snapshot="copy")
+    gc.collect()
+    assert tried[0] > before + 2_000_000
+    assert staging.in_use == before
