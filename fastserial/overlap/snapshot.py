@@ -211,6 +211,8 @@ class Snapshot:
         self._regions: list[Region] = []
         self._taken = threading.Event()
         self._releasing = threading.RLock()
+        self._copying = 0  # calls that do
+        self._ended = False
         self._threads = {threading.get_ident(): threading.get_native_id()}
         self.storages: Set[int] = frozenset()  # identities of those that are read later
         self.on_taken: Callable[[], object] | None = None
@@ -340,7 +342,12 @@ class Snapshot:
             if self.taken:
                 return
             self._threads[threading.get_ident()] = threading.get_native_id()
-            self._copy_rest()
+            self._copying += 1
+            try:
+                self._copy_rest()
+            finally:
+                self._copying -= 1
+                self._give_back()
             with self.lock:
                 self.waited |= self._is_wanted()
                 self.changed.wait_for(lambda: self.taken or self.torn or not self._is_wanted())
@@ -363,7 +370,14 @@ class Snapshot:
     def end(self) -> None:
         """The save is over, however it ended: nothing is needed any more."""
         self._set_taken()
-        with self._releasing:  # a thread may be about to copy into one
+        self._ended = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Give the copies' memory back, unless a thread is about to copy: then that one does."""
+        with self.lock:
+            if self._copying or not self._ended:
+                return
             regions, self._regions = self._regions, []
         for region in regions:
             staging.give(region, stays=self._budget is not None)

@@ -63,14 +63,14 @@ class Staging:
         self._lock = threading.RLock()
         self._free: list[Region] = []
         # Not held here: a save that ends in an exception may not give its regions back.
-        self._used: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._used: set[weakref.ref[Region]] = set()
         self._most_in_use = 0
 
     @property
     def in_use(self) -> int:
         """Bytes taken and not given back."""
-        with self._lock:
-            return sum(region.nbytes for region in self._used)
+        used = [ref() for ref in list(self._used)]  # a signal handler may take one meanwhile
+        return sum(region.nbytes for region in used if region is not None)
 
     @property
     def held(self) -> int:
@@ -104,7 +104,9 @@ class Staging:
             else:
                 self._make_room(nbytes)
                 region = Region(nbytes)
-            self._used.add(region)
+            for ref in [ref for ref in list(self._used) if ref() is None]:
+                self._used.discard(ref)
+            self._used.add(weakref.ref(region))
             self._most_in_use = max(self._most_in_use, self.in_use)
             return region
 
@@ -123,7 +125,7 @@ class Staging:
             stays: its pages are kept, also when the kernel is short of memory.
         """
         with self._lock:
-            self._used.discard(region)
+            self._used.discard(weakref.ref(region))
             if not stays:
                 region.forget()
             self._free.append(region)

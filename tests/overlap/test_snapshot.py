@@ -365,6 +365,34 @@ def test_a_save_that_ends_waits_for_who_copies(
     saving.exception(60)
 
 
+def test_a_handler_waits_for_the_save_that_a_step_waits_for(tmp_path: Path, gate: Gate) -> None:
+    """As that of a signal before the end, which waits for the checkpoint and leaves."""
+    model, optimizer = trained("foreach")
+    saving = save({"model": model.state_dict()}, tmp_path, budget=0)
+    assert gate.stopped.wait(60)
+    taken = saving._snapshot
+    assert taken is not None
+    reports: list[fastserial.SaveReport] = []
+
+    def handle(*_: object) -> None:
+        gate.open.set()
+        reports.append(saving.wait(30))
+
+    def interrupt() -> None:
+        while not taken.waited:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        train(model, optimizer)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(reports) == 1
+
+
 def test_a_call_that_fails_gives_its_memory_back(
     tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     StorageMeta,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -163,7 +164,8 @@ class FastSavePlanner(DefaultSavePlanner):
         number = _number_of_all(messages)
         found = kept.get(number) if kept is not None and number is not None else None
         if found is not None and number is not None and len(found.told) == len(all_plans):
-            self.metadata = _copied(found.metadata)
+            with paused_collection():
+                self.metadata = _copied(found.metadata)
             answer = _AsBefore((number,))
             return [replace(plan, planner_data=answer) for plan in all_plans], self.metadata
         told = [self._told_by(rank, message, kept) for rank, message in enumerate(messages)]
@@ -239,7 +241,16 @@ class FastSavePlanner(DefaultSavePlanner):
 
 def _copied(metadata: Metadata) -> Metadata:
     """Return metadata that does not change with what the caller of `dcp.save` gets."""
-    return replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
+    entries = {
+        key: TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
+        if type(entry) is TensorStorageMetadata
+        else entry
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    planned = metadata.planner_data
+    if isinstance(planned, dict):
+        planned = dict(planned)
+    return replace(metadata, state_dict_metadata=entries, planner_data=planned)
 
 
 def _number_of_all(messages: list[Any]) -> int | None:

@@ -11,7 +11,8 @@ __all__ = ["is_called_by_dcp", "wrapper_of_step"]
 
 def is_called_by_dcp() -> bool:
     """Return whether DCP itself calls a storage's `finish`, which asks; not one around it."""
-    return sys._getframe(2).f_code.co_name == "finish_checkpoint"
+    caller = sys._getframe(1).f_back
+    return caller is not None and caller.f_code.co_name == "finish_checkpoint"
 
 
 def wrapper_of_step(name: str) -> _DistWrapper | None:
