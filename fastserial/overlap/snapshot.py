@@ -193,8 +193,7 @@ class Snapshot:
             steady: identities of storages that change in an optimizer's step only: all others
                 are copied. None: those are read in place of which a change would be noticed.
         """
-        self.copied = 0
-        self.late_copied = 0
+        self.copied = self.late_copied = 0
         self.held = 0.0
         self.waited = False
         self.torn = False
@@ -211,8 +210,7 @@ class Snapshot:
         self._regions: list[Region] = []
         self._taken = threading.Event()
         self._releasing = threading.RLock()
-        self._copying = 0  # calls that do
-        self._ended = False
+        self._copying, self._ended = 0, False  # calls that copy; whether the save is over
         self._threads = {threading.get_ident(): threading.get_native_id()}
         self.storages: Set[int] = frozenset()  # identities of those that are read later
         self.on_taken: Callable[[], object] | None = None

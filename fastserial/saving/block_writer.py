@@ -5,8 +5,7 @@ filled from the parts it covers and written directly where its ends are aligned 
 double buffering: one block is filled while others are written). What is not aligned, the first and
 the last page of a range, goes through the page cache; no page is written both ways.
 
-Where another thread keeps the interpreter busy, it goes on with one block of as much memory as all
-of them (`crowding`).
+Beside a thread that keeps the interpreter busy, one block of as much memory does (`crowding`).
 """
 
 from __future__ import annotations
@@ -170,7 +169,10 @@ class BlockWriter:
     def release_sources(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
-        self._parts = [_held(part) if _is_borrowed(part.source) else part for part in self._parts]
+        for index, part in enumerate(self._parts):
+            if _is_borrowed(part.source):
+                held = Literal(bytes(staged([part])))
+                self._parts[index] = Part(part.offset, held, 0, part.length, None)
 
     def finish(self) -> None:
         """Write what is left and wait for everything."""
@@ -440,11 +442,6 @@ class BlockWriter:
     def _advance(self, length: int) -> None:
         if self._on_progress is not None:
             self._on_progress(length)
-
-
-def _held(part: Part) -> Part:
-    """Return a part with bytes of its own."""
-    return Part(part.offset, Literal(bytes(staged([part]))), 0, part.length, None)
 
 
 def _is_borrowed(source: Source) -> bool:
