@@ -29,6 +29,7 @@ from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.watch import Reached, storages_of
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
+from fastserial.saving.switch_interval import quick_switches
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -114,7 +115,7 @@ def start_save(
             raise failure from error
         raise
     try:
-        with traffic.together():
+        with traffic.together(), quick_switches():
             state = saving.prepare(obj)
             taken = Snapshot(path, kind, budget, _reached(state, obj), steady)
             saving.freeze(taken)

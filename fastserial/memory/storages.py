@@ -85,11 +85,14 @@ class StorageOnHost(HostMemory):
         Raises:
             StorageChangedError: the storage was resized.
         """
-        source = self.address + start
-        if not self.shared or not copied_by_kernel(address, source, length):
-            self.check()
-            memmove(address, source, length)
-        self.check()
+        storage, place, nbytes = self.storage, self.address, self.nbytes
+        if not self.shared or not copied_by_kernel(address, place + start, length):
+            # As `check`, in half the time: this is done for each chunk.
+            if storage.data_ptr() != place or storage.nbytes() != nbytes:
+                raise StorageChangedError
+            memmove(address, place + start, length)
+        if storage.data_ptr() != place or storage.nbytes() != nbytes:
+            raise StorageChangedError
 
 
 class _Piece(ctypes.Structure):

@@ -37,6 +37,7 @@ from fastserial.patching import save_hooks
 from fastserial.patching.install import patched
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
 from fastserial.saving.archive import ZipArchive
+from fastserial.saving.switch_interval import quick_switches
 from fastserial.saving.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -134,22 +135,16 @@ def start_save(
         reason = "the legacy container is saved before the call returns"
         return _blocking(obj, name, target, arguments, reason, then)
     told = _Told(config.current().on_report)
-    with options(on_report=told):
-        archive = save_hooks.open_zip_writer(name, prefix)
-    writer = archive.writer if isinstance(archive, ZipArchive) else None
-    if not isinstance(archive, ZipArchive) or not isinstance(writer, FastFileWriter):
+    with quick_switches():
+        made = _prepare(obj, name, prefix, kind, budget, steady, arguments, told)
+    if made is None:
         return _blocking(obj, name, target, arguments, "not a file that can be replaced", then)
-    try:
-        taken = Snapshot(name, kind, budget, Reached(), steady)
-        layout = _lay_out(obj, archive.archive_name(), taken, arguments)
-    except BaseException:
-        writer.abort()
-        raise
+    writer, taken, layout = made
     save = PendingSave(name, target, taken)
     beside = writer.replaces and layout.whole
     told.know(taken, kind if beside else "blocking", budget, began)
     work = _Work(writer, layout.plan, taken, told, then)
-    del obj, archive, writer, layout
+    del obj, made, writer, layout
     if not beside:
         return pending.finished(name, target, work)
 
@@ -166,6 +161,31 @@ def start_save(
         raise
     told.stall = perf_counter() - began
     return save
+
+
+def _prepare(
+    obj: object,
+    name: str,
+    prefix: str | None,
+    kind: Kind,
+    budget: int | None,
+    steady: Set[int] | None,
+    arguments: Mapping[str, Any],
+    told: _Told,
+) -> tuple[FastFileWriter, Snapshot, _SnapshotArchive] | None:
+    """Open the file and lay the object out; None where the file is not one that can be replaced."""
+    with options(on_report=told):
+        archive = save_hooks.open_zip_writer(name, prefix)
+    writer = archive.writer if isinstance(archive, ZipArchive) else None
+    if not isinstance(archive, ZipArchive) or not isinstance(writer, FastFileWriter):
+        return None
+    try:
+        taken = Snapshot(name, kind, budget, Reached(), steady)
+        layout = _lay_out(obj, archive.archive_name(), taken, arguments)
+    except BaseException:
+        writer.abort()
+        raise
+    return writer, taken, layout
 
 
 def _lay_out(

@@ -31,7 +31,7 @@ from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.compression import Compression
 from fastserial.files.direct import open_direct
-from fastserial.formats.extents import Data, Hole, Literal, Made, Packed, Source
+from fastserial.formats.extents import Hole
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import headroom
 from fastserial.memory.buffers import BufferPool
@@ -39,7 +39,7 @@ from fastserial.reports import Transfer
 from fastserial.saving.buffered import write_all, write_buffered
 from fastserial.saving.crowding import Crowding
 from fastserial.saving.device_blocks import DeviceBlocks
-from fastserial.saving.fill import Block, Part, prepare, staged
+from fastserial.saving.fill import Block, Part, held, is_borrowed, prepare
 from fastserial.saving.read_back import ReadBack
 from fastserial.saving.statistics import TransferTally
 
@@ -169,10 +169,9 @@ class BlockWriter:
     def release_sources(self) -> None:
         """Wait until no memory put so far is needed any more, but for `bytes` objects."""
         self._drain()
-        for index, part in enumerate(self._parts):
-            if _is_borrowed(part.source):
-                held = Literal(bytes(staged([part])))
-                self._parts[index] = Part(part.offset, held, 0, part.length, None)
+        parts, self._parts = self._parts, []
+        for part in parts:
+            self._parts.extend(held(part) if is_borrowed(part) else [part])
 
     def finish(self) -> None:
         """Write what is left and wait for everything."""
@@ -192,6 +191,7 @@ class BlockWriter:
             self._engine.close()
 
     def _free(self) -> None:
+        self._crowding.end()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -442,9 +442,3 @@ class BlockWriter:
     def _advance(self, length: int) -> None:
         if self._on_progress is not None:
             self._on_progress(length)
-
-
-def _is_borrowed(source: Source) -> bool:
-    if isinstance(source, Literal):
-        return not isinstance(source.data, bytes)
-    return isinstance(source, Data | Packed | Made)

@@ -14,6 +14,7 @@ from collections import deque
 from fastserial.config.performance import CROWDED_BLOCKS
 from fastserial.formats.extents import Data, Hole, Literal
 from fastserial.saving.fill import Block
+from fastserial.saving.switch_interval import quick_switches
 
 __all__ = ["Crowding"]
 
@@ -27,22 +28,35 @@ class Crowding:
         self._found = False
         self._told = False
         self._late: deque[float] = deque(maxlen=CROWDED_BLOCKS)
+        self._quick = quick_switches()
 
     def saw(self, block: Block) -> None:
         """Note how long a full block took to fill."""
-        if self._told or not all(isinstance(part.source, _PLAIN) for part in block.parts):
+        if self._told:
             return
         steps = max(1, block.length // block.chunk)
-        self._late.append(block.fill_seconds - steps * sys.getswitchinterval() / 2)
+        late = block.fill_seconds - steps * sys.getswitchinterval() / 2
+        if late > 0 and not all(isinstance(part.source, _PLAIN) for part in block.parts):
+            return
+        self._late.append(late)
         if len(self._late) == CROWDED_BLOCKS and sum(self._late) > 0:
             self._late.clear()
             self._found = sum(_waits() for _ in range(_PROBES)) > 1  # else memory or a disk is slow
 
     def found(self) -> bool:
-        """Return whether blocks are filled slowly because others have the lock. True once."""
-        self._told |= self._found
+        """Return whether blocks are filled slowly because others have the lock. True once.
+
+        From then on threads take turns more often, until `end`.
+        """
         found, self._found = self._found, False
+        if found:
+            self._told = True
+            self._quick.begin()
         return found
+
+    def end(self) -> None:
+        """Let threads take turns as before. Idempotent."""
+        self._quick.end()
 
 
 _PLAIN = (Data, Hole, Literal)

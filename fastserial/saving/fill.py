@@ -34,7 +34,17 @@ from fastserial.memory.storages import HostMemory, StorageMemory, memmove
 if TYPE_CHECKING:
     from fastserial.memory.ring import Ring
 
-__all__ = ["Block", "Part", "fetches", "fill", "lone_memory", "prepare", "staged"]
+__all__ = [
+    "Block",
+    "Part",
+    "fetches",
+    "fill",
+    "held",
+    "is_borrowed",
+    "lone_memory",
+    "prepare",
+    "staged",
+]
 
 _CRC = struct.Struct("<I")
 
@@ -183,7 +193,7 @@ def _fill_data(
     _, _, start, length, ledger = part
     memory = source.memory
     wanted = source.record is not None and ledger is not None
-    step = chunk if wanted or isinstance(memory, HostMemory) else length
+    step = chunk if wanted else length
     copy_to, checksum = memory.copy_to, crc32
     if fetched and isinstance(memory, StorageMemory):
         memory.check()
@@ -226,6 +236,22 @@ def staged(parts: Sequence[Part]) -> bytearray:
         address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
         fill(parts, memoryview(whole), address)
     return whole
+
+
+def is_borrowed(part: Part) -> bool:
+    """Return whether a part needs memory that belongs to others."""
+    if isinstance(part.source, Literal):
+        return not isinstance(part.source.data, bytes)
+    return isinstance(part.source, Data | Packed | Made)
+
+
+def held(part: Part) -> Iterator[Part]:
+    """Copy what a part needs: in pieces, since Python keeps its lock while it makes room."""
+    offset, source, start, length, ledger = part
+    for done in range(0, length, FILL_CHUNK):
+        size = min(FILL_CHUNK, length - done)
+        data = bytes(staged([Part(offset + done, source, start + done, size, ledger)]))
+        yield Part(offset + done, Literal(data), 0, size, None)
 
 
 @trace.traced("pack small storages")

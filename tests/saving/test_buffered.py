@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
+from fastserial.config.performance import FILL_CHUNK
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Source
 from fastserial.memory.storages import storage_memory
-from fastserial.saving import buffered
+from fastserial.saving import buffered, fill
 from fastserial.saving.extent_writer import ExtentWriter
 from fastserial.saving.fill import Part
 
@@ -65,6 +66,35 @@ def test_a_file_may_grow_beyond_what_was_expected(
     expected = NOISE[:10] + NOISE[:70_000] + NOISE[:later]
     assert (tmp_path / "a").read_bytes() == expected
     assert (out.engine_name == "buffered") == (len(expected) <= 100_000)
+
+
+def test_what_is_held_for_later_is_held_in_small_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python keeps its lock while it makes room for one: training would stand still."""
+    pieces: list[int] = []
+    staged = fill.staged
+
+    def note(parts: Sequence[Part]) -> bytearray:
+        pieces.append(sum(part.length for part in parts))
+        return staged(parts)
+
+    monkeypatch.setattr(fill, "staged", note)
+    size = 5 * FILL_CHUNK + 4321
+    content = (NOISE * (size // len(NOISE) + 1))[:size]
+    storage = torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
+
+    def action(out: ExtentWriter) -> None:
+        data = Data(storage_memory(storage), size, None)
+        out.write(one_after_another(Literal(NOISE[:10]), data))
+        out.release_sources()
+        storage.fill_(0)
+        out.write(one_after_another(Literal(b"end")), base=10 + size)
+
+    put(tmp_path / "a", Config(small_file=0, block_size=8 * FILL_CHUNK), action)
+    assert (tmp_path / "a").read_bytes() == NOISE[:10] + content + b"end"
+    assert sum(pieces) == size
+    assert max(pieces) <= FILL_CHUNK
 
 
 def test_small_in_bytes_but_larger_than_a_block(tmp_path: Path) -> None:

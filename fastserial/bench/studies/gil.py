@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -94,6 +95,7 @@ def run_gil(bench: GilBench, say: Callable[[str], None] = lambda text: None) -> 
             for name, save in ways.items():
                 say(f"run {turn + 1} of {bench.runs}: {name}")
                 settle(bench.pause)
+                gc.collect()  # a full collection is Python's own affair; none is due meanwhile
                 path = folder / "state.pt"
                 spun = _spin(save, path)
                 path.unlink(missing_ok=True)
