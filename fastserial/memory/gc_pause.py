@@ -28,4 +28,8 @@ def _high(first: int, *others: int) -> tuple[int, ...] | None:
     return (_HIGH, *others) if 0 < first < _HIGH else None
 
 
-_THRESHOLDS = HeldSetting(gc.get_threshold, gc.set_threshold, _high)
+def _is_high(first: int, *others: int) -> bool:
+    return first == _HIGH
+
+
+_THRESHOLDS = HeldSetting(gc.get_threshold, gc.set_threshold, _high, _is_high)

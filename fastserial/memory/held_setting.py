@@ -19,6 +19,7 @@ __all__ = ["HeldSetting", "Hold"]
 class _Change:
     """Shared by all who want it; sets the value back when it goes."""
 
+    value: tuple[Any, ...] = ()  # before
     restore: Callable[[], object] = bool  # which does nothing
 
     # No handler runs before it is done: there is no function of Python's in it.
@@ -33,6 +34,7 @@ class HeldSetting:
         get: Callable[[], tuple[Any, ...]],
         put: Callable[..., object],
         wanted: Callable[..., tuple[Any, ...] | None],
+        is_wanted: Callable[..., bool],
     ) -> None:
         """Describe a setting.
 
@@ -41,41 +43,52 @@ class HeldSetting:
             put: sets it; called with what `get` returned. A function of C.
             wanted: called with the value that it has, returns the one it is to have, or None
                 where it is to stay.
+            is_wanted: called with the value that it has, returns whether `wanted` made that. Of
+                such a one `wanted` returns None.
         """
         self._get = get
         self._put = put
         self._wanted = wanted
-        self._value: tuple[Any, ...] = ()  # that the change has set
+        self._is_wanted = is_wanted
         self._current: weakref.ref[_Change] | None = None  # the one that was begun last
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._start_over)
 
     def hold(self) -> Hold:
         """Return what changes the setting in the body of a `with`; in any number of threads."""
         return Hold(self)
 
-    def _join(self) -> _Change | None:
-        """Join the change that is on, or begin one."""
+    def usual(self) -> tuple[Any, ...]:
+        """Return the value that the program has set."""
         change = self._current() if self._current is not None else None
-        if change is None:
+        return self._get() if change is None else change.value
+
+    # No local refers to a change: an error that a program keeps would keep it.
+
+    def _join(self, hold: Hold) -> None:
+        """Join the change that is on, or begin one."""
+        hold._change = self._current() if self._current is not None else None
+        if hold._change is None:
             value = self._get()
             wanted = self._wanted(*value)
             if wanted is not None:
-                change = _Change()
-                change.restore = partial(self._put, *value)
+                hold._change = _Change()
+                hold._change.value = value
+                hold._change.restore = partial(self._put, *value)
                 self._put(*wanted)
-                self._value = self._get()
-                self._current = weakref.ref(change)  # now others may join
-        return change
+                self._current = weakref.ref(hold._change)  # now others may join
 
-    def _leave(self, change: _Change) -> None:
-        if self._get() != self._value:
-            change.restore = bool  # other code set another value
+    def _leave(self, hold: Hold) -> None:
+        if hold._change is not None and not self._is_wanted(*self._get()):
+            hold._change.restore = bool  # other code has set another value
 
-    def _forget(self) -> None:
-        """Start over in a forked child: the threads that wanted it are not there."""
+    def _start_over(self) -> None:
+        """Forget, in a forked child, the threads that wanted it: they are not there."""
         change = self._current() if self._current is not None else None
         if change is not None:
-            change.restore()
+            if self._is_wanted(*self._get()):
+                change.restore()
+            change.restore = bool
+        self._current = None
 
 
 class Hold:
@@ -94,7 +107,7 @@ class Hold:
     def begin(self) -> None:
         """Change the setting until `end`."""
         try:
-            self._change = self._setting._join()
+            self._setting._join(self)
         except BaseException:
             self._change = None  # whoever keeps the error must not keep this
             raise
@@ -104,6 +117,7 @@ class Hold:
 
     def end(self) -> None:
         """Want it no more. Idempotent."""
-        if self._change is not None:
-            self._setting._leave(self._change)
-        self._change = None
+        try:
+            self._setting._leave(self)
+        finally:
+            self._change = None

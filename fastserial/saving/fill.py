@@ -193,7 +193,7 @@ def _fill_data(
     _, _, start, length, ledger = part
     memory = source.memory
     wanted = source.record is not None and ledger is not None
-    step = chunk if wanted else length
+    step = chunk if wanted else max(1, length)
     copy_to, checksum = memory.copy_to, crc32
     if fetched and isinstance(memory, StorageMemory):
         memory.check()

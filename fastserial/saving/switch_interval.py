@@ -11,7 +11,9 @@ import sys
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.memory.held_setting import HeldSetting, Hold
 
-__all__ = ["quick_switches"]
+__all__ = ["quick_switches", "usual_interval"]
+
+_ROUND = 0.5e-6  # seconds. Python drops parts of microseconds: so much more, and it sets the same
 
 
 def quick_switches() -> Hold:
@@ -19,13 +21,21 @@ def quick_switches() -> Hold:
     return _INTERVAL.hold()
 
 
+def usual_interval() -> float:
+    """Return the interval that the program has set (seconds)."""
+    return float(_INTERVAL.usual()[0]) - _ROUND
+
+
 def _get() -> tuple[float]:
-    """Return the interval, so that setting it sets the same: Python drops parts of microseconds."""
-    return (sys.getswitchinterval() + 0.5e-6,)
+    return (sys.getswitchinterval() + _ROUND,)
 
 
 def _shorter(interval: float) -> tuple[float] | None:
-    return (SWITCH_INTERVAL,) if interval > SWITCH_INTERVAL else None
+    return (SWITCH_INTERVAL,) if interval > SWITCH_INTERVAL + 2 * _ROUND else None
 
 
-_INTERVAL = HeldSetting(_get, sys.setswitchinterval, _shorter)
+def _is_short(interval: float) -> bool:
+    return abs(interval - SWITCH_INTERVAL) < 2 * _ROUND
+
+
+_INTERVAL = HeldSetting(_get, sys.setswitchinterval, _shorter, _is_short)
