@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, BinaryIO
 
 from fastserial.config import current
+from fastserial.config.performance import SHORT_LOAD
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
@@ -59,6 +60,9 @@ class LoadSession:
         file: BinaryIO = self.opener.__enter__()
         self.file = file
         self.source = file_source(file, self.config.small_file)
+        if self.source is not None and self.source.size <= SHORT_LOAD:
+            # our objects beside torch's would bring a collection nearer, which may take as long
+            self.pause.begin()
         _open.loads.append(weakref.ref(self))
         return file
 

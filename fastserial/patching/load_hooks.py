@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fastserial.config.performance import FEW_BYTES, SHORT_LOAD
+from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource
 from fastserial.formats.zip.directory import Directory, RecordEntry
@@ -91,16 +91,12 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
         load.fallback = "the archive does not start at byte 0"
         return stock
     began = perf_counter()
-    if source.size <= SHORT_LOAD:
-        # our objects beside torch's would bring a collection nearer, which may take as long
-        load.pause.__enter__()
     count = len(stock.get_all_records())
     limit = source.size * MOST_INFLATED
     sized = hasattr(stock, "get_record_size")  # since 2.7
     if source.size < count * FEW_BYTES and sized and not config.verify_on_load:
         # its records cost torch less than finding them costs us
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_WILLNEED)
+        _read_soon(source, 0)
         load.fallback = "many small records"
         load.pause.begin()  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
@@ -161,6 +157,12 @@ def _read_ahead(
         load.fallback = str(error)
 
 
+def _read_soon(source: FileSource, start: int) -> None:
+    """Let the kernel read ahead what torch is going to read itself, from byte `start` on."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(source.fd, start, 0, os.POSIX_FADV_WILLNEED)
+
+
 def load_legacy_storages(
     file: Any,
     storages: Mapping[Any, Any],
@@ -185,6 +187,9 @@ def load_legacy_storages(
         load.fallback = "not a plain file on a file system"
     elif source.size - offset <= load.config.small_file:
         load.fallback = "a small file"
+    elif source.size - offset < len(keys) * FEW_LEGACY_BYTES:
+        _read_soon(source, offset)
+        load.fallback = "many small storages"
     else:
         try:
             end = read_storages(load.open_reader(source), storages, keys, offset)

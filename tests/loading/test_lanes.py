@@ -17,6 +17,7 @@ import fastserial
 from fastserial.files import linux
 from fastserial.loading import block_reader, lanes
 from fastserial.loading.lanes import in_turns, lane_of
+from fastserial.patching import load_hooks
 
 
 class Place(NamedTuple):
@@ -81,6 +82,7 @@ def test_cold_loads(
         torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip")
         want = digest(torch.load(path))
     monkeypatch.setattr(lanes, "LANE_SPAN", MIB)
+    monkeypatch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
     reopen, opened = linux.reopen, []
 
     def limited(fd: int, flags: int, files: Any) -> int:

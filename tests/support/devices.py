@@ -234,6 +234,7 @@ def loaded_to(
     patch.setattr(reader, "synchronize", lambda found: device.finish())
     patch.setattr(torch.cpu, "current_device", lambda: 0)
     patch.setattr(load_hooks, "_has_devices", lambda: True)
+    patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
     patch.setattr(device_records, "has_streams", lambda place: True)
     patch.setattr(device_records, "_HOST", "host")
     patch.setattr(device_records, "PICKLE_SHARE", 1)

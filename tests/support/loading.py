@@ -92,6 +92,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(load_hooks, "FEW_BYTES", 0)
+        patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
         patch.setattr(prefetch_plan, "LARGE_RECORD", large)
         yield
 
