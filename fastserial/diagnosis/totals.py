@@ -54,6 +54,7 @@ REMEDIES = {
     "a small file": _NONE,
     "no storages": _NONE,
     "many small records": _NONE,
+    "many small storages": _NONE,
     "the archive does not start at byte 0": "load from a file of its own",
     "no thread to read ahead": "raise the limit on threads (`ulimit -u`)",
     "through the page cache": _DIRECT,
