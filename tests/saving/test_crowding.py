@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.spinning import spinning
 
 import fastserial
 from fastserial.engines import Completion, Request
@@ -147,17 +148,6 @@ def test_an_error_of_the_disk_is_raised(
 def test_beside_a_thread_that_spins(tmp_path: Path, pools: list[int]) -> None:
     """Whatever becomes of the blocks."""
     obj = state()
-    ended = threading.Event()
-
-    def spin() -> None:
-        while not ended.is_set():
-            pass
-
-    spinning = threading.Thread(target=spin)
-    spinning.start()
-    try:
+    with spinning():
         assert saved(tmp_path / "state.pt", obj) == stock(tmp_path / "state.pt", obj)
-    finally:
-        ended.set()
-        spinning.join()
     assert pools

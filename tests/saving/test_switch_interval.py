@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.spinning import spinning
 
 import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
@@ -150,21 +150,12 @@ def test_the_call_of_a_save_in_the_background(tmp_path: Path, usual: float, snap
 
 def test_beside_a_thread_that_spins(tmp_path: Path, usual: float) -> None:
     """Whether or not the save finds itself crowded: afterwards all is as before."""
-    ended = threading.Event()
-
-    def spin() -> None:
-        while not ended.is_set():
-            pass
-
-    spinning = threading.Thread(target=spin)
-    spinning.start()
+    obj = state()
     fastserial.install()
     try:
-        obj = state()
-        torch.save(obj, tmp_path / "state.pt")
+        with spinning():
+            torch.save(obj, tmp_path / "state.pt")
     finally:
         fastserial.uninstall()
-        ended.set()
-        spinning.join()
     assert sys.getswitchinterval() == usual
     assert torch.equal(torch.load(tmp_path / "state.pt")["d"], obj["d"])
