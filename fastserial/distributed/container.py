@@ -9,7 +9,7 @@ import torch
 
 from fastserial.distributed.laid_out import LaidOut
 from fastserial.distributed.tables import bytes_of
-from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
+from fastserial.formats.extents import DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.memory.storages import Memory, storage_memory
 from fastserial.overlap.snapshot import Part
 
@@ -20,14 +20,10 @@ class Container:
     """Rank 0's part of the file."""
 
     def __init__(self, laid_out: LaidOut) -> None:
-        self._extents = [
-            extent
-            for extent in laid_out.plan.extents
-            if not isinstance(extent.source, Data | Trailer)
-        ]
-        self._starts = [extent.offset for extent in self._extents]
+        self._extents = laid_out.plan.extents
+        self._starts = laid_out.starts
         self._rest = laid_out.rest
-        trailer = laid_out.plan.extents[-1]
+        trailer = self._extents[-1]
         self.trailer = trailer if isinstance(trailer.source, Trailer) else None
 
     def memory(self, source: int) -> Memory:

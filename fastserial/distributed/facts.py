@@ -5,10 +5,10 @@ What the tensors hold is not among it, nor are the tensors: nothing of a state i
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +20,10 @@ __all__ = ["by_type", "facts_of", "numbers_of", "shardings"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _FLAT = attrgetter("param_shape", "start", "length", "dtype", "tensor.device")
+# Of thousands of tensors; one by one in Python takes twice as long.
+_spec_of, _local_of = attrgetter("_spec"), attrgetter("_local_tensor")
+_sharding_of = attrgetter("mesh", "placements", "tensor_meta")
+_requires_grad = attrgetter("requires_grad")
 
 
 def facts_of(leaves: Sequence[tuple[str, Any]], pickles: bool) -> list[Any] | None:
@@ -34,14 +38,14 @@ def facts_of(leaves: Sequence[tuple[str, Any]], pickles: bool) -> list[Any] | No
     """
     values = [leaf for _, leaf in leaves]
     types = list(map(type, values))
-    found: list[Any] = [_ties(leaves), [name for name, _ in leaves], types]
+    found: list[Any] = [_ties(values), [name for name, _ in leaves], types]
     storages: dict[int, int] = {}
     sharded = _dtensor_type()
     for kind, some in by_type(values, types).items():
         if kind is sharded:
-            found += shardings(some)
-            found.append(_devices(some))
-            found.append([leaf.requires_grad for leaf in some] if pickles else None)
+            columns = shardings(some, pickles)
+            found += columns
+            found.append(_devices(some, columns[0]))
         elif kind in _PLAIN:
             rows = _plain(some, storages, pickles)
             if rows is None:
@@ -64,24 +68,35 @@ def by_type(values: list[Any], types: list[type]) -> dict[type, list[Any]]:
     return found
 
 
-def shardings(leaves: Sequence[Any]) -> list[list[Any]]:
+def shardings(leaves: Sequence[Any], grads: bool) -> list[list[Any]]:
     """Return what decides which part of DTensors each rank holds, by columns.
 
     Their properties take it from their specs, many times slower. Specs themselves would keep
     process groups alive.
+
+    Args:
+        grads: also whether they require gradients.
     """
-    specs = [leaf._spec for leaf in leaves]
-    found: list[list[Any]] = _meshes([spec.mesh for spec in specs])
-    placements = [spec.placements for spec in specs]
-    metas: list[Any] = [spec.tensor_meta for spec in specs]
+    rows = map(_sharding_of, map(_spec_of, leaves))
+    meshes, placements, metas = map(list, zip(*rows, strict=True))
     if None in metas:
         metas = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    found += [placements, metas, [leaf._local_tensor.shape for leaf in leaves]]
-    kinds = {type(one): one for one in chain.from_iterable(placements)}
-    if any(hasattr(one, "split_factor") for one in kinds.values()):
-        # Some releases of torch take a strided shard for equal to a plain one.
+    sizes = list(map(torch.Tensor.numel, map(_local_of, leaves)))
+    found: list[list[Any]] = [*_meshes(meshes), placements, metas, sizes]
+    if grads:
+        with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
+            found.append(list(map(_requires_grad, leaves)))
+    if not _strides_are_compared():
         found.append([[getattr(one, "split_factor", 1) for one in row] for row in placements])
     return found
+
+
+@functools.cache
+def _strides_are_compared() -> bool:
+    """Return whether a strided shard is another one than a plain one: not in all releases."""
+    types = sys.modules["torch.distributed.tensor"].placement_types
+    strided = types._StridedShard
+    return strided(0, split_factor=2) not in (types.Shard(0), strided(0, split_factor=4))
 
 
 def _meshes(meshes: list[Any]) -> list[list[Any]]:
@@ -96,10 +111,13 @@ def _meshes(meshes: list[Any]) -> list[list[Any]]:
     return [refs, [places[number] for number in ids] if len(refs) > 1 else []]
 
 
-def _devices(leaves: Sequence[Any]) -> list[Any] | None:
-    """Return where DTensors are, None if they are on the host."""
-    meshes = {id(leaf._spec.mesh): leaf._spec.mesh for leaf in leaves}
-    if all(mesh.device_type == "cpu" for mesh in meshes.values()):
+def _devices(leaves: Sequence[Any], meshes: Sequence[Any]) -> list[Any] | None:
+    """Return where DTensors are, None if they are on the host.
+
+    Args:
+        meshes: references to theirs.
+    """
+    if all(getattr(mesh(), "device_type", "") == "cpu" for mesh in meshes):
         return None
     return [leaf._local_tensor.device for leaf in leaves]
 
@@ -129,15 +147,19 @@ def _plain(
 
 def numbers_of(leaves: Sequence[tuple[str, Any]]) -> dict[int, int]:
     """Return the place of each leaf among the others, by its `id`."""
-    return {id(leaf): number for number, (_, leaf) in enumerate(leaves)}
+    return _numbers([leaf for _, leaf in leaves])
 
 
-def _ties(leaves: Sequence[tuple[str, Any]]) -> list[int] | None:
+def _numbers(values: Sequence[Any]) -> dict[int, int]:
+    return dict(zip(map(id, values), range(len(values)), strict=True))
+
+
+def _ties(values: Sequence[Any]) -> list[int] | None:
     """Return which leaves are the same object, None if none are."""
-    numbers = numbers_of(leaves)
-    if len(numbers) == len(leaves):
+    if len(set(map(id, values))) == len(values):
         return None
-    return [numbers[id(leaf)] for _, leaf in leaves]
+    numbers = _numbers(values)
+    return [numbers[id(value)] for value in values]
 
 
 def _dtensor_type() -> Any:

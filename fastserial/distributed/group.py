@@ -28,7 +28,8 @@ from fastserial.overlap.threads_at import at_rest
 __all__ = ["Traffic", "describe", "traffic_of"]
 
 _FAILED = "failed"  # key of the failure in the store
-_HEADER = 8  # bytes of a message's length
+_FIRST = 1024  # bytes that every message begins with: its length, and of it what fits behind that
+_LENGTH = 8  # bytes of the length
 _ALIVE = -1  # instead of a length: more will come
 _DATA, _WORDS = 0, 1  # tags: bytes of tensors, messages
 _GRACE = 2.0  # seconds in which a rank that failed says why
@@ -198,7 +199,7 @@ class Traffic:
             return
         self._last_beat = now
         for rank in [0] if self.rank else range(1, self.size):
-            beat = torch.tensor([_ALIVE], device="cpu").view(torch.uint8)
+            beat = _first(_ALIVE, b"")
             with self._blaming(rank):
                 self._beats.append((beat, self._group.send([beat], rank, _WORDS)))
 
@@ -258,22 +259,22 @@ class Traffic:
             raise
 
     def _put(self, rank: int, message: bytes) -> None:
-        size = torch.tensor([len(message)], device="cpu").view(torch.uint8)
-        self._start(rank, size, _WORDS, out=True)()
-        if message:
-            text = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            self._start(rank, text, _WORDS, out=True)()
+        self._start(rank, _first(len(message), message), _WORDS, out=True)()
+        rest = bytearray(message[_FIRST - _LENGTH :])
+        if rest:
+            self._start(rank, torch.frombuffer(rest, dtype=torch.uint8), _WORDS, out=True)()
 
     def _get(self, rank: int) -> bytes:
-        size = torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
+        text = bytearray(_FIRST)
+        first = torch.frombuffer(text, dtype=torch.uint8)
         length = _ALIVE
         while length == _ALIVE:
-            self._start(rank, size, _WORDS, out=False)()
-            length = int(size.view(torch.int64).item())
-        text = bytearray(length)
-        if text:
-            self._start(rank, torch.frombuffer(text, dtype=torch.uint8), _WORDS, out=False)()
-        return bytes(text)
+            self._start(rank, first, _WORDS, out=False)()
+            length = int.from_bytes(text[:_LENGTH], "little", signed=True)
+        rest = bytearray(max(0, length - (_FIRST - _LENGTH)))
+        if rest:
+            self._start(rank, torch.frombuffer(rest, dtype=torch.uint8), _WORDS, out=False)()
+        return bytes(text[_LENGTH : _LENGTH + length]) + rest
 
     def _start(self, rank: int, data: torch.Tensor, tag: int, out: bool) -> Callable[[], None]:
         """Start to send or to receive; call the result to wait until it is done.
@@ -333,6 +334,15 @@ class Traffic:
             return bool(self._store.check([_FAILED]))
         except RuntimeError:  # the store's host may be the one that died
             return True
+
+
+def _first(length: int, message: bytes) -> torch.Tensor:
+    """Return what a message begins with."""
+    text = bytearray(_FIRST)
+    text[:_LENGTH] = length.to_bytes(_LENGTH, "little", signed=True)
+    here = message[: _FIRST - _LENGTH]
+    text[_LENGTH : _LENGTH + len(here)] = here
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def describe(error: BaseException) -> str:

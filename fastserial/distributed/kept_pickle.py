@@ -65,20 +65,23 @@ def outline_of(state: object, tensors: Mapping[int, int]) -> Outline | None:
     """
     found = Outline()
     numbers, before = found.numbers, found.before
-    take = numbers.append
+    take, number_of = numbers.append, tensors.get
     text = io.BytesIO()
     known: dict[type, bool] = {}
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> int | None:
-            if type(obj) in _NUMBERS:
+            kind = type(obj)
+            if kind is str:  # as most are: keys
+                return None
+            number = number_of(id(obj))
+            if number is not None:
+                before.setdefault(id(obj), len(numbers))
+                return number + 1
+            if kind in _NUMBERS:
                 take(obj)
                 return 0
-            number = tensors.get(id(obj))
-            if number is None:
-                return None
-            before.setdefault(id(obj), len(numbers))
-            return number + 1
+            return None
 
         def reducer_override(self, obj: Any) -> Any:
             kind = type(obj)

@@ -81,6 +81,11 @@ class LaidOut:
                 layout.add_bytes(entry.name, data, crc32(data))
         return torch_writer.finish(layout)
 
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Where the extents of the layout begin, which another pickle does not change."""
+        return [extent.offset for extent in self.plan.extents]
+
     @property
     def places(self) -> Places:
         """Where the records are."""

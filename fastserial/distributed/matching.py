@@ -11,7 +11,7 @@ import torch
 from fastserial.distributed.file_index import FileTensor
 from fastserial.distributed.pieces import Holding, as_dtensor, holding
 from fastserial.distributed.states import LiveState
-from fastserial.distributed.walk import below, is_leaf, is_live
+from fastserial.distributed.walk import is_leaf, is_live, live
 from fastserial.errors import LoadMismatchError
 
 __all__ = ["Job", "Match", "Path", "file_leaves", "path_name", "unused"]
@@ -61,7 +61,7 @@ class Match:
                 "load fills tensors, modules, optimizers, or dictionaries and lists of them, "
                 f"not a {type(into).__name__}"
             )
-        self.modules = [one for one in below(into) if isinstance(one, torch.nn.Module)]
+        self.modules = [one for one in live(into) if isinstance(one, torch.nn.Module)]
         self._compare(into, there, (), None)
 
     def finish(self) -> None:
@@ -72,8 +72,8 @@ class Match:
                 torch.autograd.graph.increment_version(local)
         for put in self._puts:
             put()
-        for live in self._live:
-            live.give_back()
+        for one in self._live:
+            one.give_back()
 
     # -- key by key ------------------------------------------------------------------------------
 

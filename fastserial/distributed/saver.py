@@ -189,18 +189,17 @@ class Saving:
     def prepare(self, obj: object) -> Any:
         """Plan the save, and make the new file; return the state. Collective."""
         traffic = self._traffic
-        state = states(obj)
-        if self._merge == "union":
-            state = merged(state, traffic)
         with paused_collection():
+            state = states(obj)
+            if self._merge == "union":
+                state = merged(state, traffic)
             found = leaves(state)
             facts = facts_of(found, traffic.rank == 0)
-        orders, kept = self._agreed(state, found, facts)
-        if self._laid_out is not None:
-            with paused_collection():
+            orders, kept = self._agreed(state, found, facts)
+            if self._laid_out is not None:
                 self._container = Container(self._laid_out)
-        if self._new is None:
-            self._opened = OpenedFile(orders.place)
+            if self._new is None:
+                self._opened = OpenedFile(orders.place)
         planned = perf_counter()
         traffic.agree(then=self._begin)
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
@@ -246,9 +245,8 @@ class Saving:
         if kept is not None:
             kept.facts = facts  # compared faster where the next ones are the same objects
         if kept is not None and traffic.rank == 0:
-            with paused_collection():
-                last, numbers = kept.file, numbers_of(found)
-                self._laid_out = last.now(self._archive(), state, numbers) if last else None
+            last, numbers = kept.file, numbers_of(found)
+            self._laid_out = last.now(self._archive(), state, numbers) if last else None
             if self._laid_out is None:
                 kept = None
         hello = Hello(kept.name if kept is not None else b"", node_name())
@@ -256,16 +254,14 @@ class Saving:
         if answer and kept is not None:
             orders: Orders = pickle.loads(answer)
             return orders, kept
-        with paused_collection():
-            table = table_of(found, traffic.rank, traffic.ranks)
-            if traffic.rank == 0:
-                self._laid_out = lay_out(self._archive(), state, table, keep=facts is not None)
+        table = table_of(found, traffic.rank, traffic.ranks)
+        if traffic.rank == 0:
+            self._laid_out = lay_out(self._archive(), state, table, keep=facts is not None)
         answer = traffic.consult(pickle.dumps(Told.of(table)), self._decide)
         orders = pickle.loads(answer)
         if not orders.alike:
             traffic.consult(marshal.dumps(table.rows, 2), self._blame)
-        with paused_collection():
-            return orders, self._planned(orders, table, facts)
+        return orders, self._planned(orders, table, facts)
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""

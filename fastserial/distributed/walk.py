@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,17 +14,18 @@ from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.states import module_of, state_of_module, state_of_optimizer
 
 __all__ = [
-    "below",
     "is_leaf",
     "is_live",
     "is_sharded",
     "leaves",
+    "live",
     "optimizers",
     "sequence_like",
     "states",
 ]
 
 _CONTAINERS = (Mapping, list, tuple)
+_LEAF, _CONTAINER, _LIVE, _OTHER = range(4)
 
 
 def is_leaf(value: object) -> bool:
@@ -59,44 +60,67 @@ def leaves(obj: object) -> list[tuple[str, Any]]:
 def _collect(
     path: str, value: Any, seen: set[int], kinds: dict[type, int], found: list[tuple[str, Any]]
 ) -> None:
-    """Add the leaves below a container.
-
-    Args:
-        kinds: of the types met so far: 1 is a leaf, 2 a container, 0 neither.
-    """
+    """Add the leaves below a container; `kinds` as for `_kinds_of`."""
     if id(value) in seen:
         return
     seen.add(id(value))
+    keys: Iterable[Any]
     if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
+        keys, values = list(value), list(value.values())
         before, after = (f"{path}." if path else ""), ""
     else:
-        items = enumerate(value)
+        keys, values = range(len(value)), value
         before, after = f"{path}[", "]"
-    for key, item in items:
-        what = kinds.get(type(item))
-        if what is None:
-            what = 1 if is_leaf(item) else 2 if isinstance(item, _CONTAINERS) else 0
-            kinds[type(item)] = what
-        if what == 1:
+    there = _kinds_of(values, kinds)
+    if there == {_LEAF}:
+        found += zip([f"{before}{key}{after}" for key in keys], values, strict=True)
+        return
+    if _LEAF not in there and _CONTAINER not in there:
+        return
+    for key, item in zip(keys, values, strict=True):
+        kind = kinds[type(item)]
+        if kind == _LEAF:
             found.append((f"{before}{key}{after}", item))
-        elif what:
+        elif kind == _CONTAINER:
             _collect(f"{before}{key}{after}", item, seen, kinds, found)
 
 
-def below(value: object) -> list[Any]:
-    """Return all that a nest holds, and itself: each container once, before what is in it."""
-    found: list[Any] = [value]
+def _kinds_of(values: Collection[Any], kinds: dict[type, int]) -> set[int]:
+    """Return of which kinds values are; enter the kinds of their types.
+
+    A state has thousands of values of few types: their types are found without a loop in Python.
+    """
+    examples = dict(zip(map(type, values), values, strict=True))
+    for kind in examples.keys() - kinds.keys():
+        kinds[kind] = _kind_of(examples[kind])
+    return {kinds[kind] for kind in examples}
+
+
+def _kind_of(value: object) -> int:
+    if is_leaf(value):
+        return _LEAF
+    if isinstance(value, _CONTAINERS):
+        return _CONTAINER
+    return _LIVE if is_live(value) else _OTHER
+
+
+def live(value: object) -> list[Any]:
+    """Return the modules and optimizers of a nest, each once."""
+    found: dict[int, Any] = {}
     seen: set[int] = set()
-    kinds: dict[type, bool] = {}
-    for one in found:  # which grows
-        holds = kinds.get(type(one))
-        if holds is None:
-            holds = kinds[type(one)] = isinstance(one, _CONTAINERS)
-        if holds and id(one) not in seen:
-            seen.add(id(one))
-            found.extend(one.values() if isinstance(one, Mapping) else one)
-    return found
+    kinds: dict[type, int] = {}
+    below: list[Collection[Any]] = [(value,)]
+    for values in below:  # which grows
+        if _kinds_of(values, kinds).isdisjoint((_LIVE, _CONTAINER)):
+            continue
+        for one in values:
+            kind = kinds[type(one)]
+            if kind == _LIVE:
+                found[id(one)] = one
+            elif kind == _CONTAINER and id(one) not in seen:
+                seen.add(id(one))
+                below.append(list(one.values()) if isinstance(one, Mapping) else one)
+    return list(found.values())
 
 
 def states(obj: object) -> Any:
@@ -108,16 +132,16 @@ def states(obj: object) -> Any:
     Raises:
         ValueError: an optimizer comes without the module whose parameters it has.
     """
-    found = {id(one): one for one in below(obj) if is_live(one)}
+    found = live(obj)
     if not found:
         return obj
-    modules = [one for one in found.values() if isinstance(one, torch.nn.Module)]
-    return _replaced(obj, {number: _state(one, modules) for number, one in found.items()}, {})
+    modules = [one for one in found if isinstance(one, torch.nn.Module)]
+    return _replaced(obj, {id(one): _state(one, modules) for one in found}, {})
 
 
 def optimizers(obj: object) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers of a nest."""
-    for one in below(obj):
+    for one in live(obj):
         if isinstance(one, torch.optim.Optimizer):
             yield one
 

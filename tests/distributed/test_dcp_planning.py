@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
+from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter, facts
 from fastserial.distributed.dcp.fingerprint import fingerprint
 from fastserial.distributed.dcp.flattening import flattened
-from fastserial.distributed.facts import shardings
 
 KEYS = st.one_of(st.sampled_from(["a", "b", "a.b", "0", "1", ""]), st.integers(0, 2), st.booleans())
 VALUES = st.one_of(
@@ -115,6 +115,9 @@ def test_of_unusual_tensors_no_plan_is_kept() -> None:
 class Plain:
     """A placement as in releases of torch that take a strided shard for equal to a plain one."""
 
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plain)
 
@@ -123,7 +126,8 @@ class Plain:
 
 
 class Strided(Plain):
-    def __init__(self, split_factor: int) -> None:
+    def __init__(self, dim: int, *, split_factor: int) -> None:
+        super().__init__(dim)
         self.split_factor = split_factor
 
 
@@ -143,13 +147,25 @@ def test_a_kept_plan_is_nobody_elses(tmp_path: Path) -> None:
         assert all(torch.equal(found[key], state[key]) for key in state)
 
 
-def test_a_strided_shard_is_no_plain_one() -> None:
+@pytest.mark.parametrize("compared", [True, False])
+def test_a_strided_shard_is_no_plain_one(compared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in releases of torch in which one is equal to the other."""
+    plain: Any = Shard if compared else Plain
+    strided: Any = _StridedShard if compared else Strided
     mesh, local = torch.nn.Identity(), torch.ones(2)
+    if not compared:
+        types = SimpleNamespace(Shard=Plain, _StridedShard=Strided)
+        monkeypatch.setattr("torch.distributed.tensor.placement_types", types)
+    monkeypatch.setattr(facts, "_strides_are_compared", facts._strides_are_compared.__wrapped__)
 
-    def sharded(*placements: Plain) -> Any:
+    def sharded(*placements: object) -> Any:
         spec = SimpleNamespace(mesh=mesh, placements=placements, tensor_meta=((4,), local.dtype))
         return SimpleNamespace(_spec=spec, _local_tensor=local)
 
-    found = [shardings([sharded(one, Plain())]) for one in (Plain(), Strided(2), Strided(4))]
-    assert found[1] == shardings([sharded(Strided(2), Plain())])
+    def columns(first: object) -> list[list[Any]]:
+        return facts.shardings([sharded(first, plain(0))], False)
+
+    found = [columns(plain(0)), columns(strided(0, split_factor=2))]
+    found.append(columns(strided(0, split_factor=4)))
+    assert found[1] == columns(strided(0, split_factor=2))
     assert found[0] != found[1] != found[2]

@@ -35,8 +35,7 @@ def fingerprint(state: Mapping[str, Any]) -> list[Any] | None:
             found.append(list(map(_plain, some)))
             found.append([value.stride() for value in some] if _STRIDES else None)
         elif kind == SHARD:
-            found += shardings(some)
-            found.append([value.requires_grad for value in some])
+            found += shardings(some, True)
             found.append([value._local_tensor.stride() for value in some] if _STRIDES else None)
     return found
 
