@@ -9,14 +9,16 @@ import functools
 import sys
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from fastserial.distributed.flat_shard import FlatShard
+from fastserial.distributed.walk import Leaves
 
-__all__ = ["by_type", "facts_of", "numbers_of", "shardings"]
+__all__ = ["Shardings", "by_type", "facts_of", "numbers_of", "shardings"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _FLAT = attrgetter("param_shape", "start", "length", "dtype", "tensor.device")
@@ -26,26 +28,25 @@ _sharding_of = attrgetter("mesh", "placements", "tensor_meta")
 _requires_grad = attrgetter("requires_grad")
 
 
-def facts_of(leaves: Sequence[tuple[str, Any]], pickles: bool) -> list[Any] | None:
+def facts_of(leaves: Leaves, pickles: bool, last: Sequence[Any] | None = None) -> list[Any] | None:
     """Return what decides the plan of a state, to be compared with `==`.
 
     Args:
-        leaves: as `walk.leaves` gives them.
         pickles: also what decides how the tensors are pickled.
+        last: those of an earlier save, if there are any.
 
     Returns:
         None: there is a tensor of an unusual type, of which it is not known.
     """
-    values = [leaf for _, leaf in leaves]
+    values = leaves.values
     types = list(map(type, values))
-    found: list[Any] = [_ties(values), [name for name, _ in leaves], types]
+    found: list[Any] = [_ties(values), leaves.keys, types]
     storages: dict[int, int] = {}
     sharded = _dtensor_type()
     for kind, some in by_type(values, types).items():
         if kind is sharded:
-            columns = shardings(some, pickles)
-            found += columns
-            found.append(_devices(some, columns[0]))
+            sharding = shardings(some, pickles, last)
+            found += [sharding, _devices(some, sharding.meshes)]
         elif kind in _PLAIN:
             rows = _plain(some, storages, pickles)
             if rows is None:
@@ -68,27 +69,72 @@ def by_type(values: list[Any], types: list[type]) -> dict[type, list[Any]]:
     return found
 
 
-def shardings(leaves: Sequence[Any], grads: bool) -> list[list[Any]]:
-    """Return what decides which part of DTensors each rank holds, by columns.
+@dataclass(slots=True)
+class Shardings:
+    """What decides which part of DTensors each rank holds, by columns.
 
-    Their properties take it from their specs, many times slower. Specs themselves would keep
-    process groups alive.
+    Attributes:
+        specs: references to theirs, which are not to be kept alive: nor are process groups. None
+            if they do not say all.
+        columns: what the specs say.
+        sizes: elements of the local tensors, where these do not follow from the specs.
+        grads: whether they require gradients, if that was asked for.
+    """
+
+    specs: list[weakref.ref[Any]] = field(compare=False)
+    columns: list[list[Any]]
+    sizes: list[int] | None
+    grads: list[bool] | None
+
+    @property
+    def meshes(self) -> list[Any]:
+        """The meshes that there are, None for one that is gone."""
+        return [mesh() for mesh in self.columns[0]]
+
+
+def shardings(leaves: Sequence[Any], grads: bool, last: Sequence[Any] | None = None) -> Shardings:
+    """Return what decides which part of DTensors each rank holds.
 
     Args:
         grads: also whether they require gradients.
+        last: earlier facts. A spec does not change: what the same ones say is taken from there.
+    """
+    specs = list(map(weakref.ref, map(_spec_of, leaves)))
+    before = next((one for one in last or () if isinstance(one, Shardings)), None)
+    if (
+        before is not None
+        and len(before.specs) == len(specs)
+        and all(map(is_, before.specs, specs))
+    ):
+        columns = before.columns
+    else:
+        columns, complete = _columns(leaves)
+        if not complete:
+            specs = []
+    found = Shardings(specs, columns, None, None)
+    if any(mesh is None or mesh.ndim > 1 for mesh in found.meshes):
+        # Shards may have been made from the left dimension of the mesh to the right, or back.
+        found.sizes = list(map(torch.Tensor.numel, map(_local_of, leaves)))
+    if grads:
+        with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
+            found.grads = list(map(_requires_grad, leaves))
+    return found
+
+
+def _columns(leaves: Sequence[Any]) -> tuple[list[list[Any]], bool]:
+    """Return what specs of DTensors say, and whether they say all.
+
+    The tensors' own properties are many times slower.
     """
     rows = map(_sharding_of, map(_spec_of, leaves))
     meshes, placements, metas = map(list, zip(*rows, strict=True))
-    if None in metas:
+    complete = None not in metas
+    if not complete:
         metas = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    sizes = list(map(torch.Tensor.numel, map(_local_of, leaves)))
-    found: list[list[Any]] = [*_meshes(meshes), placements, metas, sizes]
-    if grads:
-        with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
-            found.append(list(map(_requires_grad, leaves)))
+    found: list[list[Any]] = [*_meshes(meshes), placements, metas]
     if not _strides_are_compared():
         found.append([[getattr(one, "split_factor", 1) for one in row] for row in placements])
-    return found
+    return found, complete
 
 
 @functools.cache
@@ -112,12 +158,8 @@ def _meshes(meshes: list[Any]) -> list[list[Any]]:
 
 
 def _devices(leaves: Sequence[Any], meshes: Sequence[Any]) -> list[Any] | None:
-    """Return where DTensors are, None if they are on the host.
-
-    Args:
-        meshes: references to theirs.
-    """
-    if all(getattr(mesh(), "device_type", "") == "cpu" for mesh in meshes):
+    """Return where DTensors on meshes are, None if they are on the host."""
+    if all(mesh is not None and mesh.device_type == "cpu" for mesh in meshes):
         return None
     return [leaf._local_tensor.device for leaf in leaves]
 
@@ -145,12 +187,8 @@ def _plain(
     return found
 
 
-def numbers_of(leaves: Sequence[tuple[str, Any]]) -> dict[int, int]:
-    """Return the place of each leaf among the others, by its `id`."""
-    return _numbers([leaf for _, leaf in leaves])
-
-
-def _numbers(values: Sequence[Any]) -> dict[int, int]:
+def numbers_of(values: Sequence[Any]) -> dict[int, int]:
+    """Return the place of each value among the others, by its `id`."""
     return dict(zip(map(id, values), range(len(values)), strict=True))
 
 
@@ -158,7 +196,7 @@ def _ties(values: Sequence[Any]) -> list[int] | None:
     """Return which leaves are the same object, None if none are."""
     if len(set(map(id, values))) == len(values):
         return None
-    numbers = _numbers(values)
+    numbers = numbers_of(values)
     return [numbers[id(value)] for value in values]
 
 

@@ -78,7 +78,9 @@ def lay_out(archive: str, state: object, table: Table, keep: bool) -> LaidOut:
         found = LaidOut(archive, writer.entries)
         found.rest = writer.rest
         keep = keep and not writer.rest
-        outline = outline_of(state, numbers_of(table.leaves)) if keep else None
+        outline = (
+            outline_of(state, numbers_of([leaf for _, leaf in table.leaves])) if keep else None
+        )
         if outline is not None:
             memo = picklers[0].memo.copy()
             if memo.keys() >= outline.before.keys():

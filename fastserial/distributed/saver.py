@@ -52,7 +52,7 @@ from fastserial.distributed.tables import (
     synchronize_devices,
     table_of,
 )
-from fastserial.distributed.walk import leaves, states
+from fastserial.distributed.walk import Leaves, leaves, states
 from fastserial.errors import WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
@@ -87,7 +87,7 @@ class _Kept:
 
     Attributes:
         name, plan, made: the plan and what this rank does in it.
-        specs, firsts: of the sources, see `Table`.
+        keys, specs, firsts: of the sources, see `Table`.
         devices: whether there are tensors on some.
         facts: what the plan depends on; None: that is not known.
         file: on rank 0, the layout, if the next one may be made of it.
@@ -96,6 +96,7 @@ class _Kept:
     name: bytes
     plan: FilePlan
     made: Schedule
+    keys: list[str]
     specs: list[TensorSpec]
     firsts: list[int]
     devices: bool
@@ -194,7 +195,8 @@ class Saving:
             if self._merge == "union":
                 state = merged(state, traffic)
             found = leaves(state)
-            facts = facts_of(found, traffic.rank == 0)
+            last = self._kept.facts if self._kept is not None else None
+            facts = facts_of(found, traffic.rank == 0, last)
             orders, kept = self._agreed(state, found, facts)
             if self._laid_out is not None:
                 self._container = Container(self._laid_out)
@@ -205,7 +207,7 @@ class Saving:
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         if kept.devices:
             synchronize_devices(found)
-        sources = Sources(found, kept.specs, kept.firsts, traffic.rank)
+        sources = Sources(found.values, kept.keys, kept.specs, kept.firsts, traffic.rank)
         writer = ShardWriter(kept.plan, kept.made, sources, self._container, orders.checksums)
         self._prepared = _Prepared(writer, kept, orders, phases)
         return state
@@ -236,7 +238,7 @@ class Saving:
         return self._report(orders, done.report, out)
 
     def _agreed(
-        self, state: object, found: list[tuple[str, Any]], facts: list[Any] | None
+        self, state: object, found: Leaves, facts: list[Any] | None
     ) -> tuple[Orders, _Kept]:
         """Agree with the other ranks on the plan: the one that all have, or a new one."""
         traffic, kept = self._traffic, self._kept
@@ -245,7 +247,7 @@ class Saving:
         if kept is not None:
             kept.facts = facts  # compared faster where the next ones are the same objects
         if kept is not None and traffic.rank == 0:
-            last, numbers = kept.file, numbers_of(found)
+            last, numbers = kept.file, numbers_of(found.values)
             self._laid_out = last.now(self._archive(), state, numbers) if last else None
             if self._laid_out is None:
                 kept = None
@@ -304,13 +306,13 @@ class Saving:
             raise ValueError("rank 0 sent no plan")
         table.complete(orders.ranges, set(orders.misfits), orders.grids)
         last = self._kept
+        keys, devices = [source.key for source in table.sources], has_devices(table.leaves)
         if last is not None and last.name == orders.name:
-            last.firsts, last.devices, last.facts = table.firsts, has_devices(table.leaves), facts
+            last.keys, last.firsts, last.devices, last.facts = keys, table.firsts, devices, facts
             return last
         specs = [source.spec for source in table.sources]
         made = schedule(orders.plan, specs, traffic.rank, traffic.size, tile_bytes(traffic.size))
-        devices = has_devices(table.leaves)
-        kept = _Kept(orders.name, orders.plan, made, specs, table.firsts, devices, facts)
+        kept = _Kept(orders.name, orders.plan, made, keys, specs, table.firsts, devices, facts)
         traffic.kept["save"] = kept
         return kept
 

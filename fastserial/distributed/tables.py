@@ -89,7 +89,8 @@ class Sources:
 
     def __init__(
         self,
-        found: Sequence[tuple[str, Any]],
+        values: Sequence[Any],
+        keys: Sequence[str],
         specs: Sequence[TensorSpec],
         firsts: Sequence[int],
         rank: int,
@@ -97,23 +98,25 @@ class Sources:
         """Make none.
 
         Args:
-            found: the tensors (`walk.leaves`).
-            specs, firsts: of each source; see `Table`.
+            values: the tensors.
+            keys, specs, firsts: of each source; see `Table`.
             rank: this rank.
         """
-        self._found, self._specs, self._firsts, self._rank = found, specs, firsts, rank
+        self._values, self._keys = values, keys
+        self._specs, self._firsts, self._rank = specs, firsts, rank
         self._made: dict[int, Source] = {}
 
     def release(self) -> None:
         """Let go of the tensors; keys and specs stay."""
-        self._found = [(key, None) for key, _ in self._found]
+        self._values = [None] * len(self._values)
         self._made.clear()
 
     def __getitem__(self, number: int) -> Source:
         source = self._made.get(number)
         if source is None:
-            key, leaf = self._found[self._firsts[number]]
-            source = self._made[number] = Source(key, self._specs[number], leaf, self._rank)
+            leaf = self._values[self._firsts[number]]
+            source = Source(self._keys[number], self._specs[number], leaf, self._rank)
+            self._made[number] = source
         return source
 
 
@@ -135,7 +138,7 @@ class Table:
         firsts: of each source, its leaf's place among the leaves.
     """
 
-    leaves: list[tuple[str, Any]] = field(default_factory=list)
+    leaves: Sequence[tuple[str, Any]] = ()
     rank: int = 0
     sources: list[Source] = field(default_factory=list)
     rows: list[tuple[Any, ...]] = field(default_factory=list)
@@ -218,7 +221,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return empty.set_(storage)
 
 
-def table_of(found: list[tuple[str, Any]], rank: int, ranks: Mapping[int, int]) -> Table:
+def table_of(found: Sequence[tuple[str, Any]], rank: int, ranks: Mapping[int, int]) -> Table:
     """Return the table of a state.
 
     Args:

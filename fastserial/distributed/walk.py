@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.states import module_of, state_of_module, state_of_optimizer
 
 __all__ = [
+    "Leaves",
     "is_leaf",
     "is_live",
     "is_sharded",
@@ -43,46 +44,85 @@ def is_sharded(leaf: object) -> bool:
     return isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None
 
 
-def leaves(obj: object) -> list[tuple[str, Any]]:
-    """Return the tensors of a nest, each with its key path such as `model.layers[0].weight`.
+class Leaves(Sequence[tuple[str, Any]]):
+    """The tensors of a nest, each with its key path such as `model.layers[0].weight`.
+
+    Paths are put together when they are asked for: of thousands that takes milliseconds.
+
+    Attributes:
+        values: the tensors.
+        keys: where they are, to be compared: for some tensors each, what their paths begin with
+            and how they go on.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.keys: list[tuple[str, list[str]]] = []
+        self._paths: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return zip(self.paths, self.values, strict=True)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(zip(self.paths[index], self.values[index], strict=True))
+        return self.paths[index], self.values[index]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths."""
+        if self._paths is None:
+            self._paths = [before + key for before, keys in self.keys for key in keys]
+        return self._paths
+
+    def add(self, before: str, keys: list[str], values: Iterable[Any]) -> None:
+        """Add tensors that are in one container."""
+        self.keys.append((before, keys))
+        self.values += values
+
+
+def leaves(obj: object) -> Leaves:
+    """Return the tensors of a nest.
 
     Dicts, lists and tuples of all kinds are looked into, each once, whatever else holds a tensor
     is not.
     """
-    found: list[tuple[str, Any]] = []
+    found = Leaves()
     if is_leaf(obj):
-        found.append(("the object", obj))
+        found.add("", ["the object"], [obj])
     elif isinstance(obj, _CONTAINERS):
         _collect("", obj, set(), {}, found)
     return found
 
 
-def _collect(
-    path: str, value: Any, seen: set[int], kinds: dict[type, int], found: list[tuple[str, Any]]
-) -> None:
+def _collect(path: str, value: Any, seen: set[int], kinds: dict[type, int], found: Leaves) -> None:
     """Add the leaves below a container; `kinds` as for `_kinds_of`."""
     if id(value) in seen:
         return
     seen.add(id(value))
-    keys: Iterable[Any]
     if isinstance(value, Mapping):
         keys, values = list(value), list(value.values())
-        before, after = (f"{path}." if path else ""), ""
+        before = f"{path}." if path else ""
+        if set(map(type, keys)) - {str}:
+            keys = [f"{key}" for key in keys]
     else:
-        keys, values = range(len(value)), value
-        before, after = f"{path}[", "]"
+        keys, values = [f"{index}]" for index in range(len(value))], value
+        before = f"{path}["
     there = _kinds_of(values, kinds)
     if there == {_LEAF}:
-        found += zip([f"{before}{key}{after}" for key in keys], values, strict=True)
+        found.add(before, keys, values)
         return
     if _LEAF not in there and _CONTAINER not in there:
         return
     for key, item in zip(keys, values, strict=True):
         kind = kinds[type(item)]
         if kind == _LEAF:
-            found.append((f"{before}{key}{after}", item))
+            found.add(before, [key], [item])
         elif kind == _CONTAINER:
-            _collect(f"{before}{key}{after}", item, seen, kinds, found)
+            _collect(f"{before}{key}", item, seen, kinds, found)
 
 
 def _kinds_of(values: Collection[Any], kinds: dict[type, int]) -> set[int]:

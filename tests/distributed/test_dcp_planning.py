@@ -147,22 +147,27 @@ def test_a_kept_plan_is_nobody_elses(tmp_path: Path) -> None:
         assert all(torch.equal(found[key], state[key]) for key in state)
 
 
+class Spec(SimpleNamespace):
+    """What can be referred to weakly, as torch's can."""
+
+
 @pytest.mark.parametrize("compared", [True, False])
 def test_a_strided_shard_is_no_plain_one(compared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in releases of torch in which one is equal to the other."""
     plain: Any = Shard if compared else Plain
     strided: Any = _StridedShard if compared else Strided
     mesh, local = torch.nn.Identity(), torch.ones(2)
+    mesh.ndim = 1
     if not compared:
         types = SimpleNamespace(Shard=Plain, _StridedShard=Strided)
         monkeypatch.setattr("torch.distributed.tensor.placement_types", types)
     monkeypatch.setattr(facts, "_strides_are_compared", facts._strides_are_compared.__wrapped__)
 
     def sharded(*placements: object) -> Any:
-        spec = SimpleNamespace(mesh=mesh, placements=placements, tensor_meta=((4,), local.dtype))
+        spec = Spec(mesh=mesh, placements=placements, tensor_meta=((4,), local.dtype))
         return SimpleNamespace(_spec=spec, _local_tensor=local)
 
-    def columns(first: object) -> list[list[Any]]:
+    def columns(first: object) -> facts.Shardings:
         return facts.shardings([sharded(first, plain(0))], False)
 
     found = [columns(plain(0)), columns(strided(0, split_factor=2))]

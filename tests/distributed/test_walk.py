@@ -43,7 +43,7 @@ def test_leaves_have_names() -> None:
     assert [name for name, _ in leaves(nest)] == ["x[0]", "x[1].y", "z[0]", "z[1]"]
     assert [name for name, _ in leaves([a, (b,)])] == ["[0]", "[1][0]"]
     assert [name for name, _ in leaves(a)] == ["the object"]
-    assert leaves(7) == []
+    assert not leaves(7)
 
 
 def test_names_follow_the_keys() -> None:

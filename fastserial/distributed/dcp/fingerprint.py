@@ -16,13 +16,17 @@ from fastserial.distributed.facts import by_type, shardings
 __all__ = ["fingerprint"]
 
 _STRIDES = hasattr(TensorProperties(), "strides")  # whether they are in `.metadata`
+_local_of = attrgetter("_local_tensor")
 _plain = attrgetter("shape", "dtype", "layout", "requires_grad")
 
 
-def fingerprint(state: Mapping[str, Any]) -> list[Any] | None:
+def fingerprint(state: Mapping[str, Any], last: Sequence[Any] | None = None) -> list[Any] | None:
     """Return what decides the plan of a flattened state, None if that is not known.
 
     It changes with keys, dtypes, shapes and shardings. Nothing of the state is kept alive.
+
+    Args:
+        last: that of an earlier save, if there is one.
     """
     values = list(state.values())
     types = list(map(type, values))
@@ -35,7 +39,7 @@ def fingerprint(state: Mapping[str, Any]) -> list[Any] | None:
             found.append(list(map(_plain, some)))
             found.append([value.stride() for value in some] if _STRIDES else None)
         elif kind == SHARD:
-            found += shardings(some, True)
+            found.append(shardings(some, True, last))
             found.append([value._local_tensor.stride() for value in some] if _STRIDES else None)
     return found
 
@@ -43,7 +47,7 @@ def fingerprint(state: Mapping[str, Any]) -> list[Any] | None:
 def _kind_of_all(type_: type, some: Sequence[Any]) -> int | None:
     """Return of which kind all values of a type are, None if of another one or several."""
     if issubclass(type_, DTensor):
-        locals_ = {type(value._local_tensor) for value in some}
+        locals_ = set(map(type, map(_local_of, some)))
         if locals_ == {torch.Tensor}:
             return SHARD
     kinds = set(map(kind_of, some))

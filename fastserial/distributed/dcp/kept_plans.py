@@ -43,6 +43,10 @@ class Kept(Generic[_Value]):
     def items(self) -> list[tuple[int, _Value]]:
         return list(self._values.items())
 
+    def latest(self) -> _Value | None:
+        """Return what was kept or asked for last, None if there is nothing."""
+        return next(reversed(self._values.values()), None)
+
     def get(self, number: int) -> _Value | None:
         """Return what was kept, and count it as new."""
         value = self._values.pop(number, None)

@@ -118,11 +118,12 @@ class FastSavePlanner(DefaultSavePlanner):
             LoadMismatchError: a placement cannot be saved: `Partial`, say.
         """
         self._meshes = {}
-        with paused_collection():
-            self._fingerprint = fingerprint(self.state_dict)
         self._kept = kept = kept_with(_Own)
         if kept is not None and kept.asked:
             kept.clear()  # the last save failed before its plan was made
+        last = kept.latest() if kept is not None else None
+        with paused_collection():
+            self._fingerprint = fingerprint(self.state_dict, last.fingerprint if last else None)
         found = self._as_before(kept)
         if kept is not None:
             kept.asked = found is not None
