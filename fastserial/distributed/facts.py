@@ -74,7 +74,7 @@ class Shardings:
     """What decides which part of DTensors each rank holds, by columns.
 
     Attributes:
-        specs: references to theirs, which are not to be kept alive: nor are process groups. None
+        specs: references to theirs, which are not to be kept alive: nor are process groups. Empty
             if they do not say all.
         columns: what the specs say.
         sizes: elements of the local tensors, where these do not follow from the specs.

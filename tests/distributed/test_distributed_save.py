@@ -45,6 +45,11 @@ def test_modules_and_optimizers(count: int, kinds: tuple[str, ...], tmp_path: Pa
     assert [line.split()[0] for line in out.splitlines()] == list(kinds)
 
 
+def test_messages_of_all_lengths() -> None:
+    lengths = (0, 1, 900, 1015, 1016, 1017, 1024, 2040, 70_000, 3_000_000, 5)
+    assert ranks.run("ranks_talk", 3, *lengths) == [f"{len(lengths)}\n"] * 3
+
+
 FAILURES = ("unpicklable", "key", "shape", "partial", "placement", "full", "interrupted", "silent")
 
 

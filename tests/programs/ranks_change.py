@@ -184,9 +184,18 @@ def main() -> None:
     make, whole = Maker(rank, count, False), Maker(rank, count, True)
     planned: list[str] = []
 
-    def same(name: str, change: Callable[[Maker, State], Any], file: str, **more: Any) -> None:
-        """Save and compare; note what was made anew. Collective."""
-        mine, full = make.state(), whole.state()
+    def same(
+        name: str,
+        change: Callable[[Maker, State], Any],
+        file: str,
+        last: tuple[State, State] | None = None,
+        **more: Any,
+    ) -> tuple[State, State]:
+        """Change a state, by default a new one, save it and compare; return it. Collective.
+
+        What was made anew is noted.
+        """
+        mine, full = last or (make.state(), whole.state())
         change(make, mine)
         change(whole, full)
         plans = mock.patch.object(saver, "schedule", wraps=saver.schedule)
@@ -198,14 +207,16 @@ def main() -> None:
             torch.save(full, folder / "stock" / file)
             assert (folder / file).read_bytes() == (folder / "stock" / file).read_bytes(), name
         dist.barrier()
+        return mine, full
 
     nothing = CHANGES["nothing"][0]
     for name, (change, *kept) in CHANGES.items():
-        same("", nothing, "file.pt")
-        same(name, change, "file.pt")
-        wanted = f"{name}: {0 if kept[0] or rank else 1} {0 if kept[1] else 1}"
-        assert planned[-1] == wanted, (planned[-1], wanted)
-        Other.count += 1
+        for of_the_same in (False, True):
+            last = same("", nothing, "file.pt")
+            same(name, change, "file.pt", last if of_the_same else None)
+            wanted = f"{name}: {0 if kept[0] or rank else 1} {0 if kept[1] else 1}"
+            assert planned[-1] == wanted, (planned[-1], wanted, of_the_same)
+            Other.count += 1
     for file in ("file.pt", "gile.pt", "longer name.pt", "file.pt"):
         same(file, nothing, file)
     for step in (1, 255, 256, 65535, 65536, 2**31, 2**80, 0):
