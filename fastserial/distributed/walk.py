@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 _CONTAINERS = (Mapping, list, tuple)
-_LEAF, _CONTAINER, _LIVE, _OTHER = range(4)
+_LEAF, _CONTAINER, _LIVE = 1, 2, 4  # kinds; modules may be containers, too
 
 
 def is_leaf(value: object) -> bool:
@@ -103,25 +104,25 @@ def _collect(path: str, value: Any, seen: set[int], kinds: dict[type, int], foun
     if id(value) in seen:
         return
     seen.add(id(value))
+    keys, values = _items(value)
+    there = _kinds_of(values, kinds)
+    if not any(kind & (_LEAF | _CONTAINER) for kind in there):
+        return
     if isinstance(value, Mapping):
-        keys, values = list(value), list(value.values())
         before = f"{path}." if path else ""
         if set(map(type, keys)) - {str}:
             keys = [f"{key}" for key in keys]
     else:
-        keys, values = [f"{index}]" for index in range(len(value))], value
         before = f"{path}["
-    there = _kinds_of(values, kinds)
+        keys = [f"{key}]" for key in keys]
     if there == {_LEAF}:
         found.add(before, keys, values)
-        return
-    if _LEAF not in there and _CONTAINER not in there:
         return
     for key, item in zip(keys, values, strict=True):
         kind = kinds[type(item)]
         if kind == _LEAF:
             found.add(before, [key], [item])
-        elif kind == _CONTAINER:
+        elif kind & _CONTAINER:
             _collect(f"{before}{key}", item, seen, kinds, found)
 
 
@@ -139,9 +140,21 @@ def _kinds_of(values: Collection[Any], kinds: dict[type, int]) -> set[int]:
 def _kind_of(value: object) -> int:
     if is_leaf(value):
         return _LEAF
-    if isinstance(value, _CONTAINERS):
-        return _CONTAINER
-    return _LIVE if is_live(value) else _OTHER
+    return _CONTAINER * isinstance(value, _CONTAINERS) + _LIVE * is_live(value)
+
+
+def _items(container: Any) -> tuple[list[Any], list[Any]]:
+    """Return the keys and values of a container.
+
+    Mappings tell them together: iterating over one that is of no common kind may give others.
+    """
+    if type(container) in (dict, OrderedDict):
+        return list(container), list(container.values())
+    if isinstance(container, Mapping):
+        items = list(container.items())
+        return [key for key, _ in items], [value for _, value in items]
+    values = list(container)
+    return list(range(len(values))), values
 
 
 def live(value: object) -> list[Any]:
@@ -151,13 +164,13 @@ def live(value: object) -> list[Any]:
     kinds: dict[type, int] = {}
     below: list[Collection[Any]] = [(value,)]
     for values in below:  # which grows
-        if _kinds_of(values, kinds).isdisjoint((_LIVE, _CONTAINER)):
+        if not any(_kinds_of(values, kinds)):
             continue
         for one in values:
             kind = kinds[type(one)]
-            if kind == _LIVE:
+            if kind & _LIVE:
                 found[id(one)] = one
-            elif kind == _CONTAINER and id(one) not in seen:
+            if kind & _CONTAINER and id(one) not in seen:
                 seen.add(id(one))
                 below.append(list(one.values()) if isinstance(one, Mapping) else one)
     return list(found.values())

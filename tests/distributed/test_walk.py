@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,6 +66,65 @@ def test_a_nest_that_holds_itself() -> None:
     model = nn.Linear(1, 1)
     nest["c"] = (nest, model, [model, {"d": nest}])
     assert live(nest) == [model]
+
+
+class Rows(UserDict[str, Any]):
+    """Iterates over something else than its keys, as tensordict's does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((1, 2, 3))
+
+    def items(self) -> Any:
+        return self.data.items()
+
+    def values(self) -> Any:
+        return self.data.values()
+
+
+class Some(dict[str, Any]):
+    """Does not tell all of its values."""
+
+    def values(self) -> Any:
+        return list(super().values())[:1]
+
+
+def test_mappings_of_uncommon_kinds() -> None:
+    a, b = torch.ones(1), torch.ones(2)
+    for kind in (Rows, Some):
+        found = leaves({"m": kind({"x": a, "y": b})})
+        assert [name for name, _ in found] == ["m.x", "m.y"]
+        assert [leaf is one for (_, leaf), one in zip(found, (a, b), strict=True)] == [True, True]
+
+
+class Both(nn.Module, UserDict[str, Any]):
+    """A module that is a mapping, too."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.inner = nn.Linear(2, 1)
+        self.data = {"inner": self.inner}
+
+
+def test_a_module_that_is_a_mapping_becomes_a_state() -> None:
+    model = Both()
+    assert live([model])[0] is model
+    assert set(states({"m": model})["m"]) == {"inner.weight", "inner.bias"}
+    assert [name for name, _ in leaves({"m": states({"m": model})["m"]})] == [
+        "m.inner.weight",
+        "m.inner.bias",
+    ]
+
+
+class Textless:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_keys_of_what_holds_no_tensor_need_no_text() -> None:
+    found = leaves({"w": torch.ones(1), "config": {Textless(): 1}})
+    assert [name for name, _ in found] == ["w"]
 
 
 def test_modules_in_a_nest_become_states() -> None:
