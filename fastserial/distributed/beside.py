@@ -175,7 +175,7 @@ def _reached(state: Any, obj: object) -> Reached:
     """
     reached = Reached()
     owned = {found for one in optimizers(obj) for found in guard.storages_of_optimizer(one)}
-    for _, found in leaves(state):
+    for found in leaves(state).values:
         leaf = found.leaf if isinstance(found, Joined) else found
         if isinstance(leaf, FlatShard):
             reached.note(leaf.tensor)

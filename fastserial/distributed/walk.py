@@ -164,7 +164,7 @@ def live(value: object) -> list[Any]:
     kinds: dict[type, int] = {}
     below: list[Collection[Any]] = [(value,)]
     for values in below:  # which grows
-        if not any(_kinds_of(values, kinds)):
+        if not any(kind & (_CONTAINER | _LIVE) for kind in _kinds_of(values, kinds)):
             continue
         for one in values:
             kind = kinds[type(one)]

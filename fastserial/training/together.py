@@ -186,7 +186,7 @@ def holds_shards(objects: Mapping[str, Any]) -> bool:
             return True
         if any(is_sharded(one) for one in parameters):
             return True
-        if any(is_sharded(leaf) for _, leaf in leaves(value)):
+        if any(is_sharded(leaf) for leaf in leaves(value).values):
             return True
     return False
 
@@ -203,7 +203,7 @@ def _filled(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is filled in place; None for what is replaced."""
     found: dict[str, Any] = {}
     for name, value in objects.items():
-        sharded = any(is_sharded(leaf) for _, leaf in leaves(value))
+        sharded = any(is_sharded(leaf) for leaf in leaves(value).values)
         in_place = is_live(plain(value)) or isinstance(value, torch.Tensor) or sharded
         found[name] = plain(value) if in_place else None
     return found
