@@ -23,7 +23,7 @@ __all__ = ["Shardings", "by_type", "facts_of", "numbers_of", "shardings"]
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _FLAT = attrgetter("param_shape", "start", "length", "dtype", "tensor.device")
 # Of thousands of tensors; one by one in Python takes twice as long.
-_spec_of, _local_of = attrgetter("_spec"), attrgetter("_local_tensor")
+_spec_of, _local_of, _dtype_of = map(attrgetter, ("_spec", "_local_tensor", "dtype"))
 _sharding_of = attrgetter("mesh", "placements", "tensor_meta")
 _requires_grad = attrgetter("requires_grad")
 
@@ -77,12 +77,14 @@ class Shardings:
         specs: references to theirs, which are not to be kept alive: nor are process groups. Empty
             if they do not say all.
         columns: what the specs say.
+        dtypes: of the local tensors.
         sizes: elements of the local tensors, where these do not follow from the specs.
         grads: whether they require gradients, if that was asked for.
     """
 
     specs: list[weakref.ref[Any]] = field(compare=False)
     columns: list[list[Any]]
+    dtypes: list[torch.dtype]
     sizes: list[int] | None
     grads: list[bool] | None
 
@@ -111,10 +113,11 @@ def shardings(leaves: Sequence[Any], grads: bool, last: Sequence[Any] | None = N
         columns, complete = _columns(leaves)
         if not complete:
             specs = []
-    found = Shardings(specs, columns, None, None)
+    shards = list(map(_local_of, leaves))
+    found = Shardings(specs, columns, list(map(_dtype_of, shards)), None, None)
     if any(mesh is None or mesh.ndim > 1 for mesh in found.meshes):
         # Shards may have been made from the left dimension of the mesh to the right, or back.
-        found.sizes = list(map(torch.Tensor.numel, map(_local_of, leaves)))
+        found.sizes = list(map(torch.Tensor.numel, shards))
     if grads:
         with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
             found.grads = list(map(_requires_grad, leaves))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Sequence
@@ -39,10 +40,16 @@ def finish_file(
     plan.lookalikes.update(_lookalikes(heads))
     ledger = writer.ledger
     if checksums:
-        for record, _, offset, nbytes in laid_out.places.records:
-            if record not in writer.sealed:
-                patch = _CRC.pack(ledger.wait(record))
-                os.pwrite(new.fd, patch, offset + nbytes + _CRC_AT)
+        patches = [
+            (record, offset + nbytes + _CRC_AT)
+            for record, _, offset, nbytes in laid_out.places.records
+            if record not in writer.sealed
+        ]
+        for _, at in patches:  # else each write waits until the rest of its page is read
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(new.fd, at, _CRC.size, os.POSIX_FADV_WILLNEED)
+        for record, at in patches:
+            os.pwrite(new.fd, _CRC.pack(ledger.wait(record)), at)
     if container.trailer is not None and isinstance(container.trailer.source, Trailer):
         sizes = {record for record, _, _, _ in laid_out.places.records}
         crcs = [

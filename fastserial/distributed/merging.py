@@ -71,7 +71,7 @@ class _Pickler(pickle.Pickler):
         if as_dtensor(leaf) is not None:
             spec = holding(leaf, "a tensor", self._traffic.rank, self._traffic.ranks).spec
             mesh = spec.held if isinstance(spec.held, Mesh) else None
-            return Described("mesh", shape, leaf.dtype, leaf.requires_grad, mesh)
+            return Described("mesh", shape, spec.dtype, leaf.requires_grad, mesh)
         storage = leaf.untyped_storage()
         number = self._storages.setdefault(storage._cdata, len(self._storages))
         view = (number, storage.nbytes(), leaf.storage_offset(), leaf.stride())

@@ -167,7 +167,8 @@ def holding(
     if sharded is not None:
         with torch.no_grad():
             local: torch.Tensor = sharded.to_local()
-        spec = TensorSpec(tuple(sharded.shape), sharded.dtype, _mesh(sharded, key, ranks, known))
+        # The shards' own type: a DTensor made by hand may tell another one.
+        spec = TensorSpec(tuple(sharded.shape), local.dtype, _mesh(sharded, key, ranks, known))
         if is_ambiguous(spec) and not fits(spec, rank, tuple(local.shape)):
             spec = in_other_order(spec)
         return Holding(spec, local.detach(), views(spec, rank, local.detach(), key))
@@ -212,7 +213,7 @@ class Specs:
         if isinstance(leaf, FlatShard):
             return holding(leaf, key, self._rank, self._ranks, self._meshes).spec
         local = leaf._local_tensor
-        alike = (id(leaf.device_mesh), leaf.placements, leaf.shape, leaf.dtype)
+        alike = (id(leaf.device_mesh), leaf.placements, leaf.shape, local.dtype)
         spec, shape = self._found.get(alike, (None, None))
         if spec is None or local.shape != shape:
             spec = holding(leaf, key, self._rank, self._ranks, self._meshes).spec

@@ -10,8 +10,15 @@ import torch
 from fastserial.checksums import CrcLedger, crc32_combine
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
+from fastserial.distributed.boxes import Box, Overlap
 from fastserial.distributed.container import Container
-from fastserial.distributed.exchange import Exchange, view_in_box, view_in_range
+from fastserial.distributed.exchange import (
+    Elements,
+    Exchange,
+    held_in_box,
+    held_in_range,
+    view_in_box,
+)
 from fastserial.distributed.memories import Gathered, Memories
 from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
 from fastserial.distributed.tables import Sources
@@ -88,7 +95,7 @@ class ShardWriter:
                 for move in moves
                 if move.piece.record != CONTAINER
             ]
-            views = [self._held(move) for move in moves]
+            views = [self._held_view(move) for move in moves]
             pieces = [piece for piece in self._locals if piece.record != CONTAINER]
             for piece in pieces:
                 self._note_head(piece, self._memory(piece))
@@ -120,7 +127,7 @@ class ShardWriter:
         out.expect(self._made.nbytes)
         try:
             own = _cut(self._local_extents(), config.block_size)
-            self._write_rounds(out, exchange, own, config.block_size * config.queue_depth // 2)
+            self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
             began = perf_counter()
             out.write(own, self.ledger)
             out.finish()
@@ -194,32 +201,49 @@ class ShardWriter:
         out.start()
         self.seconds["write"] += perf_counter() - began
 
-    def _held(self, move: Move) -> torch.Tensor:
+    def _held(self, move: Move) -> Elements:
         """Return what this rank sends of a move."""
         if (frozen := self._frozen_moves.get(id(move))) is not None:
             return _tensor_of(*frozen)
-        piece, _, box, overlap = move
-        if overlap is None or box is None:
-            if self._container is None:
-                raise ValueError(f"only rank 0 has {piece}")
-            if piece.record == CONTAINER:
-                return self._container.bytes_at(piece.offset, piece.length)
-            return self._container.source_bytes(piece.source, piece.start, piece.length)
-        for whole, view in self._sources[piece.source].parts:
+        if move.overlap is None or move.box is None:
+            return self._held_alone(move.piece)
+        view, whole = self._part_of(move.piece, move.overlap)
+        return held_in_box(view, whole, move.overlap)
+
+    def _held_view(self, move: Move) -> torch.Tensor:
+        """Return what this rank sends of a move as a tensor."""
+        if move.overlap is None or move.box is None:
+            return self._held_alone(move.piece)
+        view, whole = self._part_of(move.piece, move.overlap)
+        return view_in_box(view, whole, move.overlap)
+
+    def _held_alone(self, piece: Piece) -> torch.Tensor:
+        """Return bytes that rank 0 alone has."""
+        if self._container is None:
+            raise ValueError(f"only rank 0 has {piece}")
+        if piece.record == CONTAINER:
+            return self._container.bytes_at(piece.offset, piece.length)
+        return self._container.source_bytes(piece.source, piece.start, piece.length)
+
+    def _part_of(self, piece: Piece, overlap: Overlap) -> tuple[torch.Tensor, Box]:
+        """Return the part of this rank's memory that has an overlap, and which box that is."""
+        parts = self._sources[piece.source].parts
+        if len(parts) == 1:
+            return parts[0][1], parts[0][0]
+        for whole, view in parts:
             if all(
                 a <= x and x + n <= a + m for a, m, x, n in zip(*whole, *overlap.part, strict=True)
             ):
-                return view_in_box(view, whole, overlap)
+                return view, whole
         raise ValueError(f"this rank has no {overlap.part} of {self._sources[piece.source].key}")
 
-    def _in_tile(self, move: Move, tile: torch.Tensor) -> torch.Tensor:
+    def _in_tile(self, move: Move, tile: torch.Tensor) -> Elements:
         """Return where what a move brings belongs."""
         piece, at, _, overlap = move
         flat = tile[at : at + piece.length]
         if overlap is None:
             return flat
-        dtype = self._sources[piece.source].spec.dtype
-        return view_in_range(flat.view(dtype), overlap)
+        return held_in_range(flat, self._sources[piece.source].spec.dtype, overlap)
 
     def _tile_extents(self, found: Round, tile: torch.Tensor) -> Iterator[Extent]:
         address = tile.data_ptr()

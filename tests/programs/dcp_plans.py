@@ -54,7 +54,7 @@ def check(path: Path, state: State, group: Any) -> None:
         if isinstance(a, dict):
             return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
         if isinstance(a, DTensor):
-            return a.dtype == b.dtype and torch.equal(a.to_local(), b.to_local())
+            return same(a.to_local(), b.to_local())
         if isinstance(a, torch.Tensor):
             return a.dtype == b.dtype and torch.equal(a, b)
         return bool(a == b)
@@ -64,7 +64,7 @@ def check(path: Path, state: State, group: Any) -> None:
     assert same(found, state), (path, found, state)
     metadata = FastStorageReader(path).read_metadata().state_dict_metadata
     dtype: Any = metadata["model.rows"]
-    assert dtype.properties.dtype == state["model"]["rows"].dtype
+    assert dtype.properties.dtype == state["model"]["rows"].to_local().dtype
 
 
 def main() -> None:
@@ -96,6 +96,11 @@ def main() -> None:
     def other_nest(state: State) -> None:
         state["model.bias"] = state["model"].pop("more", torch.ones(2))
 
+    def type_of_shards(state: State) -> None:
+        key_on_one(state)
+        rows = state["model"]["rows"]
+        rows._local_tensor = rows._local_tensor.float()
+
     def nothing(state: State) -> None:
         pass
 
@@ -112,6 +117,7 @@ def main() -> None:
         ("shape on one", Shard(1), half, shape_on_one, True),
         ("nest", Shard(1), half, other_nest, True),
         ("back", Shard(1), half, key_on_one, False),
+        ("type of the shards", Shard(1), half, type_of_shards, True),
     ]
     for step, (name, placement, dtype, change, anew) in enumerate(steps):
         state = state_of(mesh, step, placement, dtype)

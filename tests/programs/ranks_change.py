@@ -135,6 +135,14 @@ def trained(make: Maker, state: State) -> None:
     state["a"] = state["a"].requires_grad_(True)
 
 
+def halved(make: Maker, state: State) -> None:
+    """Shards of another type; what the DTensor says of itself stays."""
+    if make.whole:
+        state["a"] = state["a"].half()
+    else:
+        state["a"]._local_tensor = state["a"]._local_tensor.half()
+
+
 def plain(make: Maker, state: State) -> None:
     state["small"] = state["small"].detach()
 
@@ -154,6 +162,7 @@ CHANGES: dict[str, tuple[Callable[[Maker, State], Any], bool, bool]] = {
     "swapped": (swapped, False, False),
     "shape": (lambda make, s: s.__setitem__("a", make.sharded(1, [300, 70])), False, False),
     "dtype": (placed(dtype=torch.int32), False, False),
+    "type of the shards": (halved, False, False),
     "placement": (lambda m, s: s.__setitem__("a", m.sharded(1, [301, 70], Shard(1))), False, False),
     "replica": (
         lambda m, s: s.__setitem__("a", m.sharded(1, [301, 70], Replicate())),

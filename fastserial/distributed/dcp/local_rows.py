@@ -210,7 +210,8 @@ def _sharding(value: Any) -> tuple[Any, ...]:
     for equal to a plain one.
     """
     factors = [getattr(placement, "split_factor", 1) for placement in value.placements]
-    return value._spec, value._local_tensor.shape, *factors
+    local = value._local_tensor
+    return value._spec, local.dtype, local.shape, *factors
 
 
 @functools.cache

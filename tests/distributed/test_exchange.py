@@ -1,0 +1,95 @@
+"""What travels, as runs of memory and as views: each way gives the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fastserial.distributed.boxes import Box, Overlap, overlaps
+from fastserial.distributed.exchange import (
+    Exchange,
+    Run,
+    held_in_box,
+    held_in_range,
+    packed,
+    view_in_box,
+)
+from fastserial.distributed.group import traffic_of
+
+SHAPE = (6, 8)
+WHOLE = Box((0, 0), SHAPE)
+
+
+def _plain(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(48).reshape(SHAPE).to(dtype)
+
+
+def _in_columns(dtype: torch.dtype) -> torch.Tensor:
+    return _plain(dtype).t().contiguous().t()
+
+
+def _negated(dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor with a bit set that says that its elements are to be negated."""
+    return torch._neg_view(_plain(dtype))
+
+
+def _moved(tensor: torch.Tensor, box: Box, first: int, stop: int) -> torch.Tensor:
+    """Return the elements [first, stop) of the whole, as far as the tensor has them, else 99."""
+    target = torch.full((stop - first,), 99).to(tensor.dtype)
+    found = list(overlaps(SHAPE, first, stop, box))
+    bytes_ = target.view(torch.uint8)
+    sends = [held_in_box(tensor, box, overlap) for overlap in found]
+    receives = [held_in_range(bytes_, target.dtype, overlap) for overlap in found]
+    assert packed(sends) == packed(receives)
+    Exchange(traffic_of(None, 10.0)).move({0: sends}, {0: receives})
+    return target
+
+
+def _expected(tensor: torch.Tensor, box: Box, first: int, stop: int) -> torch.Tensor:
+    whole = torch.full(SHAPE, 99).to(tensor.dtype)
+    whole[box.slices(WHOLE)] = tensor.resolve_neg().resolve_conj()
+    return whole.flatten()[first:stop]
+
+
+@pytest.mark.parametrize("make", [_plain, _in_columns, _negated])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "box", [WHOLE, Box((2, 0), (3, 8)), Box((0, 3), (6, 2)), Box((1, 2), (4, 5))], ids=str
+)
+def test_elements_come_as_they_are(
+    make: Callable[[torch.dtype], torch.Tensor], dtype: torch.dtype, box: Box
+) -> None:
+    tensor = make(dtype)[box.slices(WHOLE)]
+    for first, stop in [(0, 48), (5, 43), (17, 18), (8, 24)]:
+        found = _moved(tensor, box, first, stop)
+        assert torch.equal(found, _expected(tensor, box, first, stop))
+
+
+def test_conjugated_elements_come_as_they_are() -> None:
+    tensor = torch.complex(torch.arange(48.0), torch.ones(48)).reshape(SHAPE).conj()
+    assert torch.equal(_moved(tensor, WHOLE, 3, 40), tensor.flatten()[3:40])
+
+
+def test_what_lies_together_is_a_run_and_nothing_else_is() -> None:
+    rows, columns = Overlap(0, WHOLE, Box((2, 0), (3, 8))), Overlap(0, WHOLE, Box((0, 3), (6, 2)))
+    plain, bytes_ = _plain(torch.float32), torch.zeros(48 * 4, dtype=torch.uint8)
+    run = held_in_box(plain, WHOLE, rows)
+    assert isinstance(run, Run)
+    assert (run.address, run.nbytes) == (plain.data_ptr() + 64, 96)
+    assert isinstance(held_in_range(bytes_, torch.float32, rows), Run)
+    assert not isinstance(held_in_box(plain, WHOLE, columns), Run)
+    assert not isinstance(held_in_range(bytes_, torch.float32, columns), Run)
+    assert not isinstance(held_in_box(_in_columns(torch.float32), WHOLE, rows), Run)
+    assert not isinstance(held_in_box(_negated(torch.float32), WHOLE, rows), Run)
+    assert not isinstance(held_in_box(plain.to("meta"), WHOLE, rows), Run)
+
+
+def test_runs_and_views_take_the_same_room() -> None:
+    plain = _plain(torch.float64)
+    overlap = Overlap(0, WHOLE, Box((2, 0), (3, 8)))
+    byte = torch.zeros(3, dtype=torch.uint8)  # what follows has to be aligned
+    run, view = held_in_box(plain, WHOLE, overlap), view_in_box(plain, WHOLE, overlap)
+    assert isinstance(run, Run)
+    assert packed([byte, run]) == packed([byte, view]) == 8 + 192
