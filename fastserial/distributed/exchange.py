@@ -18,7 +18,17 @@ from fastserial.distributed.boxes import Box, Overlap, run_of
 from fastserial.distributed.group import Traffic
 from fastserial.memory.storages import memmove
 
-__all__ = ["Elements", "Exchange", "Run", "as_integers", "held_in_box", "held_in_range", "packed"]
+__all__ = [
+    "Elements",
+    "Exchange",
+    "Run",
+    "as_integers",
+    "held_in_box",
+    "held_in_range",
+    "is_as_it_lies",
+    "packed",
+    "view_in_box",
+]
 
 _ALIGN = 16  # bytes of the largest elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -74,14 +84,18 @@ def held_in_range(buffer: torch.Tensor, dtype: torch.dtype, overlap: Overlap) ->
 
 def held_in_box(tensor: torch.Tensor, box: Box, overlap: Overlap) -> Elements:
     """Return the elements of an overlap in the tensor that holds the box."""
-    plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
-    if plain and not tensor.is_conj() and not tensor.is_neg():
+    if type(tensor) is torch.Tensor and tensor.is_cpu and is_as_it_lies(tensor):
         run = _run_in(box, overlap.part)
         if run is not None:
             first, stop = run
             item = tensor.element_size()
             return Run(tensor.data_ptr() + first * item, (stop - first) * item, item, tensor)
     return view_in_box(tensor, box, overlap)
+
+
+def is_as_it_lies(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are in its storage one behind the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def view_in_box(tensor: torch.Tensor, box: Box, overlap: Overlap) -> torch.Tensor:

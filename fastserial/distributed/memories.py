@@ -8,7 +8,7 @@ from bisect import bisect_right
 import torch
 
 from fastserial.distributed.boxes import Box, boxes_of_range, run_of
-from fastserial.distributed.exchange import as_integers
+from fastserial.distributed.exchange import as_integers, is_as_it_lies
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.tables import Source
@@ -45,14 +45,14 @@ class Memories:
     def at(self, start: int) -> Memory:
         """Return the memory that has byte `start` of the whole."""
         view, base = self._view(start)
-        if view.device.type == "cpu" and _as_it_is(view):
+        if view.device.type == "cpu" and is_as_it_lies(view):
             return HostMemory(view.data_ptr() - base, self._nbytes, view)
         return Gathered(view, base, self._nbytes)
 
     def part(self, start: int, length: int) -> Part:
         """Return bytes [start, start + length) of the whole as what a snapshot takes."""
         view, base = self._view(start)
-        if not _as_it_is(view):
+        if not is_as_it_lies(view):
             return Part(Gathered(view, base, self._nbytes), start, length)
         first = int(view.storage_offset()) * view.element_size() + start - base
         return Part(view.untyped_storage(), first, length)
@@ -61,11 +61,6 @@ class Memories:
         """Return the view that has a byte of the whole, and its own first byte there."""
         index = bisect_right(self._firsts, start // self._item) - 1
         return self._views[index], self._firsts[index] * self._item
-
-
-def _as_it_is(view: torch.Tensor) -> bool:
-    """Return whether a view's bytes are in its storage one behind the other."""
-    return view.is_contiguous() and not view.is_conj() and not view.is_neg()
 
 
 class Gathered:
