@@ -1,4 +1,4 @@
-"""Moves bytes between the ranks of a group: views of tensors here, views of tensors there.
+"""Moves bytes between the ranks of a group: parts of tensors here, parts of tensors there.
 
 Both directions are the same: a save sends what a rank holds to the rank that writes it, a load
 sends what a rank has read to the ranks that hold it. Sender and receiver name the same pieces in
@@ -46,13 +46,13 @@ class Run(NamedTuple):
         address: of the first.
         nbytes: of all of them.
         item: bytes of one.
-        owner: keeps the memory alive.
+        owner: the tensor whose memory that is.
     """
 
     address: int
     nbytes: int
     item: int
-    owner: object
+    owner: torch.Tensor
 
 
 Elements: TypeAlias = torch.Tensor | Run
@@ -123,7 +123,7 @@ class Exchange:
         sends: Mapping[int, Sequence[Elements]],
         receives: Mapping[int, Sequence[Elements]],
     ) -> None:
-        """Copy the views in `sends` into the views that their receivers name; see `begin`."""
+        """Copy the elements in `sends` to where their receivers say; see `begin`."""
         self.begin(sends, receives)()
 
     def begin(
@@ -133,17 +133,18 @@ class Exchange:
     ) -> Callable[[], None]:
         """Begin to move; call the result to wait until all has come. One at a time.
 
-        What is sent is copied before this returns; what comes is in its views at the end.
+        What is sent is copied before this returns; what comes is in its place at the end.
 
         Args:
-            sends: for each rank that gets something from this one, views of any strides, on any
-                device.
-            receives: for each rank that this one gets something from, views of the same elements
+            sends: for each rank that gets something from this one, runs of host memory, or views
+                of any strides, on any device.
+            receives: for each rank that this one gets something from, where the same elements go,
                 in the same order; those of one size may be cut elsewhere. What a rank sends to
-                itself goes without a detour, in views of the same shapes.
+                itself goes without a detour, cut alike; views of it have the same shapes.
 
         Raises:
             DistributedError: a rank failed, died or was silent for too long.
+            ValueError: what a rank sends to itself is more or less than it expects.
         """
         here = self._traffic.rank
         incoming = self._parts("in", {r: v for r, v in receives.items() if r != here})
@@ -213,20 +214,32 @@ def _pass(parts: Iterable[Elements], buffer: torch.Tensor, out: bool) -> int:
         if not nbytes:
             continue
         at += -at % item
-        there = Run(start + at, nbytes, item, buffer)
-        if out:
-            _copy(part, there)
+        if isinstance(part, Run):
+            there = start + at
+            _move(*((there, part.address) if out else (part.address, there)), nbytes)
         else:
-            _copy(there, part)
+            view = as_integers(part)
+            packed_view = buffer[at : at + nbytes].view(view.dtype).view(view.shape)
+            if out:
+                packed_view.copy_(view)
+            else:
+                view.copy_(packed_view)
         at += nbytes
     return at
 
 
+def _move(target: int, source: int, nbytes: int) -> None:
+    """Copy memory between addresses."""
+    (_memmove_locked if nbytes <= _SMALL else memmove)(target, source, nbytes)
+
+
 def _copy(source: Elements, target: Elements) -> None:
     """Copy elements; if both are views, of the same shape."""
+    (nbytes, _), (room, _) = _extent(source), _extent(target)
+    if nbytes != room:
+        raise ValueError(f"{nbytes} bytes do not belong where there are {room}")
     if isinstance(source, Run) and isinstance(target, Run):
-        move = _memmove_locked if source.nbytes <= _SMALL else memmove
-        move(target.address, source.address, source.nbytes)
+        _move(target.address, source.address, nbytes)
     elif isinstance(source, Run):
         view = as_integers(_view(target))
         view.copy_(_view(source).view(view.dtype).view(view.shape))
@@ -240,5 +253,7 @@ def _view(part: Elements) -> torch.Tensor:
     """Return elements as a tensor; those of a run as bytes."""
     if isinstance(part, torch.Tensor):
         return part
-    memory = (ctypes.c_uint8 * part.nbytes).from_address(part.address)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    storage = part.owner.untyped_storage()
+    first = part.address - storage.data_ptr()
+    found = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return found.set_(storage, first, (part.nbytes,), (1,))

@@ -21,7 +21,9 @@ from fastserial.distributed.walk import Leaves
 __all__ = ["Shardings", "by_type", "facts_of", "numbers_of", "shardings"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_FLAT = attrgetter("param_shape", "start", "length", "dtype", "tensor.device")
+_FLAT = attrgetter(
+    "param_shape", "start", "length", "dtype", "tensor.device", "tensor.dtype", "tensor.shape"
+)
 # Of thousands of tensors; one by one in Python takes twice as long.
 _spec_of, _local_of, _dtype_of = map(attrgetter, ("_spec", "_local_tensor", "dtype"))
 _sharding_of = attrgetter("mesh", "placements", "tensor_meta")

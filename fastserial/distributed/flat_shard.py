@@ -37,6 +37,14 @@ class FlatShard:
             ValueError: they do not fit each other.
         """
         object.__setattr__(self, "param_shape", tuple(map(int, self.param_shape)))
+        self.check()
+
+    def check(self) -> None:
+        """Check the values, which `tensor.data = ...` may have changed.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
         whole = prod(self.param_shape)
         if min(self.start, self.length) < 0 or self.start + self.length > whole:
             raise ValueError(

@@ -11,6 +11,7 @@ from fastserial.distributed.boxes import Box, boxes_of_range, run_of
 from fastserial.distributed.exchange import as_integers, is_as_it_lies
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
+from fastserial.distributed.pieces import local_of
 from fastserial.distributed.tables import Source
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Part
@@ -31,8 +32,7 @@ class Memories:
         found = []
         leaf = source.leaf.leaf if isinstance(source.leaf, Joined) else source.leaf
         if isinstance(leaf, FlatShard):
-            shard = leaf
-            found.append((shard.start, shard.tensor))
+            found.append((leaf.start, local_of(leaf, source.key)))
         else:
             for box, view in source.parts:
                 run = run_of(spec.shape, box)

@@ -160,6 +160,10 @@ def holding(
         LoadMismatchError: a placement cannot be in a file: `Partial`, say.
     """
     if isinstance(leaf, FlatShard):
+        try:
+            leaf.check()
+        except ValueError as error:
+            raise LoadMismatchError(f"{key}: {error}") from error
         ranges = ((rank, leaf.start, leaf.start + leaf.length),) if leaf.length else ()
         spec = TensorSpec(leaf.param_shape, leaf.dtype, Flat(ranges))
         return Holding(spec, leaf.tensor, views(spec, rank, leaf.tensor))
@@ -178,14 +182,27 @@ def holding(
     raise TypeError(f"{key} is no tensor but a {type(leaf).__name__}")
 
 
-def local_of(leaf: Any) -> torch.Tensor:
-    """Return this rank's tensor of a leaf, without its history."""
-    if isinstance(leaf, FlatShard):
-        return leaf.tensor
+def local_of(leaf: Any, key: str = "") -> torch.Tensor:
+    """Return this rank's tensor of a leaf, without its history.
+
+    Raises:
+        LoadMismatchError: its memory is less than what it has elements for.
+    """
+    local: torch.Tensor = leaf.tensor if isinstance(leaf, FlatShard) else leaf
     if as_dtensor(leaf) is not None:
         with torch.no_grad():
-            leaf = leaf.to_local()
-    local: torch.Tensor = leaf.detach()
+            local = leaf.to_local()
+    local = local.detach()
+    if local._is_zerotensor():
+        return local.clone()  # as it is, it has no memory
+    if type(local) is torch.Tensor and local.layout is torch.strided and local.numel():
+        steps = zip(local.shape, local.stride(), strict=True)
+        end = local.storage_offset() + 1 + sum([(size - 1) * step for size, step in steps])
+        there, needed = local.untyped_storage().nbytes(), end * local.element_size()
+        if there < needed:
+            raise LoadMismatchError(
+                f"{key}: its shard needs {needed} bytes, but its storage was resized to {there}"
+            )
     return local
 
 

@@ -227,10 +227,7 @@ class ShardWriter:
 
     def _part_of(self, piece: Piece, overlap: Overlap) -> tuple[torch.Tensor, Box]:
         """Return the part of this rank's memory that has an overlap, and which box that is."""
-        parts = self._sources[piece.source].parts
-        if len(parts) == 1:
-            return parts[0][1], parts[0][0]
-        for whole, view in parts:
+        for whole, view in self._sources[piece.source].parts:
             if all(
                 a <= x and x + n <= a + m for a, m, x, n in zip(*whole, *overlap.part, strict=True)
             ):

@@ -77,7 +77,7 @@ class Source:
             if leaf is None:
                 self._parts = []
             elif isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
-                self._parts = views(self.spec, self.rank, local_of(leaf), self.key)
+                self._parts = views(self.spec, self.rank, local_of(leaf, self.key), self.key)
             else:
                 memory = bytes_of(leaf.untyped_storage())
                 self._parts = [(Box((0,), (memory.numel(),)), memory)] if memory.numel() else []

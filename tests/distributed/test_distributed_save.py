@@ -50,7 +50,10 @@ def test_messages_of_all_lengths() -> None:
     assert ranks.run("ranks_talk", 3, *lengths) == [f"{len(lengths)}\n"] * 3
 
 
-FAILURES = ("unpicklable", "key", "shape", "partial", "placement", "full", "interrupted", "silent")
+FAILURES = (
+    *("unpicklable", "key", "shape", "partial", "placement", "resized", "flat_type", "full"),
+    *("interrupted", "silent"),
+)
 
 
 def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
@@ -134,7 +137,10 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["within_an_object", "default_device", "stages_change", "negative", "turned_mesh", "modes"],
+    [
+        *("within_an_object", "default_device", "stages_change", "negative", "turned_mesh"),
+        *("modes", "zeros", "type_of_shards"),
+    ],
 )
 def test_unusual_states(case: str, tmp_path: Path) -> None:
     ranks.run("ranks_odd", 3, tmp_path, case, timeout=100)

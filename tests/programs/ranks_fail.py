@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from fastserial import distributed
-from fastserial.distributed import saver
+from fastserial.distributed import FlatShard, saver
 from fastserial.errors import DistributedError
 
 MIB = 1024 * 1024
@@ -69,6 +69,19 @@ def placement(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
         )
 
 
+def resized(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
+    if rank == 1:
+        state["rows"].to_local().untyped_storage().resize_(100)
+
+
+def flat_type(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
+    """What `module.half()` does to the memory of its parameters."""
+    flat = FlatShard((3 * MIB,), torch.float32, rank * MIB, MIB, torch.zeros(MIB))
+    state["flat"] = flat
+    if rank == 2:
+        flat.tensor.data = flat.tensor.data.half()
+
+
 def full(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MIB, resource.RLIM_INFINITY))
@@ -110,6 +123,8 @@ CASES: dict[str, tuple[Callable[[dict[str, Any], int, DeviceMesh], None], int | 
     "shape": (shape, 2, r"'bias' is torch.float32 of shape \(4,\)"),
     "partial": (partial, None, "sum: it is .*a sum that no rank has"),
     "placement": (placement, 2, "its 'rows' is placed otherwise"),
+    "resized": (resized, 1, "rows: its shard needs [0-9]+ bytes, .* resized to 100"),
+    "flat_type": (flat_type, 2, "flat: the tensor is torch.float16, the FlatShard torch.float32"),
     "full": (full, 1, "File too large"),
     "interrupted": (interrupted, 2, "KeyboardInterrupt"),
     "unseen": (unseen, 2, "one file system"),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fastserial import distributed
 from fastserial.distributed import FlatShard
+from fastserial.errors import LoadMismatchError
 
 
 def same(folder: Path, state: Any, whole: Any, **options: Any) -> None:
@@ -111,7 +112,40 @@ def modes(folder: Path, rank: int, count: int) -> None:
         assert torch.equal(rows.to_local().view(torch.int32), mine.view(torch.int32))
 
 
-CASES = (within_an_object, default_device, stages_change, negative, turned_mesh, modes)
+def zeros(folder: Path, rank: int, count: int) -> None:
+    """Tensors of zeros without memory, which forward-mode differentiation makes."""
+    mesh = DeviceMesh("cpu", torch.arange(count))
+    zero: Any = torch._efficientzerotensor  # type: ignore[attr-defined]
+    for rows in (3, 3000):
+        whole = {"rows": torch.zeros(count * rows, 500), "flat": torch.zeros(count * rows)}
+        flat = FlatShard((count * rows,), torch.float32, rank * rows, rows, zero((rows,)))
+        local = DTensor.from_local(zero((rows, 500)), mesh, [Shard(0)], run_check=False)
+        for writers in ("all", 1):
+            same(folder, {"rows": local, "flat": flat}, whole, writers=writers)
+
+
+def type_of_shards(folder: Path, rank: int, count: int) -> None:
+    """Shards of another type than the DTensor tells: what is loaded is converted if asked for."""
+    full = torch.arange(30_000.0).view(300, 100)
+    mesh = DeviceMesh("cpu", torch.arange(count))
+    same(folder, {"x": distribute_tensor(full, mesh, [Shard(0)])}, {"x": full})
+    target = distribute_tensor(torch.zeros_like(full), mesh, [Shard(1)])
+    target._local_tensor = target.to_local().double()
+    try:
+        distributed.load(folder / "file.pt", {"x": target}, timeout=30)
+    except LoadMismatchError as error:
+        assert "its dtype is torch.float64 here" in str(error), error
+    else:
+        raise AssertionError("no error")
+    distributed.load(folder / "file.pt", {"x": target}, timeout=30, cast=True)
+    mine = full.chunk(count, dim=1)[rank]
+    assert torch.equal(target.to_local(), mine.double())
+
+
+CASES = (
+    *(within_an_object, default_device, stages_change, negative, turned_mesh, modes),
+    *(zeros, type_of_shards),
+)
 
 
 def main() -> None:
