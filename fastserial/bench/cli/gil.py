@@ -17,6 +17,7 @@ def gil(
     size: Annotated[str, typer.Option(help="Size of the state dict.")] = "3GiB",
     tensors: output.Tensors = 300,
     runs: output.Runs = 3,
+    pause: Annotated[float, typer.Option(min=0, help="Seconds of rest before each row.")] = 0.3,
     json_file: output.JsonFile = None,
 ) -> None:
     """Show how long a save in the background holds up a thread that computes in Python.
@@ -33,7 +34,7 @@ def gil(
 
     console = new_console()
     with output.progress(console) as show:
-        result = run_gil(GilBench(folder, nbytes, tensors, runs), show)
+        result = run_gil(GilBench(folder, nbytes, tensors, runs, pause), show)
     show_gil(result, console)
     if json_file is not None:
         write_json(json_file, gil_as_json(result))

@@ -33,7 +33,11 @@ _LOOK = 500  # turns of the spinning thread between two looks at the kernel's ac
 
 @dataclass(frozen=True, slots=True)
 class GilBench:
-    """What to measure: saves of about `nbytes` bytes in `tensors` tensors, `runs` times each."""
+    """What to measure: saves of about `nbytes` bytes in `tensors` tensors, `runs` times each.
+
+    `pause`: seconds of rest before each. A hypervisor that takes freed memory back (free page
+    reporting) does so for half a minute, every 2 s; the whole machine stands still meanwhile.
+    """
 
     folder: Path
     nbytes: int
