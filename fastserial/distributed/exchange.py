@@ -240,20 +240,16 @@ def _copy(source: Elements, target: Elements) -> None:
         raise ValueError(f"{nbytes} bytes do not belong where there are {room}")
     if isinstance(source, Run) and isinstance(target, Run):
         _move(target.address, source.address, nbytes)
-    elif isinstance(source, Run):
-        view = as_integers(_view(target))
-        view.copy_(_view(source).view(view.dtype).view(view.shape))
-    else:
-        view = as_integers(source)
-        there = as_integers(target) if isinstance(target, torch.Tensor) else _view(target)
-        there.view(view.dtype).view(view.shape).copy_(view)
+        return
+    like = next(part for part in (source, target) if isinstance(part, torch.Tensor))
+    _view(target, as_integers(like)).copy_(_view(source, as_integers(like)))
 
 
-def _view(part: Elements) -> torch.Tensor:
-    """Return elements as a tensor; those of a run as bytes."""
+def _view(part: Elements, like: torch.Tensor) -> torch.Tensor:
+    """Return elements as a view of integers; a run in the shape of another view."""
     if isinstance(part, torch.Tensor):
-        return part
+        return as_integers(part)
     storage = part.owner.untyped_storage()
-    first = part.address - storage.data_ptr()
     found = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return found.set_(storage, first, (part.nbytes,), (1,))
+    found.set_(storage, part.address - storage.data_ptr(), (part.nbytes,), (1,))
+    return found.view(like.dtype).view(like.shape)

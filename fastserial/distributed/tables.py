@@ -259,13 +259,13 @@ def has_devices(found: Sequence[tuple[str, Any]]) -> bool:
 def synchronize_devices(found: Sequence[tuple[str, Any]]) -> None:
     """Wait for the work queued on the devices of tensors: other threads will copy them."""
     away: dict[torch.device, torch.UntypedStorage] = {}
-    for _, leaf in found:
+    for key, leaf in found:
         leaf = leaf.leaf if isinstance(leaf, Joined) else leaf
         if leaf is None:
             continue
         device = leaf.tensor.device if isinstance(leaf, FlatShard) else leaf.device
         if device.type not in ("cpu", "meta") and device not in away:
-            away[device] = local_of(leaf).untyped_storage()
+            away[device] = local_of(leaf, key).untyped_storage()
     synchronize(list(away.values()))
 
 
