@@ -241,8 +241,8 @@ def _copy(source: Elements, target: Elements) -> None:
     if isinstance(source, Run) and isinstance(target, Run):
         _move(target.address, source.address, nbytes)
         return
-    like = next(part for part in (source, target) if isinstance(part, torch.Tensor))
-    _view(target, as_integers(like)).copy_(_view(source, as_integers(like)))
+    like = as_integers(next(part for part in (source, target) if isinstance(part, torch.Tensor)))
+    _view(target, like).copy_(_view(source, like))
 
 
 def _view(part: Elements, like: torch.Tensor) -> torch.Tensor:

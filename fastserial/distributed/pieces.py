@@ -17,6 +17,7 @@ import torch
 from fastserial.distributed.boxes import Box, boxes_of_range
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.errors import LoadMismatchError
+from fastserial.formats.storages import reach
 
 __all__ = [
     "Flat",
@@ -196,8 +197,7 @@ def local_of(leaf: Any, key: str = "") -> torch.Tensor:
     if local._is_zerotensor():
         return local.clone()  # as it is, it has no memory
     if type(local) is torch.Tensor and local.layout is torch.strided and local.numel():
-        steps = zip(local.shape, local.stride(), strict=True)
-        end = local.storage_offset() + 1 + sum([(size - 1) * step for size, step in steps])
+        end = int(local.storage_offset()) + reach(local.shape, local.stride())
         there, needed = local.untyped_storage().nbytes(), end * local.element_size()
         if there < needed:
             raise LoadMismatchError(

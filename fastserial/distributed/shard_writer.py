@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ __all__ = ["Head", "ShardWriter"]
 
 _HEAD = 8  # bytes of a record that may look like a data descriptor
 Head = tuple[int, int, bytes]
+_Cut = TypeVar("_Cut")
 
 
 class ShardWriter:
@@ -95,7 +97,7 @@ class ShardWriter:
                 for move in moves
                 if move.piece.record != CONTAINER
             ]
-            views = [self._held_view(move) for move in moves]
+            views = [self._held_as(move, view_in_box) for move in moves]
             pieces = [piece for piece in self._locals if piece.record != CONTAINER]
             for piece in pieces:
                 self._note_head(piece, self._memory(piece))
@@ -205,17 +207,16 @@ class ShardWriter:
         """Return what this rank sends of a move."""
         if (frozen := self._frozen_moves.get(id(move))) is not None:
             return _tensor_of(*frozen)
-        if move.overlap is None or move.box is None:
-            return self._held_alone(move.piece)
-        view, whole = self._part_of(move.piece, move.overlap)
-        return held_in_box(view, whole, move.overlap)
+        return self._held_as(move, held_in_box)
 
-    def _held_view(self, move: Move) -> torch.Tensor:
-        """Return what this rank sends of a move as a tensor."""
+    def _held_as(
+        self, move: Move, cut: Callable[[torch.Tensor, Box, Overlap], _Cut]
+    ) -> _Cut | torch.Tensor:
+        """Return what this rank sends of a move, cut from its memory in one of the two ways."""
         if move.overlap is None or move.box is None:
             return self._held_alone(move.piece)
         view, whole = self._part_of(move.piece, move.overlap)
-        return view_in_box(view, whole, move.overlap)
+        return cut(view, whole, move.overlap)
 
     def _held_alone(self, piece: Piece) -> torch.Tensor:
         """Return bytes that rank 0 alone has."""
