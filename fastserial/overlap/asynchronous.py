@@ -153,7 +153,9 @@ def start_save(
             guard.protect(taken)
 
     try:
-        if not pending.run_beside(save, work, first):
+        with quick_switches():
+            started = pending.run_beside(save, work, first)
+        if not started:
             return pending.finished(name, target, work)
         taken.wait_unwatched()
     except BaseException:  # Ctrl-C
