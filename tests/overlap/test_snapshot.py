@@ -19,6 +19,7 @@ from support.beside import Gate
 from test_pending import bytes_of
 
 import fastserial
+from fastserial.errors import StorageChangedError
 from fastserial.overlap import guard, snapshot
 from fastserial.overlap.staging import Region, Staging, staging
 from fastserial.overlap.threads_at import wait_until_on
@@ -408,3 +409,14 @@ def test_a_call_that_fails_gives_its_memory_back(
     gc.collect()
     assert tried[0] > before + 2_000_000
     assert staging.in_use == before
+
+
+@pytest.mark.parametrize("nbytes", [4096, 8 << 20])
+def test_a_storage_that_shrank_is_not_read_behind_its_end(nbytes: int) -> None:
+    storage = torch.ones(nbytes, dtype=torch.uint8).untyped_storage()
+    part = snapshot.Part(storage, 0, nbytes)
+    storage.resize_(nbytes - 1)
+    there = torch.zeros(nbytes, dtype=torch.uint8)
+    with pytest.raises(StorageChangedError):
+        part.copy_to(there.data_ptr())
+    assert not there.any()

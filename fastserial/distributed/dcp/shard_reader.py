@@ -1,7 +1,7 @@
 """Reads items of one file of a checkpoint into what a planner wants.
 
-Large tensors that are wanted whole go straight to their places, in one batch of reads. Small items
-are read together and taken apart in memory. What is wanted in part is read in chunks.
+Large tensors that are wanted whole go straight to their places; small items, which lie between
+them, are read in the same pass and taken apart in memory. What is wanted in part is read in chunks.
 """
 
 from __future__ import annotations
@@ -94,37 +94,44 @@ class ShardReader:
         for wanted in ordered:
             if wanted.place.offset + wanted.place.length > self._reader.size:
                 raise self._damaged(wanted, "the file ends before it does")
-        for group in _groups([found for found in ordered if found.place.length <= _SMALL]):
-            self._read_small(group)
+        *groups, last = _groups([found for found in ordered if found.place.length <= _SMALL])
+        for group in groups:
+            self._read_together(group, [])
         straight: list[_Straight] = []
         for wanted in ordered:
             if wanted.place.length > _SMALL:
                 self._take_large(wanted, straight)
-        self._read_straight(straight)
+        self._read_together(last, straight)  # they lie between each other in the file
+
+    def _read_together(self, small: Sequence[Wanted], straight: Sequence[_Straight]) -> None:
+        """Read small items and large tensors in one pass over the file."""
+        scratch, places = _room_for(small)
+        address = scratch.data_ptr()
+        extents = [
+            ReadExtent(
+                wanted.place.offset,
+                wanted.place.length,
+                HostSink(address + place, wanted.place.length, scratch),
+            )
+            for wanted, place in zip(small, places, strict=True)
+        ]
+        ledger = CrcLedger([one.extent.length for one in straight], [None] * len(straight))
+        for record, (_, _, extent, crc) in enumerate(straight):
+            checked = self._verify and crc is not None
+            sink = CheckedSink(extent.sink, ledger, record) if checked else extent.sink
+            extents.append(ReadExtent(extent.offset, extent.length, sink))
+        if not extents:
+            return
+        self._reader.attend([one.target.untyped_storage() for one in straight])
+        self._reader.read_into(extents)
+        for wanted, place in zip(small, places, strict=True):
+            self._take_in_memory(wanted, scratch[place : place + wanted.place.length])
+        for record, one in enumerate(straight):
+            known = self._verify and one.crc is not None
+            self._check(one.wanted, ledger.wait(record) if known else None, one.crc)
+            self._commit(one.wanted.requests[0], one.target)
 
     # -- small items ---------------------------------------------------------------------------
-
-    def _read_small(self, group: Sequence[Wanted]) -> None:
-        places: list[int] = []
-        at = 0
-        for wanted in group:
-            places.append(at)
-            at += wanted.place.length + -wanted.place.length % _ALIGN
-        scratch = torch.empty(at, dtype=torch.uint8, device="cpu")
-        address = scratch.data_ptr()
-        self._reader.read_into(
-            [
-                ReadExtent(
-                    wanted.place.offset,
-                    wanted.place.length,
-                    HostSink(address + place, wanted.place.length, scratch),
-                )
-                for wanted, place in zip(group, places, strict=True)
-            ]
-        )
-        for wanted, place in zip(group, places, strict=True):
-            item = scratch[place : place + wanted.place.length]
-            self._take_in_memory(wanted, item)
 
     def _take_in_memory(self, wanted: Wanted, item: torch.Tensor) -> None:
         """Hand over an item that was read as a whole."""
@@ -209,24 +216,6 @@ class ShardReader:
                     straight.append(_Straight(wanted, target, extent, content.crc))
                     return
         self._read_in_chunks(wanted, content)
-
-    def _read_straight(self, straight: Sequence[_Straight]) -> None:
-        if not straight:
-            return
-        ledger = CrcLedger([one.extent.length for one in straight], [None] * len(straight))
-        extents: list[ReadExtent] = []
-        for record, one in enumerate(straight):
-            extent = one.extent
-            if self._verify and one.crc is not None:
-                sink = CheckedSink(extent.sink, ledger, record)
-                extent = ReadExtent(extent.offset, extent.length, sink)
-            extents.append(extent)
-        self._reader.attend([one.target.untyped_storage() for one in straight])
-        self._reader.read_into(extents)
-        for record, one in enumerate(straight):
-            known = self._verify and one.crc is not None
-            self._check(one.wanted, ledger.wait(record) if known else None, one.crc)
-            self._commit(one.wanted.requests[0], one.target)
 
     def _read_in_chunks(self, wanted: Wanted, content: Content) -> None:
         """Read a tensor a chunk at a time, and copy from each what is wanted."""
@@ -322,18 +311,27 @@ def _view(data: torch.Tensor) -> memoryview:
     return host_buffer(data.data_ptr(), data.numel()).view
 
 
-def _groups(items: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """Yield items in groups that fit a scratch buffer."""
-    group: list[Wanted] = []
+def _groups(items: Sequence[Wanted]) -> list[list[Wanted]]:
+    """Return items in groups that fit a scratch buffer; the last may be empty."""
+    groups: list[list[Wanted]] = [[]]
     nbytes = 0
     for wanted in items:
-        if group and nbytes + wanted.place.length > SCATTERED_CHUNK:
-            yield group
-            group, nbytes = [], 0
-        group.append(wanted)
+        if groups[-1] and nbytes + wanted.place.length > SCATTERED_CHUNK:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(wanted)
         nbytes += wanted.place.length
-    if group:
-        yield group
+    return groups
+
+
+def _room_for(items: Sequence[Wanted]) -> tuple[torch.Tensor, list[int]]:
+    """Return memory for items, and where in it each has its place."""
+    places: list[int] = []
+    at = 0
+    for wanted in items:
+        places.append(at)
+        at += wanted.place.length + -wanted.place.length % _ALIGN
+    return torch.empty(at, dtype=torch.uint8, device="cpu"), places
 
 
 def _pieces(
