@@ -8,7 +8,6 @@ caller's budget: the exchange needs a buffer for what it sends and one for what 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -32,11 +31,6 @@ __all__ = [
 
 _ALIGN = 16  # bytes of the largest elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-# Bytes of a copy for which waiting for the interpreter's lock again takes longer than the copy.
-_SMALL = 64 * 1024
-_memmove_locked = ctypes.PYFUNCTYPE(
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-)(("memmove", ctypes.CDLL(None)))
 
 
 class Run(NamedTuple):
@@ -216,7 +210,7 @@ def _pass(parts: Iterable[Elements], buffer: torch.Tensor, out: bool) -> int:
         at += -at % item
         if isinstance(part, Run):
             there = start + at
-            _move(*((there, part.address) if out else (part.address, there)), nbytes)
+            memmove(*((there, part.address) if out else (part.address, there)), nbytes)
         else:
             view = as_integers(part)
             packed_view = buffer[at : at + nbytes].view(view.dtype).view(view.shape)
@@ -228,18 +222,13 @@ def _pass(parts: Iterable[Elements], buffer: torch.Tensor, out: bool) -> int:
     return at
 
 
-def _move(target: int, source: int, nbytes: int) -> None:
-    """Copy memory between addresses."""
-    (_memmove_locked if nbytes <= _SMALL else memmove)(target, source, nbytes)
-
-
 def _copy(source: Elements, target: Elements) -> None:
     """Copy elements; if both are views, of the same shape."""
     (nbytes, _), (room, _) = _extent(source), _extent(target)
     if nbytes != room:
         raise ValueError(f"{nbytes} bytes do not belong where there are {room}")
     if isinstance(source, Run) and isinstance(target, Run):
-        _move(target.address, source.address, nbytes)
+        memmove(target.address, source.address, nbytes)
         return
     like = as_integers(next(part for part in (source, target) if isinstance(part, torch.Tensor)))
     _view(target, like).copy_(_view(source, like))

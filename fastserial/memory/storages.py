@@ -24,17 +24,28 @@ __all__ = [
     "device_types",
     "host_bytes",
     "is_on_host",
+    "memmove",
     "new_storage",
     "other_threads",
     "storage_memory",
     "synchronize",
 ]
 
-# ctypes.memmove drops the GIL while it copies; `bytes_at(address, length)`, a copy, does not.
-memmove = ctypes.memmove
+# Bytes of a copy for which waiting for the interpreter's lock again takes longer than the copy. And
+# a thread that waits for the lock wakes up in vain each time that another lets go of it so shortly.
+_SMALL = 64 * 1024
+_memmove_locked = ctypes.PYFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+)(("memmove", ctypes.CDLL(None)))
+# `bytes_at(address, length)`, a copy, keeps the interpreter's lock.
 bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_size_t, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
+
+
+def memmove(target: int, source: int | bytes, nbytes: int) -> None:
+    """Copy memory between addresses; without the interpreter's lock if it is much."""
+    (_memmove_locked if nbytes <= _SMALL else ctypes.memmove)(target, source, nbytes)
 
 
 class HostMemory:

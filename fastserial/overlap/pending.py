@@ -17,10 +17,12 @@ from collections.abc import Callable
 from fastserial import config
 from fastserial.errors import FastserialError
 from fastserial.interrupts import Background
+from fastserial.memory.held_setting import Hold
 from fastserial.overlap import guard, priority
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.threads_at import at_rest
 from fastserial.reports import SaveReport
+from fastserial.saving.switch_interval import quick_switches
 
 __all__ = ["PendingSave", "admit", "finished", "run_beside", "wait_all"]
 
@@ -200,11 +202,15 @@ def run_beside(
             _pending[save._target] = save
         first()
         name = f"fastserial: {save.path}"
-        thread = threading.Thread(target=run, args=(_run, save, work, before), name=name)
+        turns = quick_switches()
+        turns.begin()  # the thread goes on with what holds in the call: no gap
+        arguments = (_run, save, work, before, turns)
+        thread = threading.Thread(target=run, args=arguments, name=name)
         thread.daemon = False
         try:
             thread.start()
         except RuntimeError:  # a limit on threads
+            turns.end()
             with _lock:
                 _pending.pop(save._target, None)
         else:
@@ -244,7 +250,9 @@ def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingS
     return save
 
 
-def _run(save: PendingSave, work: Callable[[], SaveReport], before: list[PendingSave]) -> None:
+def _run(
+    save: PendingSave, work: Callable[[], SaveReport], before: list[PendingSave], turns: Hold
+) -> None:
     save._thread = threading.get_ident()
     while before:
         before.pop(0)._end.wait()
@@ -258,6 +266,7 @@ def _run(save: PendingSave, work: Callable[[], SaveReport], before: list[Pending
         error = found
     finally:
         del work
+        turns.end()
         save._finish(report, error)
         del error
 

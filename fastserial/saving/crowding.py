@@ -7,13 +7,14 @@ So beside such a thread a save is as fast as its steps are few.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 
 from fastserial.config.performance import CROWDED_BLOCKS
 from fastserial.formats.extents import Data, Hole, Literal
 from fastserial.saving.fill import Block
-from fastserial.saving.switch_interval import quick_switches, usual_interval
+from fastserial.saving.switch_interval import quick_switches
 
 __all__ = ["Crowding"]
 
@@ -34,7 +35,7 @@ class Crowding:
         if self._told:
             return
         steps = max(1, block.length // block.chunk)
-        late = block.fill_seconds - steps * usual_interval() / 2
+        late = block.fill_seconds - steps * sys.getswitchinterval() / 2
         if late > 0 and not all(isinstance(part.source, _PLAIN) for part in block.parts):
             return
         self._late.append(late)
@@ -65,4 +66,4 @@ def _waits() -> bool:
     """Let go of the lock; return whether it took long to get it back."""
     began = time.perf_counter()
     time.sleep(0)
-    return time.perf_counter() - began > usual_interval() / 2
+    return time.perf_counter() - began > sys.getswitchinterval() / 2

@@ -11,7 +11,7 @@ import sys
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.memory.held_setting import HeldSetting, Hold
 
-__all__ = ["quick_switches", "usual_interval"]
+__all__ = ["quick_switches"]
 
 _ROUND = 0.5e-6  # seconds. Python drops parts of microseconds: so much more, and it sets the same
 
@@ -19,11 +19,6 @@ _ROUND = 0.5e-6  # seconds. Python drops parts of microseconds: so much more, an
 def quick_switches() -> Hold:
     """Return what lets threads take turns more often in the body of a `with`."""
     return _INTERVAL.hold()
-
-
-def usual_interval() -> float:
-    """Return the interval that the program has set (seconds)."""
-    return float(_INTERVAL.usual()[0]) - _ROUND
 
 
 def _get() -> tuple[float]:

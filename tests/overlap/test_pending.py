@@ -20,6 +20,7 @@ from support.beside import Gate
 from support.identity import stock
 
 import fastserial
+from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.files import replacement
 from fastserial.overlap import asynchronous
 
@@ -365,3 +366,16 @@ def test_a_signal_handler_may_be_the_first_to_save(tmp_path: Path) -> None:
     )
     assert done.stdout == "saved\n", done.stderr
     assert torch.load(path)["x"].eq(1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_take_turns_quickly_until_the_save_ends(
+    tmp_path: Path, state: Any, gate: Gate, kind: Any
+) -> None:
+    usual = sys.getswitchinterval()
+    saving = fastserial.save_async(state, tmp_path / "state.pt", snapshot=kind)
+    assert gate.stopped.wait(60)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
+    gate.open.set()
+    saving.wait()
+    assert sys.getswitchinterval() == pytest.approx(usual)
