@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from resource import RUSAGE_THREAD, getrusage
 
 from fastserial.config.performance import CROWDED_BLOCKS
 from fastserial.formats.extents import Data, Hole, Literal
@@ -19,6 +20,7 @@ from fastserial.saving.switch_interval import quick_switches
 __all__ = ["Crowding"]
 
 _PROBES = 3
+_SHORTEST = 1e-6  # seconds
 
 
 class Crowding:
@@ -41,7 +43,7 @@ class Crowding:
         self._late.append(late)
         if len(self._late) == CROWDED_BLOCKS and sum(self._late) > 0:
             self._late.clear()
-            self._found = sum(_waits() for _ in range(_PROBES)) > 1  # else memory or a disk is slow
+            self._found = all(_waits() for _ in range(_PROBES))  # else memory or a disk is slow
 
     def found(self) -> bool:
         """Return whether blocks are filled slowly because others have the lock. True once.
@@ -63,7 +65,14 @@ _PLAIN = (Data, Hole, Literal)
 
 
 def _waits() -> bool:
-    """Let go of the lock; return whether it took long to get it back."""
+    """Let go of the lock; return whether it took long to get it back.
+
+    A thread that waits for the lock sleeps once more than it asked to. One that waits for a
+    processor only, among busy processes, does not.
+    """
+    slept = getrusage(RUSAGE_THREAD).ru_nvcsw
     began = time.perf_counter()
-    time.sleep(0)
-    return time.perf_counter() - began > sys.getswitchinterval() / 2
+    time.sleep(_SHORTEST)
+    if time.perf_counter() - began <= sys.getswitchinterval() / 2:
+        return False
+    return getrusage(RUSAGE_THREAD).ru_nvcsw - slept > 1

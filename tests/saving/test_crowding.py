@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ import torch
 from support.spinning import spinning
 
 import fastserial
+from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.engines import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import block_writer, crowding
+from fastserial.saving.switch_interval import quick_switches
 
 MIB = 1024 * 1024
 serve = ThreadsEngine.serve_here
@@ -38,6 +42,48 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     fastserial.install(durable=False)
     yield found
     fastserial.uninstall()
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside a thread that never gives up the lock unasked."""
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 1e-9)
+    monkeypatch.setattr(crowding, "_waits", lambda: True)
+
+
+@pytest.fixture
+def processor() -> Iterator[None]:
+    """One that this thread shares with three processes that never wait."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(3)]
+    time.sleep(0.5)
+    yield
+    os.sched_setaffinity(0, before)
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+def asked(seconds: float, enough: int = 1000) -> tuple[int, int]:
+    """Return how often the lock was said to be kept, and how often asking took long.
+
+    Between two questions this thread computes: one that does not gets a processor at once.
+    """
+    kept = late = 0
+    end = time.monotonic() + seconds
+    with quick_switches():
+        while time.monotonic() < end:
+            computed = time.thread_time() + 0.003
+            while time.thread_time() < computed:
+                pass
+            began = time.perf_counter()
+            kept += crowding._waits()
+            late += time.perf_counter() - began > SWITCH_INTERVAL
+            if kept == enough:
+                break
+    return kept, late
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -60,11 +106,15 @@ def stock(path: Path, obj: Any) -> bytes:
 @pytest.mark.parametrize("direct", [True, False, "auto"])
 @pytest.mark.parametrize("size", [64 * 1024, 2 * MIB])
 def test_a_thread_that_waits_for_the_lock_goes_on_alone(
-    tmp_path: Path, pools: list[int], monkeypatch: pytest.MonkeyPatch, direct: Any, size: int
+    tmp_path: Path,
+    pools: list[int],
+    crowded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    direct: Any,
+    size: int,
 ) -> None:
     obj = state()
     expected = stock(tmp_path / "state.pt", obj)
-    monkeypatch.setattr(sys, "getswitchinterval", lambda: 1e-9)
     moved: list[int] = []
 
     def note(engine: ThreadsEngine, request: Request) -> Completion:
@@ -86,7 +136,11 @@ def test_a_thread_that_waits_for_the_lock_goes_on_alone(
 
 @pytest.mark.parametrize("error", [MemoryError, OSError])
 def test_without_memory_for_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools: list[int], error: type[Exception]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pools: list[int],
+    crowded: None,
+    error: type[Exception],
 ) -> None:
     def fail(count: int, nbytes: int) -> BufferPool:
         tried.append(nbytes)
@@ -95,7 +149,6 @@ def test_without_memory_for_that(
     tried: list[int] = []
     obj = state()
     expected = stock(tmp_path / "state.pt", obj)
-    monkeypatch.setattr(sys, "getswitchinterval", lambda: 1e-9)
     monkeypatch.setattr(block_writer, "BufferPool", fail)
     assert saved(tmp_path / "state.pt", obj) == expected
     assert len(tried) == 1
@@ -103,13 +156,14 @@ def test_without_memory_for_that(
 
 @pytest.mark.parametrize("why", ["quick", "no other thread", "read back", "packed"])
 def test_others_stay(
-    tmp_path: Path, pools: list[int], monkeypatch: pytest.MonkeyPatch, why: str
+    tmp_path: Path, pools: list[int], crowded: None, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """What is read back has memory of its size; small storages take time by themselves."""
     obj: Any = state()
     if why == "packed":
         obj = [torch.rand(1000) for _ in range(6000)]
-    monkeypatch.setattr(sys, "getswitchinterval", lambda: 10.0 if why == "quick" else 1e-9)
+    if why == "quick":
+        monkeypatch.setattr(sys, "getswitchinterval", lambda: 10.0)
     if why == "no other thread":
         monkeypatch.setattr(crowding, "_waits", lambda: False)
     with fastserial.options(read_back=why == "read back"):
@@ -123,12 +177,11 @@ def test_others_stay(
 
 @pytest.mark.parametrize("call", range(3))
 def test_an_error_of_the_disk_is_raised(
-    tmp_path: Path, pools: list[int], monkeypatch: pytest.MonkeyPatch, call: int
+    tmp_path: Path, pools: list[int], crowded: None, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """Once the saving thread writes."""
     obj = state()
     expected = stock(tmp_path / "state.pt", obj)
-    monkeypatch.setattr(sys, "getswitchinterval", lambda: 1e-9)
     calls: list[Request] = []
 
     def note(engine: ThreadsEngine, request: Request) -> Completion:
@@ -151,3 +204,16 @@ def test_beside_a_thread_that_spins(tmp_path: Path, pools: list[int]) -> None:
     with spinning():
         assert saved(tmp_path / "state.pt", obj) == stock(tmp_path / "state.pt", obj)
     assert pools
+
+
+def test_a_thread_that_spins_is_told() -> None:
+    with spinning():
+        kept, _ = asked(seconds=60, enough=20)
+    assert kept == 20
+
+
+def test_busy_processes_are_told_from_such_a_thread(processor: None) -> None:
+    """With them, letting go of the lock takes long as well: for want of a processor."""
+    kept, late = asked(seconds=2)
+    assert late > 20
+    assert kept <= late // 10
