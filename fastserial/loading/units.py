@@ -9,7 +9,6 @@ buffer and are copied out (`CopiedOut`).
 from __future__ import annotations
 
 import abc
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -19,7 +18,7 @@ from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
 from fastserial.loading.block_reader import Block, BlockReader
 from fastserial.memory.buffers import Buffer, host_buffer
 from fastserial.memory.huge_pages import HugePages
-from fastserial.memory.storages import new_storage
+from fastserial.memory.storages import memmove, new_storage
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Arrivals", "AsItLies", "CopiedOut", "Scattered", "Unit", "host_part", "is_header"]
 
 _ALIGNMENT = 64  # of torch's own memory (bytes)
-
-# Not `ctypes.memmove`: giving the interpreter up for a few bytes costs more than copying them.
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = None
 
 
 class Arrivals(Protocol):
@@ -233,7 +227,7 @@ class AsItLies(Unit):
     def _arrive(self, tell: Arrivals, first: int, view: memoryview, address: int) -> None:
         """Deliver a block: `view` is the range's bytes from `first` on."""
         if address != self._base + first:
-            ctypes.memmove(self._base + first, address, len(view))
+            memmove(self._base + first, address, len(view))
         (record,) = self.records
         at = self.offset + first
         begin, end = max(record.data_offset, at), min(record.data_end, at + len(view))
@@ -251,7 +245,7 @@ class AsItLies(Unit):
         at = head + size
         if at % _ALIGNMENT:  # a file with another alignment of storages than torch's
             copy = new_storage(record.size)
-            ctypes.memmove(copy.data_ptr(), at, record.size)
+            memmove(copy.data_ptr(), at, record.size)
             return host_part(copy, 0, record.size)
         return host_part(memory, at - memory.data_ptr(), record.size)
 
@@ -284,7 +278,7 @@ class CopiedOut(Unit):
                 self._found[record.name] = None
                 continue
             tell.see(record, 0, view[at : at + record.size])
-            _memmove(storage.data_ptr(), address + at, record.size)
+            memmove(storage.data_ptr(), address + at, record.size)
             self._found[record.name] = host_part(storage, 0, record.size)
         tell.note(self, self.length)
 

@@ -19,7 +19,6 @@ __all__ = ["HeldSetting", "Hold"]
 class _Change:
     """Shared by all who want it; sets the value back when it goes."""
 
-    value: tuple[Any, ...] = ()  # before
     restore: Callable[[], object] = bool  # which does nothing
 
     # No handler runs before it is done: there is no function of Python's in it.
@@ -57,11 +56,6 @@ class HeldSetting:
         """Return what changes the setting in the body of a `with`; in any number of threads."""
         return Hold(self)
 
-    def usual(self) -> tuple[Any, ...]:
-        """Return the value that the program has set."""
-        change = self._current() if self._current is not None else None
-        return self._get() if change is None else change.value
-
     # No local refers to a change: an error that a program keeps would keep it.
 
     def _join(self, hold: Hold) -> None:
@@ -72,7 +66,6 @@ class HeldSetting:
             wanted = self._wanted(*value)
             if wanted is not None:
                 hold._change = _Change()
-                hold._change.value = value
                 hold._change.restore = partial(self._put, *value)
                 self._put(*wanted)
                 self._current = weakref.ref(hold._change)  # now others may join

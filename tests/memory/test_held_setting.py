@@ -160,12 +160,6 @@ def test_a_child_is_as_the_program_wants_it(case: Case) -> None:
     assert case.get() == case.another
 
 
-def test_the_programs_own_value_is_known(case: Case) -> None:
-    with case.setting.hold():
-        during = case.setting.usual()
-    assert during == case.setting.usual()
-
-
 def test_thresholds_of_older_objects_may_be_set_in_a_pause() -> None:
     """The first one is put back all the same."""
     before = gc.get_threshold()
