@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from fastserial.distributed import FastStorageWriter
+from fastserial.distributed.dcp.deferred_metadata import deferred, send_as
 from fastserial.distributed.dcp.places import known_of, place_of
-from fastserial.distributed.dcp.sent_metadata import send_as
 from fastserial.distributed.dcp.write_results import WriteResults
 from fastserial.errors import DistributedError
 from fastserial.formats.dcp import Known
@@ -81,9 +81,10 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("how", [sent, lambda metadata: deferred(lambda: metadata)])
 @pytest.mark.parametrize("name", LOOKS)
-def test_received_metadata_is_what_was_sent(name: str) -> None:
-    one, found = saved(planner_data="1"), sent(saved(planner_data="1"))
+def test_metadata_is_what_was_sent_or_is_made(name: str, how: Callable[[Metadata], Any]) -> None:
+    one, found = saved(planner_data="1"), how(saved(planner_data="1"))
     assert isinstance(found, Metadata)
     assert LOOKS[name](found) == LOOKS[name](one)
     assert type(found) is Metadata
@@ -102,6 +103,21 @@ def test_it_is_unpickled_when_somebody_looks_at_it() -> None:
     assert READ == [1]
     assert type(metadata) is Metadata
     assert isinstance(metadata.planner_data, Noted)
+
+
+def test_it_is_made_once_and_not_before() -> None:
+    def make() -> Metadata:
+        made.append(saved())
+        return made[-1]
+
+    made: list[Metadata] = []
+    found = deferred(make)
+    assert isinstance(found, Metadata)
+    assert not made
+    found.version = "2"
+    assert list(found.state_dict_metadata) == ["a"]
+    assert len(made) == 1
+    assert made[0].version != "2"
 
 
 def test_what_was_changed_is_not_sent_as_it_was() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.distributed.boxes import Box
+from fastserial.distributed.dcp.deferred_metadata import deferred
 from fastserial.distributed.dcp.fingerprint import fingerprint
 from fastserial.distributed.dcp.flattening import flattened
 from fastserial.distributed.dcp.global_plan import Told, global_plan, told_of
@@ -165,8 +167,7 @@ class FastSavePlanner(DefaultSavePlanner):
         number = _number_of_all(messages)
         found = kept.get(number) if kept is not None and number is not None else None
         if found is not None and number is not None and len(found.told) == len(all_plans):
-            with paused_collection():
-                self.metadata = _copied(found.metadata)
+            self.metadata = deferred(partial(_copied, found.metadata))
             answer = _AsBefore((number,))
             return [replace(plan, planner_data=answer) for plan in all_plans], self.metadata
         told = [self._told_by(rank, message, kept) for rank, message in enumerate(messages)]

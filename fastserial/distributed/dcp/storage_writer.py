@@ -29,10 +29,10 @@ from torch.futures import Future
 
 from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
+from fastserial.distributed.dcp.deferred_metadata import send_as
 from fastserial.distributed.dcp.folder import Folder, metadata_name
 from fastserial.distributed.dcp.metadata_file import encoded
 from fastserial.distributed.dcp.save_planner import FastSavePlanner
-from fastserial.distributed.dcp.sent_metadata import send_as
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.staging import snapshot
 from fastserial.distributed.dcp.steps import is_called_by_dcp

@@ -1,13 +1,14 @@
-"""The metadata of a save as DCP sends it to all ranks: the pickle that is in the file already.
+"""The metadata of a save, made when somebody looks at it: of thousands of tensors that takes long.
 
-A rank unpickles it when somebody looks at it. Few jobs do, and with thousands of tensors that takes
-longer than a save.
+DCP sends the pickle that is in the file already to all ranks. Few jobs look at what it says there.
 """
 
 from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,9 +17,10 @@ from fastserial.distributed.dcp.steps import wrapper_of_step
 from fastserial.errors import DistributedError
 from fastserial.memory.gc_pause import paused_collection
 
-__all__ = ["send_as"]
+__all__ = ["deferred", "send_as"]
 
 _PICKLED = "_pickled"
+_MAKE = "_make"
 _lock = threading.RLock()
 
 
@@ -65,32 +67,43 @@ class _Sent(_Disguised):
         return _Disguised.__getattribute__(self, name)  # `super()` needs the class it had
 
 
-class _Received(_Disguised):
-    """On the other ranks."""
+class _Deferred(_Disguised):
+    """Made by a function."""
+
+
+def deferred(make: Callable[[], Metadata]) -> Metadata:
+    """Return metadata that is made by a function when it is looked at."""
+    found = object.__new__(_Deferred)
+    object.__setattr__(found, _MAKE, make)
+    return found
 
 
 def _received(pickled: bytes) -> Metadata:
     """Return what unpickles these bytes when it is looked at."""
-    found = object.__new__(_Received)
-    object.__setattr__(found, _PICKLED, pickled)
+    return deferred(partial(_unpickled, pickled))
+
+
+def _unpickled(pickled: bytes) -> Metadata:
+    try:
+        found: Metadata = pickle.loads(pickled)
+    except Exception as error:  # an AttributeError would be taken for a missing attribute
+        what = f"the metadata that it sent cannot be unpickled here: {error}"
+        raise DistributedError(0, what) from error
     return found
 
 
 def _unveil(metadata: Metadata) -> bytes | None:
-    """Make it ordinary metadata; return what it was pickled to, None if somebody else did."""
+    """Make it ordinary metadata; return what it was pickled to, None if it was not."""
     with _lock:
         kind = type(metadata)
         if not issubclass(kind, _Disguised):
             return None
         values: dict[str, Any] = object.__getattribute__(metadata, "__dict__")
-        pickled: bytes = values[_PICKLED]
-        if kind is _Received:
-            try:
-                with paused_collection():
-                    values.update(vars(pickle.loads(pickled)))
-            except Exception as error:  # an AttributeError would be taken for a missing attribute
-                what = f"the metadata that it sent cannot be unpickled here: {error}"
-                raise DistributedError(0, what) from error
+        if kind is _Deferred:
+            with paused_collection():
+                made = values[_MAKE]()
+            values.clear()
+            values.update(vars(made))
         object.__setattr__(metadata, "__class__", Metadata)
-        del values[_PICKLED]
+        pickled: bytes | None = values.pop(_PICKLED, None)
         return pickled
