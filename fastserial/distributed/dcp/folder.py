@@ -19,9 +19,7 @@ __all__ = ["METADATA", "Folder", "metadata_name"]
 
 METADATA = ".metadata"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-_END = b".distcp"
-_SHARD_IN_BYTES = re.compile(rb"__\d+_\d+$")
-_LONGEST = 64  # bytes of such a name
+_SHARD_IN_BYTES = re.compile(rb"__\d+_\d+\.distcp")
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
@@ -90,32 +88,22 @@ class Folder:
             return
         needed = set(self._needed())
         for name in shards:
-            if name not in needed:
+            if name.encode() not in needed:
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self.path, name))
 
-    def _needed(self) -> Iterator[str]:
+    def _needed(self) -> Iterator[bytes]:
         """Yield the names of files in all `.metadata`, which are not unpickled for that."""
         for name in self._names():
             if _METADATA.fullmatch(name):
                 with open(os.path.join(self.path, name), "rb") as file:
-                    yield from _shards_in(file.read())
+                    yield from _SHARD_IN_BYTES.findall(file.read())
 
     def _names(self) -> list[str]:
         try:
             return os.listdir(self.path)
         except FileNotFoundError:
             return []
-
-
-def _shards_in(text: bytes) -> Iterator[str]:
-    """Yield the names of ranks' files in a text; it may be long."""
-    at = text.find(_END)
-    while at >= 0:
-        found = _SHARD_IN_BYTES.search(text[max(0, at - _LONGEST) : at])
-        if found is not None:
-            yield (found[0] + _END).decode()
-        at = text.find(_END, at + 1)
 
 
 def _not_made(path: str, error: OSError) -> WriteError:
