@@ -406,7 +406,7 @@ def test_every_load_begins_with_memory_in_the_same_state(
     saved = load._Saved(Files(path, path, None, None), {}, 1 << 20, {})
     touched: list[int] = []
     slept: list[float] = []
-    monkeypatch.setattr(load, "_freshen", touched.append)
+    monkeypatch.setattr(load, "fetch_free_memory", touched.append)
     monkeypatch.setattr(load.time, "sleep", slept.append)
     for temperature in ("warm", "cold"):
         load._prepare((path,), temperature, saved, 0.0)

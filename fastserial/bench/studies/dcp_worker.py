@@ -1,8 +1,9 @@
 """One rank of `fastserial bench dcp`: a program of its own, started by the benchmark.
 
 Every row begins from the same state: an empty folder, no dirty page, malloc's free memory is the
-kernel's. A load begins when nothing of the folder's files is in the page cache, and fills tensors
-that are there. Times are those of the slowest rank.
+kernel's. A load begins likewise, when nothing of the folder's files is in the page cache and as
+much free memory is there as they take; it fills tensors that are there. Times are those of the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.free_memory import fetch_free_memory
 from fastserial.bench.measuring.measure import Sample, measure
 from fastserial.bench.measuring.ranks import MARK
 from fastserial.bench.measuring.settle import settle
@@ -103,6 +105,8 @@ class _Case:
             files = [path for path in folder.rglob("*") if path.is_file()]
             row.nbytes = sum(path.stat().st_size for path in files)
             chill(files)
+            _settle(self._bench)
+            fetch_free_memory(row.nbytes)
         wipe(self._target)
         told = _together(load, row)
         if told is None:

@@ -8,7 +8,6 @@ each load in a process of its own, and what each one loaded is compared with wha
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ import torch
 
 from fastserial import config
 from fastserial.bench.measuring.errors import BenchError
+from fastserial.bench.measuring.free_memory import fetch_free_memory
 from fastserial.bench.measuring.identical import fingerprints
 from fastserial.bench.measuring.machine import Place
 from fastserial.bench.measuring.measure import Sample
@@ -37,7 +37,6 @@ __all__ = ["TEMPERATURES", "LoadBench", "LoadResult", "run_load"]
 
 _HEADROOM = 256 << 20
 _SMALL_COUNT = 20_000
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _FRESH = "warm, fresh memory"
 _TAKEN_BACK = 4.0  # seconds in which a hypervisor takes back what is free
 _FREE_BLOCKS = 2 << 30  # bytes, of which the kernel takes some: more than a small file needs
@@ -240,7 +239,7 @@ def _prepare(paths: Sequence[Path], temperature: str, saved: _Saved, pause: floa
         time.sleep(_TAKEN_BACK)
     else:
         available = meminfo().get("MemAvailable", 0)
-        _freshen(max(saved.nbytes, min(16 * saved.nbytes, _FREE_BLOCKS, available // 2)))
+        fetch_free_memory(max(saved.nbytes, min(16 * saved.nbytes, _FREE_BLOCKS, available // 2)))
 
 
 def _run(row: _Row, saved: _Saved, pause: float, *, first: bool) -> None:
@@ -257,20 +256,3 @@ def _run(row: _Row, saved: _Saved, pause: float, *, first: bool) -> None:
     if sample.extra_bytes is not None and not loaded.was_there:
         sample = replace(sample, extra_bytes=sample.extra_bytes - saved.nbytes)
     row.samples.append(sample)
-
-
-def _freshen(nbytes: int) -> None:
-    """Let as much memory be there for every row.
-
-    A virtual machine gives free memory back to its host, and getting it again costs more than the
-    load; which row would pay for that is chance. Small pages come from other places than huge
-    ones, so both are asked for.
-    """
-    for advice in (mmap.MADV_NORMAL, mmap.MADV_HUGEPAGE):
-        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            try:
-                memory.madvise(advice)
-                memory.madvise(_MADV_POPULATE_WRITE)
-            except OSError:  # an older kernel, or one without huge pages
-                for start in range(0, nbytes, mmap.PAGESIZE):
-                    memory[start] = 1
