@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+import threading
 from collections import OrderedDict, UserDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter, facts
 from fastserial.distributed.dcp.fingerprint import fingerprint
 from fastserial.distributed.dcp.flattening import flattened
+from fastserial.distributed.dcp.kept_plans import Kept
 
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
 KEYS = st.one_of(st.sampled_from(["a", "b", "a.b", "0", "1", ""]), st.integers(0, 2), st.booleans())
 VALUES = st.one_of(
     st.integers(0, 2).map(torch.ones),
@@ -131,7 +138,7 @@ class Strided(Plain):
         self.split_factor = split_factor
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@ALONE
 def test_a_kept_plan_is_nobody_elses(tmp_path: Path) -> None:
     """What a program does to the metadata that `dcp.save` returns is not in the next save."""
     state = {"a": torch.arange(10.0), "b": torch.ones(3)}
@@ -139,12 +146,136 @@ def test_a_kept_plan_is_nobody_elses(tmp_path: Path) -> None:
         writer = FastStorageWriter(tmp_path / str(index))
         metadata = dcp.save(state, storage_writer=writer, planner=FastSavePlanner())
         assert sorted(metadata.state_dict_metadata) == ["a", "b"]
-        metadata.state_dict_metadata.pop("b").chunks.clear()
+        entry = metadata.state_dict_metadata.pop("b")
+        entry.properties.dtype = torch.bfloat16
+        entry.chunks.pop().sizes = torch.Size((1,))
         del metadata.state_dict_metadata["a"]
         metadata.planner_data.clear()
+        reader = FastStorageReader(tmp_path / str(index))
+        entry = reader.read_metadata().state_dict_metadata["b"]
+        assert (entry.properties.dtype, entry.chunks[0].sizes) == (torch.float32, (3,))
         found = {"a": torch.zeros(10), "b": torch.zeros(3)}
-        dcp.load(found, storage_reader=FastStorageReader(tmp_path / str(index)))
+        dcp.load(found, storage_reader=reader)
         assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+@ALONE
+def test_items_of_a_kept_plan_are_nobody_elses(tmp_path: Path) -> None:
+    class Less(FastSavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            plan = super().finish_plan(new_plan)
+            counts.append(len(plan.items))
+            del plan.items[1:]
+            return plan
+
+    counts: list[int] = []
+    for _ in range(2):
+        state = {"a": torch.ones(2), "b": torch.ones(3)}
+        dcp.save(state, storage_writer=FastStorageWriter(tmp_path), planner=Less(), no_dist=True)
+    assert counts == [2, 2]
+
+
+class HalfItems:
+    """As in torch's documentation: the local plan is changed."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()  # type: ignore[misc]
+        for item in plan.items:
+            if item.index.fqn == "a":
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+
+class HalfMetadata:
+    """The metadata is changed."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)  # type: ignore[misc]
+        assert self.global_plan is not None  # type: ignore[attr-defined]
+        metadata.state_dict_metadata["a"].properties.dtype = torch.float16
+        return plans, metadata
+
+
+@ALONE
+@pytest.mark.parametrize("change", [HalfItems, HalfMetadata])
+def test_a_planner_that_changes_plans_gets_those_of_torch(change: Any, tmp_path: Path) -> None:
+    def resolve_data(planner: Any, item: WriteItem) -> Any:
+        found = super(type(planner), planner).resolve_data(item)
+        return found.half() if item.index.fqn == "a" else found
+
+    state = {"a": torch.arange(4.0), "b": torch.ones(4)}
+    saved: list[Any] = []
+    for number, base in enumerate((DefaultSavePlanner, FastSavePlanner)):
+        planner = type("Half", (change, base), {"resolve_data": resolve_data})
+        for _ in range(2):
+            ours = pytest.warns(UserWarning, match="Half changes plans")
+            with ours if base is FastSavePlanner else contextlib.nullcontext():
+                made = planner()
+            writer = FastStorageWriter(tmp_path / str(number))
+            dcp.save(state, storage_writer=writer, planner=made, no_dist=True)
+        saved.append(FastStorageReader(tmp_path / str(number)).read_metadata().state_dict_metadata)
+        found = {key: torch.zeros_like(value) for key, value in state.items()}
+        dcp.load(found, storage_reader=FastStorageReader(tmp_path / str(number)), no_dist=True)
+        assert all(torch.equal(found[key], state[key]) for key in state)
+    assert saved[0] == saved[1]
+    assert saved[1]["a"].properties.dtype == torch.float16
+    assert saved[1]["b"].properties.dtype == torch.float32
+
+
+@ALONE
+def test_saves_of_several_threads_at_once(tmp_path: Path) -> None:
+    """Each goes by its own plan, whatever the others make of what is kept."""
+
+    def work(number: int) -> None:
+        folder = tmp_path / str(number)
+        try:
+            for size in (1 + number, 2, 1 + number, 2, 2, 1 + number) * 2:
+                start.wait()
+                state = {"a": torch.full((size,), float(number)), "b": number}
+                writer, planner = FastStorageWriter(folder), FastSavePlanner()
+                dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+                found: Any = {"a": torch.zeros(size), "b": -1}
+                dcp.load(found, storage_reader=FastStorageReader(folder), no_dist=True)
+                assert torch.equal(found["a"], state["a"])
+                assert found["b"] == number
+        except BaseException as error:
+            start.abort()
+            errors.append(error)
+
+    errors: list[BaseException] = []
+    start = threading.Barrier(3)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_what_several_threads_keep_is_there() -> None:
+    def work(first: int) -> None:
+        for number in range(first, first + 300):
+            kept.put(number % 4, number % 4)
+            lost.extend([number] if kept.get(number % 4) is None else [])
+
+    kept: Kept[int] = Kept(4)
+    lost: list[int] = []
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not lost
+    kept.get(1)
+    kept.put(5, 5)
+    assert [number for number, _ in kept.items()][-2:] == [1, 5]
+    assert len(kept.items()) == 4
+    assert kept.latest() == 5
 
 
 class Spec(SimpleNamespace):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
+import os
 import pickle
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from fastserial.distributed import FastStorageWriter
+from fastserial.distributed.dcp import deferred_metadata
 from fastserial.distributed.dcp.deferred_metadata import deferred, send_as
 from fastserial.distributed.dcp.places import known_of, place_of
 from fastserial.distributed.dcp.write_results import WriteResults
@@ -118,6 +125,66 @@ def test_it_is_made_once_and_not_before() -> None:
     assert list(found.state_dict_metadata) == ["a"]
     assert len(made) == 1
     assert made[0].version != "2"
+
+
+@pytest.mark.parametrize("how", [sent, lambda metadata: deferred(lambda: metadata)])
+def test_more_of_its_type_is_ordinary_metadata(how: Callable[[Metadata], Any]) -> None:
+    found = how(saved())
+    made = type(found)(**vars(found))
+    assert type(made) is Metadata
+    assert made == saved()
+    assert type(type(how(saved()))({})) is Metadata
+
+
+@pytest.mark.parametrize("how", [sent, lambda metadata: deferred(lambda: metadata)])
+def test_an_interrupt_does_not_spoil_it(how: Callable[[Metadata], Any]) -> None:
+    lines, first = inspect.getsourcelines(deferred_metadata._unveil)
+    stopped = []
+    for number in range(first, first + len(lines)):
+
+        def trace(frame: FrameType, event: str, _: Any, number: int = number) -> Any:
+            if frame.f_code is not deferred_metadata._unveil.__code__:
+                return None
+            if event == "line" and frame.f_lineno == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        found = how(saved(planner_data="1"))
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            found.planner_data  # noqa: B018
+        except KeyboardInterrupt:
+            stopped.append(number)
+        finally:
+            sys.settrace(before)
+        assert found.planner_data == "1"
+        assert type(found) is Metadata
+        assert vars(found) == vars(saved(planner_data="1"))
+    assert len(stopped) > 5
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_it_is_made_in_a_forked_child_while_another_thread_makes_one() -> None:
+    def make() -> Metadata:
+        begun.set()
+        end.wait()
+        return saved()
+
+    begun, end = threading.Event(), threading.Event()
+    slow, other = deferred(make), deferred(saved)
+    thread = threading.Thread(target=lambda: slow.version)
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        os._exit(0 if other == saved() else 1)
+    end.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_what_was_changed_is_not_sent_as_it_was() -> None:

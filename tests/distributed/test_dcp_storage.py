@@ -305,15 +305,27 @@ def test_an_error_names_the_file_and_the_remedy(tmp_path: Path) -> None:
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("__0_7.distcp", "__12_0.distcp", "notes.txt", "__0_0.distcp.bak"):
+    others = ("notes.txt", "__0_0.distcp.bak", "__0_\N{ARABIC-INDIC DIGIT ONE}.distcp")
+    for name in ("__0_7.distcp", "__12_0.distcp", *others):
         (tmp_path / name).write_text("x")
+    (tmp_path / "__3.metadata").mkdir()
     save({"a": torch.ones(3)}, FastStorageWriter(tmp_path))
     save({"a": torch.ones(4)}, FastStorageWriter(tmp_path))
+    expected = sorted([".metadata", "__0_1.distcp", "__3.metadata", *others])
+    assert sorted(os.listdir(tmp_path)) == expected
+
+
+def test_where_it_cannot_be_told_what_is_needed_nothing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "__0_7.distcp").write_text("x")
+    (tmp_path / "__3.metadata").symlink_to(tmp_path / "elsewhere")
+    state = {"a": torch.ones(3)}
+    save(state, FastStorageWriter(tmp_path))
+    assert_same(load(blank(state), FastStorageReader(tmp_path)), state)
     assert sorted(os.listdir(tmp_path)) == [
         ".metadata",
-        "__0_0.distcp.bak",
-        "__0_1.distcp",
-        "notes.txt",
+        "__0_0.distcp",
+        "__0_7.distcp",
+        "__3.metadata",
     ]
 
 

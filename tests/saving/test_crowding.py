@@ -103,6 +103,14 @@ def stock(path: Path, obj: Any) -> bytes:
     return path.read_bytes()
 
 
+def test_where_the_kernel_does_not_say_no_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(who: int) -> Any:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(crowding, "getrusage", refuse)
+    assert not crowding._waits()
+
+
 @pytest.mark.parametrize("direct", [True, False, "auto"])
 @pytest.mark.parametrize("size", [64 * 1024, 2 * MIB])
 def test_a_thread_that_waits_for_the_lock_goes_on_alone(

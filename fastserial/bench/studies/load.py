@@ -31,7 +31,6 @@ from fastserial.bench.subjects.fio import READ, FioVariant, best_reads, read_fil
 from fastserial.bench.subjects.payload import check_memory, many_small, mixed_state
 from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers, shapes_of
 from fastserial.bench.subjects.saving import check_torch, stock, write
-from fastserial.files.meminfo import meminfo
 
 __all__ = ["TEMPERATURES", "LoadBench", "LoadResult", "run_load"]
 
@@ -238,8 +237,7 @@ def _prepare(paths: Sequence[Path], temperature: str, saved: _Saved, pause: floa
     if temperature == _FRESH:
         time.sleep(_TAKEN_BACK)
     else:
-        available = meminfo().get("MemAvailable", 0)
-        fetch_free_memory(max(saved.nbytes, min(16 * saved.nbytes, _FREE_BLOCKS, available // 2)))
+        fetch_free_memory(max(saved.nbytes, min(16 * saved.nbytes, _FREE_BLOCKS)))
 
 
 def _run(row: _Row, saved: _Saved, pause: float, *, first: bool) -> None:

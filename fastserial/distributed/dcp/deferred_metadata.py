@@ -1,10 +1,12 @@
 """The metadata of a save, made when somebody looks at it: of thousands of tensors that takes long.
 
-DCP sends the pickle that is in the file already to all ranks. Few jobs look at what it says there.
+The coordinator takes it from the last plan while others write. To all ranks DCP sends the pickle
+that is in `.metadata` already; few jobs look at what it says there.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -38,8 +40,12 @@ def send_as(metadata: Metadata, pickled: bytes) -> None:
 class _Disguised(Metadata):
     """Becomes ordinary metadata as soon as somebody looks at it.
 
-    Until then `isinstance` takes it for that, and only `type()` does not.
+    Until then `isinstance` takes it for that; only what goes around it sees what it is: `type()`,
+    `object.__setattr__`, `inspect.getattr_static`.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return Metadata(*args, **kwargs)  # somebody makes another one of the same type
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":  # `isinstance` asks for it
@@ -99,11 +105,20 @@ def _unveil(metadata: Metadata) -> bytes | None:
         if not issubclass(kind, _Disguised):
             return None
         values: dict[str, Any] = object.__getattribute__(metadata, "__dict__")
-        if kind is _Deferred:
+        make = values.get(_MAKE)
+        if make is not None:  # in steps of which an interrupt spoils none
             with paused_collection():
-                made = values[_MAKE]()
-            values.clear()
-            values.update(vars(made))
+                values = dict(vars(make()))
+            object.__setattr__(metadata, "__dict__", values)
+        pickled: bytes | None = values.get(_PICKLED)
         object.__setattr__(metadata, "__class__", Metadata)
-        pickled: bytes | None = values.pop(_PICKLED, None)
+        values.pop(_PICKLED, None)
         return pickled
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have had it
+
+
+os.register_at_fork(after_in_child=_after_fork)

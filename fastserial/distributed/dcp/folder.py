@@ -18,9 +18,9 @@ from fastserial.files.durable import sync_folders
 __all__ = ["METADATA", "Folder", "metadata_name"]
 
 METADATA = ".metadata"
-_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
 _SHARD_IN_BYTES = re.compile(rb"__\d+_\d+\.distcp")
-_METADATA = re.compile(r"(?:__\d+)?\.metadata")
+_METADATA = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)
 
 
 def metadata_name(rank: int | None) -> str:
@@ -76,34 +76,35 @@ class Folder:
     def sweep(self, rank: int | None) -> None:
         """Remove files of ranks that no `.metadata` names. Nothing else is touched.
 
+        Where that cannot be told, nothing is removed: leftovers harm no save.
+
         Args:
             rank: whose files; None: of all ranks.
         """
-        shards = [
-            name
-            for name in self._names()
-            if (found := _SHARD.fullmatch(name)) and rank in (None, int(found[1]))
-        ]
-        if not shards:
+        try:
+            names = os.listdir(self.path)
+            shards = [
+                name
+                for name in names
+                if (found := _SHARD.fullmatch(name)) and rank in (None, int(found[1]))
+            ]
+            needed = set(self._needed(names)) if shards else set()
+        except OSError:
             return
-        needed = set(self._needed())
         for name in shards:
             if name.encode() not in needed:
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self.path, name))
 
-    def _needed(self) -> Iterator[bytes]:
+    def _needed(self, names: list[str]) -> Iterator[bytes]:
         """Yield the names of files in all `.metadata`, which are not unpickled for that."""
-        for name in self._names():
+        for name in names:
             if _METADATA.fullmatch(name):
-                with open(os.path.join(self.path, name), "rb") as file:
+                with (
+                    contextlib.suppress(IsADirectoryError),
+                    open(os.path.join(self.path, name), "rb") as file,
+                ):
                     yield from _SHARD_IN_BYTES.findall(file.read())
-
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.path)
-        except FileNotFoundError:
-            return []
 
 
 def _not_made(path: str, error: OSError) -> WriteError:

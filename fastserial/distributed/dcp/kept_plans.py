@@ -7,6 +7,7 @@ instead of its rows. Whoever coordinates knows all rows that go with a number.
 from __future__ import annotations
 
 import weakref
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ _kept: weakref.WeakKeyDictionary[Any, dict[type, Kept[Any]]] = weakref.WeakKeyDi
 
 
 class Kept(Generic[_Value]):
-    """What was kept by number, the oldest first.
+    """What was kept by number, the oldest first. Several threads may use it at once.
 
     Attributes:
         asked: a number was sent, and no answer came yet.
@@ -38,30 +39,36 @@ class Kept(Generic[_Value]):
     def __init__(self, most: int) -> None:
         self.asked = False
         self._most = most
-        self._values: dict[int, _Value] = {}
+        self._clock = count()
+        self._values: dict[int, tuple[int, _Value]] = {}  # each with when it was used
 
     def items(self) -> list[tuple[int, _Value]]:
-        return list(self._values.items())
+        return [(number, value) for number, (_, value) in self._by_age()]
 
     def latest(self) -> _Value | None:
         """Return what was kept or asked for last, None if there is nothing."""
-        return next(reversed(self._values.values()), None)
+        found = self._by_age()
+        return found[-1][1][1] if found else None
 
     def get(self, number: int) -> _Value | None:
         """Return what was kept, and count it as new."""
-        value = self._values.pop(number, None)
-        if value is not None:
-            self._values[number] = value
-        return value
+        found = self._values.get(number)
+        if found is None:
+            return None
+        self.put(number, found[1])
+        return found[1]
 
     def put(self, number: int, value: _Value) -> None:
         """Keep a value; the oldest goes if there are too many."""
-        self._values[number] = value
-        while len(self._values) > self._most:
-            del self._values[next(iter(self._values))]
+        self._values[number] = next(self._clock), value
+        for oldest, _ in self._by_age()[: -self._most]:
+            self._values.pop(oldest, None)
 
     def clear(self) -> None:
         self._values.clear()
+
+    def _by_age(self) -> list[tuple[int, tuple[int, _Value]]]:
+        return sorted(self._values.copy().items(), key=lambda item: item[1][0])
 
 
 def kept_with(own: type[_Value], of_all: bool = False) -> Kept[_Value] | None:

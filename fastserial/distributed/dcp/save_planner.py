@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pickle
 import secrets
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,12 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.distributed.boxes import Box
@@ -71,10 +68,10 @@ class _Own:
 
 @dataclass(slots=True)
 class _OfAll:
-    """A plan, as the coordinator keeps it."""
+    """A plan, as the coordinator keeps it: pickled, whoever gets the metadata may change it."""
 
     told: list[Told]
-    metadata: Metadata
+    metadata: bytes
 
 
 class FastSavePlanner(DefaultSavePlanner):
@@ -82,14 +79,30 @@ class FastSavePlanner(DefaultSavePlanner):
 
     What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
     for that, so plain ones have to be equal on all ranks, as those of a data-parallel model are.
+
+    A class derived from it that makes plans in its own way, with `create_local_plan` or
+    `create_global_plan`, gets the plans of `DefaultSavePlanner`: those of ours have no items.
     """
+
+    _as_stock = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._as_stock = (
+            cls.create_local_plan is not FastSavePlanner.create_local_plan
+            or cls.create_global_plan is not FastSavePlanner.create_global_plan
+        )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("enable_plan_caching", None)  # ours is always on
         super().__init__(*args, **kwargs)
+        if self._as_stock:
+            text = f"{type(self).__name__} changes plans: they are made as DefaultSavePlanner does"
+            warnings.warn(text, UserWarning, stacklevel=2)
         self._fingerprint: list[Any] | None = None
         self._told: Told | None = None
         self._kept: Kept[_Own] | None = None
+        self._own: dict[int, _Own] = {}  # the plans that this rank asked for
         self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
 
     def set_up_planner(
@@ -103,7 +116,7 @@ class FastSavePlanner(DefaultSavePlanner):
         Raises:
             ValueError: two values get the same key.
         """
-        if not self.flatten_state_dict:
+        if self._as_stock or not self.flatten_state_dict:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             return
         with paused_collection():
@@ -119,6 +132,8 @@ class FastSavePlanner(DefaultSavePlanner):
         Raises:
             LoadMismatchError: a placement cannot be saved: `Partial`, say.
         """
+        if self._as_stock:
+            return super().create_local_plan()
         self._meshes = {}
         self._kept = kept = kept_with(_Own)
         if kept is not None and kept.asked:
@@ -126,11 +141,11 @@ class FastSavePlanner(DefaultSavePlanner):
         last = kept.latest() if kept is not None else None
         with paused_collection():
             self._fingerprint = fingerprint(self.state_dict, last.fingerprint if last else None)
-        found = self._as_before(kept)
+        self._own = self._as_before(kept)
         if kept is not None:
-            kept.asked = found is not None
-        if found is not None:
-            self.plan = SavePlan([], planner_data=found)
+            kept.asked = bool(self._own)
+        if self._own:
+            self.plan = SavePlan([], planner_data=_AsBefore(tuple(self._own)))
             return self.plan
         mappings = self.mappings if self.flatten_state_dict else None
         with paused_collection():
@@ -138,18 +153,18 @@ class FastSavePlanner(DefaultSavePlanner):
         self.plan = SavePlan([], planner_data=self._told)
         return self.plan
 
-    def _as_before(self, kept: Kept[_Own] | None) -> _AsBefore | None:
-        """Return the numbers of the plans for just such a state, None if there are none."""
+    def _as_before(self, kept: Kept[_Own] | None) -> dict[int, _Own]:
+        """Return the plans for just such a state, by their numbers."""
+        found: dict[int, _Own] = {}
         if kept is None or self._fingerprint is None:
-            return None
+            return found
         settings = self._settings()
-        numbers: list[int] = []
         for number, own in kept.items():
             if own.fingerprint == self._fingerprint and own.settings == settings:
                 own.fingerprint = self._fingerprint  # compared faster where objects are the same
                 self._told = own.told
-                numbers.append(number)
-        return _AsBefore(tuple(numbers)) if numbers else None
+                found[number] = own
+        return found
 
     def _settings(self) -> Any:
         """Return what decides the plan besides the tensors."""
@@ -160,28 +175,33 @@ class FastSavePlanner(DefaultSavePlanner):
         """Return what each rank writes. On the coordinator.
 
         Raises:
-            ValueError: the ranks' parts of a tensor do not make up the tensor.
+            ValueError: the ranks' parts of a tensor do not make up the tensor, or a rank goes by
+                a plan that is not known here.
         """
+        if self._as_stock:
+            return super().create_global_plan(all_plans)
         kept = kept_with(_OfAll, of_all=True)
         messages = [plan.planner_data for plan in all_plans]
         number = _number_of_all(messages)
         found = kept.get(number) if kept is not None and number is not None else None
+        answers: list[Any]
         if found is not None and number is not None and len(found.told) == len(all_plans):
-            self.metadata = deferred(partial(_copied, found.metadata))
-            answer = _AsBefore((number,))
-            return [replace(plan, planner_data=answer) for plan in all_plans], self.metadata
-        told = [self._told_by(rank, message, kept) for rank, message in enumerate(messages)]
-        with paused_collection():
-            parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank)
-        number = secrets.randbits(62)
-        if kept is not None:
-            kept.put(number, _OfAll(told, _copied(metadata)))
-        self.metadata = metadata
+            answers = [_AsBefore((number,))] * len(all_plans)
+        else:
+            told = [self._told_by(rank, message, kept) for rank, message in enumerate(messages)]
+            with paused_collection():
+                parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank)
+                found = _OfAll(told, pickle.dumps(metadata))
+            number = secrets.randbits(62)
+            if kept is not None:
+                kept.put(number, found)
+            answers = [_Orders(number, part) for part in parts]
         plans = [
-            replace(plan, planner_data=_Orders(number, part))
-            for plan, part in zip(all_plans, parts, strict=True)
+            replace(plan, planner_data=answer)
+            for plan, answer in zip(all_plans, answers, strict=True)
         ]
-        return plans, metadata
+        self.metadata = deferred(partial(pickle.loads, found.metadata))
+        return plans, self.metadata
 
     def _told_by(self, rank: int, message: Any, kept: Kept[_OfAll] | None) -> Told:
         if isinstance(message, Told):
@@ -192,16 +212,22 @@ class FastSavePlanner(DefaultSavePlanner):
         return found.told[rank]
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return what this rank writes."""
+        """Return what this rank writes.
+
+        Raises:
+            ValueError: it is to write what it does not know of.
+        """
         message, told, kept = new_plan.planner_data, self._told, self._kept
         self._kept = None
         if kept is not None:
             kept.asked = False
         if isinstance(message, _AsBefore):
-            own = kept.get(message.numbers[0]) if kept is not None else None
-            if own is None:
-                raise ValueError("this rank does not know the plan that it asked for")
-            items = own.items
+            number = message.numbers[0]
+            if number not in self._own:
+                raise ValueError("this rank is to go by a plan that it did not ask for")
+            items = self._own[number].items
+            if kept is not None:
+                kept.get(number)
         elif isinstance(message, _Orders) and told is not None:
             with paused_collection():
                 items = told.local.items(message.parts)
@@ -210,11 +236,13 @@ class FastSavePlanner(DefaultSavePlanner):
                 kept.put(message.number, own)
         else:
             return super().finish_plan(new_plan)
-        self.plan = replace(new_plan, items=items, planner_data=self.mappings)
+        self.plan = replace(new_plan, items=list(items), planner_data=self.mappings)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the tensor, or the part of one, or the bytes that an item is."""
+        if self._as_stock:
+            return super().resolve_data(write_item)
         data = write_item.tensor_data
         value = self.state_dict.get(write_item.index.fqn)
         kind = kind_of(value)
@@ -239,20 +267,6 @@ class FastSavePlanner(DefaultSavePlanner):
             if _contains(box, wanted):
                 return view[wanted.slices(box)]
         raise ValueError(f"{key}: this rank has not the part {wanted}")
-
-
-def _copied(metadata: Metadata) -> Metadata:
-    """Return metadata that does not change with what the caller of `dcp.save` gets."""
-    entries = {
-        key: TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
-        if type(entry) is TensorStorageMetadata
-        else entry
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    planned = metadata.planner_data
-    if isinstance(planned, dict):
-        planned = dict(planned)
-    return replace(metadata, state_dict_metadata=entries, planner_data=planned)
 
 
 def _number_of_all(messages: list[Any]) -> int | None:
