@@ -171,7 +171,7 @@ def test_items_of_a_kept_plan_are_nobody_elses(tmp_path: Path) -> None:
     counts: list[int] = []
     for _ in range(2):
         state = {"a": torch.ones(2), "b": torch.ones(3)}
-        dcp.save(state, storage_writer=FastStorageWriter(tmp_path), planner=Less(), no_dist=True)
+        dcp.save(state, storage_writer=FastStorageWriter(tmp_path), planner=Less())
     assert counts == [2, 2]
 
 
@@ -212,10 +212,10 @@ def test_a_planner_that_changes_plans_gets_those_of_torch(change: Any, tmp_path:
             with ours if base is FastSavePlanner else contextlib.nullcontext():
                 made = planner()
             writer = FastStorageWriter(tmp_path / str(number))
-            dcp.save(state, storage_writer=writer, planner=made, no_dist=True)
+            dcp.save(state, storage_writer=writer, planner=made)
         saved.append(FastStorageReader(tmp_path / str(number)).read_metadata().state_dict_metadata)
         found = {key: torch.zeros_like(value) for key, value in state.items()}
-        dcp.load(found, storage_reader=FastStorageReader(tmp_path / str(number)), no_dist=True)
+        dcp.load(found, storage_reader=FastStorageReader(tmp_path / str(number)))
         assert all(torch.equal(found[key], state[key]) for key in state)
     assert saved[0] == saved[1]
     assert saved[1]["a"].properties.dtype == torch.float16
@@ -233,9 +233,9 @@ def test_saves_of_several_threads_at_once(tmp_path: Path) -> None:
                 start.wait()
                 state = {"a": torch.full((size,), float(number)), "b": number}
                 writer, planner = FastStorageWriter(folder), FastSavePlanner()
-                dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+                dcp.save(state, storage_writer=writer, planner=planner)
                 found: Any = {"a": torch.zeros(size), "b": -1}
-                dcp.load(found, storage_reader=FastStorageReader(folder), no_dist=True)
+                dcp.load(found, storage_reader=FastStorageReader(folder))
                 assert torch.equal(found["a"], state["a"])
                 assert found["b"] == number
         except BaseException as error:

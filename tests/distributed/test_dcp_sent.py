@@ -121,10 +121,10 @@ def test_it_is_made_once_and_not_before() -> None:
     found = deferred(make)
     assert isinstance(found, Metadata)
     assert not made
-    found.version = "2"
+    found.planner_data = "2"
     assert list(found.state_dict_metadata) == ["a"]
     assert len(made) == 1
-    assert made[0].version != "2"
+    assert made[0].planner_data != "2"
 
 
 @pytest.mark.parametrize("how", [sent, lambda metadata: deferred(lambda: metadata)])
@@ -174,7 +174,7 @@ def test_it_is_made_in_a_forked_child_while_another_thread_makes_one() -> None:
 
     begun, end = threading.Event(), threading.Event()
     slow, other = deferred(make), deferred(saved)
-    thread = threading.Thread(target=lambda: slow.version)
+    thread = threading.Thread(target=lambda: slow.planner_data)
     thread.start()
     begun.wait()
     child = os.fork()
