@@ -12,7 +12,7 @@ from fastserial.interrupts import Descriptors
 
 __all__ = ["FoundFolder", "is_dcp_folder", "list_folder", "one_metadata", "read_metadata"]
 
-_METADATA = re.compile(r"(?:__\d+)?\.metadata")
+_METADATA = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)
 _SHARD = re.compile(r".*\.distcp")
 _UNFINISHED = (
     "there is no `.metadata`: a save into this folder was not completed, so nothing can be loaded"

@@ -78,5 +78,5 @@ def _waits() -> bool:
         if time.perf_counter() - began <= sys.getswitchinterval() / 2:
             return False
         return getrusage(RUSAGE_THREAD).ru_nvcsw - slept > 1
-    except OSError:  # a sandbox forbids it
+    except (OSError, ValueError):  # a sandbox forbids it, or has no such counter
         return False

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import re
 import sys
 import threading
+import weakref
 from collections import OrderedDict, UserDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +22,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter, facts
@@ -161,34 +164,43 @@ def test_a_kept_plan_is_nobody_elses(tmp_path: Path) -> None:
 
 @ALONE
 def test_items_of_a_kept_plan_are_nobody_elses(tmp_path: Path) -> None:
-    class Less(FastSavePlanner):
-        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-            plan = super().finish_plan(new_plan)
+    class Less(FastStorageWriter):
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
             counts.append(len(plan.items))
             del plan.items[1:]
-            return plan
+            return super().write_data(plan, planner)
 
     counts: list[int] = []
     for _ in range(2):
         state = {"a": torch.ones(2), "b": torch.ones(3)}
-        dcp.save(state, storage_writer=FastStorageWriter(tmp_path), planner=Less())
+        dcp.save(state, storage_writer=Less(tmp_path), planner=FastSavePlanner())
     assert counts == [2, 2]
 
 
-class HalfItems:
-    """As in torch's documentation: the local plan is changed."""
+class Half:
+    """Saves a tensor in another type. The classes below let items or metadata say so."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        found = super().transform_object(write_item, object)  # type: ignore[misc]
+        return found.half() if write_item.index.fqn == "a" else found
+
+
+def halve(items: list[WriteItem]) -> None:
+    for item in items:
+        if item.index.fqn == "a" and item.tensor_data is not None:
+            item.tensor_data.properties.dtype = torch.float16
+
+
+class HalfLocal(Half):
+    """As in torch's documentation."""
 
     def create_local_plan(self) -> Any:
         plan = super().create_local_plan()  # type: ignore[misc]
-        for item in plan.items:
-            if item.index.fqn == "a":
-                item.tensor_data.properties.dtype = torch.float16
+        halve(plan.items)
         return plan
 
 
-class HalfMetadata:
-    """The metadata is changed."""
-
+class HalfGlobal(Half):
     def create_global_plan(self, all_plans: Any) -> Any:
         plans, metadata = super().create_global_plan(all_plans)  # type: ignore[misc]
         assert self.global_plan is not None  # type: ignore[attr-defined]
@@ -196,30 +208,104 @@ class HalfMetadata:
         return plans, metadata
 
 
-@ALONE
-@pytest.mark.parametrize("change", [HalfItems, HalfMetadata])
-def test_a_planner_that_changes_plans_gets_those_of_torch(change: Any, tmp_path: Path) -> None:
-    def resolve_data(planner: Any, item: WriteItem) -> Any:
-        found = super(type(planner), planner).resolve_data(item)
-        return found.half() if item.index.fqn == "a" else found
+class HalfLast(Half):
+    """Items say so, and on several ranks `.metadata` does not."""
 
-    state = {"a": torch.arange(4.0), "b": torch.ones(4)}
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)  # type: ignore[misc]
+        return plans, copy.deepcopy(metadata)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        plan = super().finish_plan(new_plan)  # type: ignore[misc]
+        halve(plan.items)
+        return plan
+
+
+class HalfLooked:
+    """Without a word of it."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)  # type: ignore[misc]
+        return found.half() if index.fqn == "a" else found
+
+
+@ALONE
+@pytest.mark.parametrize("format", ["dcp", "packed"])
+@pytest.mark.parametrize("change", [HalfLocal, HalfGlobal, HalfLast, HalfLooked])
+def test_a_planner_that_changes_plans_gets_those_of_torch(
+    change: Any, format: Any, tmp_path: Path
+) -> None:
+    state = {"a": torch.arange(4).bfloat16(), "b": torch.ones(4).bfloat16()}
     saved: list[Any] = []
     for number, base in enumerate((DefaultSavePlanner, FastSavePlanner)):
-        planner = type("Half", (change, base), {"resolve_data": resolve_data})
+        planner = type("Changing", (change, base), {})
+        folder = tmp_path / str(number)
         for _ in range(2):
-            ours = pytest.warns(UserWarning, match="Half changes plans")
+            ours = pytest.warns(UserWarning, match="Changing changes plans")
             with ours if base is FastSavePlanner else contextlib.nullcontext():
                 made = planner()
-            writer = FastStorageWriter(tmp_path / str(number))
+            writer = FastStorageWriter(folder, format=format)
             dcp.save(state, storage_writer=writer, planner=made)
-        saved.append(FastStorageReader(tmp_path / str(number)).read_metadata().state_dict_metadata)
-        found = {key: torch.zeros_like(value) for key, value in state.items()}
-        dcp.load(found, storage_reader=FastStorageReader(tmp_path / str(number)))
-        assert all(torch.equal(found[key], state[key]) for key in state)
+        saved.append(FastStorageReader(folder).read_metadata().state_dict_metadata)
+        readers: list[Any] = [FastStorageReader(folder)]
+        if format == "dcp":
+            readers.append(dcp.FileSystemReader(folder))
+        for reader in readers:
+            found = {key: torch.zeros(4) for key in state}
+            dcp.load(found, storage_reader=reader)
+            assert all(torch.equal(found[key], state[key].float()) for key in state)
     assert saved[0] == saved[1]
-    assert saved[1]["a"].properties.dtype == torch.float16
-    assert saved[1]["b"].properties.dtype == torch.float32
+    said = torch.float16 if change in (HalfLocal, HalfGlobal) else torch.bfloat16
+    assert saved[1]["a"].properties.dtype == said
+    assert saved[1]["b"].properties.dtype == torch.bfloat16
+
+
+def planner_of(kind: type[DefaultSavePlanner]) -> DefaultSavePlanner:
+    planner = kind(flatten_state_dict=False)  # else torch itself cannot merge the plans
+    planner.set_up_planner({"a": torch.ones(3)}, StorageMeta(), True)
+    return planner
+
+
+def test_ranks_with_planners_of_two_kinds_are_an_error() -> None:
+    """Else what some of them have would not be saved."""
+
+    class Changing(HalfLocal, FastSavePlanner):
+        pass
+
+    for other in (DefaultSavePlanner, Changing):
+        warned = pytest.warns(UserWarning, match="Changing changes plans")
+        with warned if other is Changing else contextlib.nullcontext():
+            coordinator = planner_of(other)
+        ours, plan = planner_of(FastSavePlanner), coordinator.create_local_plan()
+        with pytest.raises(ValueError, match="rank 0 has another kind of planner"):
+            ours.create_global_plan([plan])
+        told = ours.create_local_plan()
+        if other is Changing:
+            with pytest.raises(ValueError, match="rank 1 has another kind of planner"):
+                coordinator.create_global_plan([plan, told])
+        else:
+            plans, _ = coordinator.create_global_plan([plan, told])
+            with pytest.raises(ValueError, match="the coordinator has another kind of planner"):
+                ours.finish_plan(plans[1])
+
+
+@ALONE
+def test_a_planner_that_was_used_is_pickled_without_the_state(tmp_path: Path) -> None:
+    planner = FastSavePlanner(flatten_state_dict=False)
+    dcp.save({"a": torch.ones(3)}, storage_writer=FastStorageWriter(tmp_path), planner=planner)
+    planner._fingerprint = [weakref.ref(planner)]  # as of DTensors
+    found = pickle.loads(pickle.dumps(planner))
+    assert not found.flatten_state_dict
+    dcp.save({"a": torch.ones(4)}, storage_writer=FastStorageWriter(tmp_path), planner=found)
+    assert FastStorageReader(tmp_path).read_metadata().state_dict_metadata["a"].size == (4,)
+
+
+@ALONE
+def test_a_key_is_in_the_metadata_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        state = {"an unusual key": torch.ones(3)}
+        dcp.save(state, storage_writer=FastStorageWriter(tmp_path), planner=FastSavePlanner())
+        assert (tmp_path / ".metadata").read_bytes().count(b"an unusual key") == 1
 
 
 @ALONE
@@ -250,6 +336,26 @@ def test_saves_of_several_threads_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+@ALONE
+def test_a_save_goes_by_its_plan_when_others_took_its_place(tmp_path: Path) -> None:
+    """Threads that save alone keep their plans in one place."""
+
+    class Slow(FastStorageWriter):
+        def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+            for size in range(20):
+                save(FastStorageWriter(tmp_path / "others"), 10 + size)
+            return super().prepare_local_plan(plan)
+
+    def save(writer: FastStorageWriter, size: int) -> None:
+        dcp.save({"a": torch.ones(size)}, storage_writer=writer, planner=FastSavePlanner())
+
+    for kind in (FastStorageWriter, Slow):
+        save(kind(tmp_path / "mine"), 3)
+    found = {"a": torch.zeros(3)}
+    dcp.load(found, storage_reader=FastStorageReader(tmp_path / "mine"))
+    assert torch.equal(found["a"], torch.ones(3))
 
 
 def test_what_several_threads_keep_is_there() -> None:

@@ -309,9 +309,10 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     for name in ("__0_7.distcp", "__12_0.distcp", *others):
         (tmp_path / name).write_text("x")
     (tmp_path / "__3.metadata").mkdir()
+    os.mkfifo(tmp_path / "__4.metadata")
     save({"a": torch.ones(3)}, FastStorageWriter(tmp_path))
     save({"a": torch.ones(4)}, FastStorageWriter(tmp_path))
-    expected = sorted([".metadata", "__0_1.distcp", "__3.metadata", *others])
+    expected = sorted([".metadata", "__0_1.distcp", "__3.metadata", "__4.metadata", *others])
     assert sorted(os.listdir(tmp_path)) == expected
 
 

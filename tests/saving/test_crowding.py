@@ -103,9 +103,12 @@ def stock(path: Path, obj: Any) -> bytes:
     return path.read_bytes()
 
 
-def test_where_the_kernel_does_not_say_no_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [PermissionError(errno.EPERM, "no"), ValueError("no")])
+def test_where_the_kernel_does_not_say_no_thread_waits(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(who: int) -> Any:
-        raise PermissionError(errno.EPERM, "no")
+        raise error
 
     monkeypatch.setattr(crowding, "getrusage", refuse)
     assert not crowding._waits()

@@ -1,7 +1,7 @@
 """The metadata of a save, made when somebody looks at it: of thousands of tensors that takes long.
 
-The coordinator takes it from the last plan while others write. To all ranks DCP sends the pickle
-that is in `.metadata` already; few jobs look at what it says there.
+The coordinator makes it of the plan at the end of a save. To all ranks DCP sends the pickle that is
+in `.metadata` then; few jobs look at what it says there.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def _unveil(metadata: Metadata) -> bytes | None:
         if not issubclass(kind, _Disguised):
             return None
         values: dict[str, Any] = object.__getattribute__(metadata, "__dict__")
-        make = values.get(_MAKE)
-        if make is not None:  # in steps of which an interrupt spoils none
+        make, pickled = values.get(_MAKE), values.get(_PICKLED)
+        if make is not None:
             with paused_collection():
-                values = dict(vars(make()))
-            object.__setattr__(metadata, "__dict__", values)
-        pickled: bytes | None = values.get(_PICKLED)
+                values = vars(make())
+        # in two steps: an interrupt between them does no harm
+        plain = {name: value for name, value in values.items() if name != _PICKLED}
+        object.__setattr__(metadata, "__dict__", plain)
         object.__setattr__(metadata, "__class__", Metadata)
-        values.pop(_PICKLED, None)
         return pickled
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 
 from fastserial.errors import WriteError, write_error
@@ -89,7 +90,7 @@ class Folder:
                 if (found := _SHARD.fullmatch(name)) and rank in (None, int(found[1]))
             ]
             needed = set(self._needed(names)) if shards else set()
-        except OSError:
+        except (OSError, MemoryError):
             return
         for name in shards:
             if name.encode() not in needed:
@@ -100,11 +101,10 @@ class Folder:
         """Yield the names of files in all `.metadata`, which are not unpickled for that."""
         for name in names:
             if _METADATA.fullmatch(name):
-                with (
-                    contextlib.suppress(IsADirectoryError),
-                    open(os.path.join(self.path, name), "rb") as file,
-                ):
-                    yield from _SHARD_IN_BYTES.findall(file.read())
+                path = os.path.join(self.path, name)
+                if stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+                    with open(path, "rb") as file:
+                        yield from _SHARD_IN_BYTES.findall(file.read())
 
 
 def _not_made(path: str, error: OSError) -> WriteError:

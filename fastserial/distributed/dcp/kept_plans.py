@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from fastserial.distributed.dcp.steps import wrapper_of_step
 
@@ -26,7 +27,7 @@ class _NoGroup:
 
 
 ALONE = _NoGroup()
-_kept: weakref.WeakKeyDictionary[Any, dict[type, Kept[Any]]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, dict[Any, Kept[Any]]] = weakref.WeakKeyDictionary()
 
 
 class Kept(Generic[_Value]):
@@ -72,7 +73,7 @@ class Kept(Generic[_Value]):
 
 
 def kept_with(own: type[_Value], of_all: bool = False) -> Kept[_Value] | None:
-    """Return what was kept with the group whose collective step this is, None outside of one.
+    """Return what was kept with group and coordinator of this collective step, None outside of one.
 
     A planner is not told the group. But DCP calls it in a step that all ranks of a group do
     together, and without collectives it does not.
@@ -81,18 +82,21 @@ def kept_with(own: type[_Value], of_all: bool = False) -> Kept[_Value] | None:
         own: of which kind the values are.
         of_all: what the coordinator keeps.
     """
-    group = group_of_step()
-    if group is None:
+    step = wrapper_of_step("reduce_scatter")
+    if step is None:
         return None
     most = _MOST_ALL if of_all else _MOST
-    return _kept.setdefault(group, {}).setdefault(own, Kept(most))
+    of_group = _kept.setdefault(_group_of(step), {})
+    return of_group.setdefault((own, step.coordinator_rank), Kept(most))
 
 
 def group_of_step() -> Any | None:
     """Return the process group whose step this is, `ALONE` without one, None outside of a step."""
-    found = wrapper_of_step("reduce_scatter")
-    if found is None:
-        return None
-    if not found.use_dist:
+    step = wrapper_of_step("reduce_scatter")
+    return None if step is None else _group_of(step)
+
+
+def _group_of(step: _DistWrapper) -> Any:
+    if not step.use_dist:
         return ALONE
-    return found.group if found.group is not None else dist.group.WORLD
+    return step.group if step.group is not None else dist.group.WORLD

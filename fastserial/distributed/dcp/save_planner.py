@@ -7,7 +7,6 @@ import pickle
 import secrets
 import warnings
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,8 @@ from fastserial.distributed.dcp.local_rows import (
 from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["FastSavePlanner"]
+
+_PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "lookup_object")
 
 
 class _AsBefore(NamedTuple):
@@ -68,10 +69,17 @@ class _Own:
 
 @dataclass(slots=True)
 class _OfAll:
-    """A plan, as the coordinator keeps it: pickled, whoever gets the metadata may change it."""
+    """A plan, as the coordinator keeps it: who gets the metadata may change it, in any depth."""
 
     told: list[Told]
-    metadata: bytes
+    keys: list[str]  # as they are: those of the index are the same objects, and pickled once
+    entries: bytes
+    paths: dict[str, Any] | None
+
+    def metadata(self) -> Metadata:
+        with paused_collection():
+            entries = dict(zip(self.keys, pickle.loads(self.entries), strict=True))
+        return Metadata(entries, planner_data=None if self.paths is None else dict(self.paths))
 
 
 class FastSavePlanner(DefaultSavePlanner):
@@ -80,30 +88,32 @@ class FastSavePlanner(DefaultSavePlanner):
     What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
     for that, so plain ones have to be equal on all ranks, as those of a data-parallel model are.
 
-    A class derived from it that makes plans in its own way, with `create_local_plan` or
-    `create_global_plan`, gets the plans of `DefaultSavePlanner`: those of ours have no items.
+    A class derived from it that overrides what makes plans (`create_local_plan`,
+    `create_global_plan`, `finish_plan`, `lookup_object`) gets those of `DefaultSavePlanner`: ours
+    have no items before the end, share what they consist of, and are kept.
     """
-
-    _as_stock = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._as_stock = (
-            cls.create_local_plan is not FastSavePlanner.create_local_plan
-            or cls.create_global_plan is not FastSavePlanner.create_global_plan
-        )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("enable_plan_caching", None)  # ours is always on
         super().__init__(*args, **kwargs)
-        if self._as_stock:
-            text = f"{type(self).__name__} changes plans: they are made as DefaultSavePlanner does"
+        if self._plans_as_stock:
+            text = f"{type(self).__name__} changes plans: they are those of DefaultSavePlanner"
             warnings.warn(text, UserWarning, stacklevel=2)
         self._fingerprint: list[Any] | None = None
         self._told: Told | None = None
         self._kept: Kept[_Own] | None = None
         self._own: dict[int, _Own] = {}  # the plans that this rank asked for
         self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is only for the save that was going on."""
+        empty = {"_fingerprint": None, "_told": None, "_kept": None}
+        return {**vars(self), **empty, "_own": {}, "_meshes": {}}
+
+    @property
+    def _plans_as_stock(self) -> bool:
+        kind = type(self)
+        return any(getattr(kind, name) is not getattr(FastSavePlanner, name) for name in _PLANNING)
 
     def set_up_planner(
         self,
@@ -116,7 +126,7 @@ class FastSavePlanner(DefaultSavePlanner):
         Raises:
             ValueError: two values get the same key.
         """
-        if self._as_stock or not self.flatten_state_dict:
+        if self._plans_as_stock or not self.flatten_state_dict:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             return
         with paused_collection():
@@ -132,7 +142,7 @@ class FastSavePlanner(DefaultSavePlanner):
         Raises:
             LoadMismatchError: a placement cannot be saved: `Partial`, say.
         """
-        if self._as_stock:
+        if self._plans_as_stock:
             return super().create_local_plan()
         self._meshes = {}
         self._kept = kept = kept_with(_Own)
@@ -175,10 +185,13 @@ class FastSavePlanner(DefaultSavePlanner):
         """Return what each rank writes. On the coordinator.
 
         Raises:
-            ValueError: the ranks' parts of a tensor do not make up the tensor, or a rank goes by
-                a plan that is not known here.
+            ValueError: the ranks' parts of a tensor do not make up the tensor, a rank goes by a
+                plan that is not known here, or it has another kind of planner.
         """
-        if self._as_stock:
+        if self._plans_as_stock:
+            for rank, plan in enumerate(all_plans):
+                if isinstance(plan.planner_data, (Told, _AsBefore)):
+                    raise ValueError(_other_planner(rank))
             return super().create_global_plan(all_plans)
         kept = kept_with(_OfAll, of_all=True)
         messages = [plan.planner_data for plan in all_plans]
@@ -188,10 +201,12 @@ class FastSavePlanner(DefaultSavePlanner):
         if found is not None and number is not None and len(found.told) == len(all_plans):
             answers = [_AsBefore((number,))] * len(all_plans)
         else:
-            told = [self._told_by(rank, message, kept) for rank, message in enumerate(messages)]
+            told = self._told_by_all(messages, kept)
             with paused_collection():
                 parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank)
-                found = _OfAll(told, pickle.dumps(metadata))
+                entries = metadata.state_dict_metadata
+                pickled = pickle.dumps(list(entries.values()))
+            found = _OfAll(told, list(entries), pickled, metadata.planner_data)
             number = secrets.randbits(62)
             if kept is not None:
                 kept.put(number, found)
@@ -200,48 +215,57 @@ class FastSavePlanner(DefaultSavePlanner):
             replace(plan, planner_data=answer)
             for plan, answer in zip(all_plans, answers, strict=True)
         ]
-        self.metadata = deferred(partial(pickle.loads, found.metadata))
+        self.metadata = deferred(found.metadata)
         return plans, self.metadata
 
-    def _told_by(self, rank: int, message: Any, kept: Kept[_OfAll] | None) -> Told:
-        if isinstance(message, Told):
-            return message
-        found = kept.get(message.numbers[-1]) if kept is not None else None
-        if found is None or rank >= len(found.told):
-            raise ValueError(f"the plan that rank {rank} goes by is not known here; save again")
-        return found.told[rank]
+    def _told_by_all(self, messages: list[Any], kept: Kept[_OfAll] | None) -> list[Told]:
+        told: list[Told] = []
+        for rank, message in enumerate(messages):
+            if isinstance(message, Told):
+                told.append(message)
+                continue
+            if not isinstance(message, _AsBefore):
+                raise ValueError(_other_planner(rank))
+            number = message.numbers[-1]
+            found = kept.get(number) if kept is not None else None
+            if found is not None and rank < len(found.told):
+                told.append(found.told[rank])
+            elif len(messages) == 1 and number in self._own:  # threads that save alone have many
+                told.append(self._own[number].told)
+            else:
+                raise ValueError(f"the plan that rank {rank} goes by is not known here; save again")
+        return told
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return what this rank writes.
 
         Raises:
-            ValueError: it is to write what it does not know of.
+            ValueError: the coordinator has another kind of planner.
         """
-        message, told, kept = new_plan.planner_data, self._told, self._kept
-        self._kept = None
+        if self._plans_as_stock:
+            return super().finish_plan(new_plan)
+        message, kept, asked = new_plan.planner_data, self._kept, self._own
+        self._kept, self._own = None, {}
         if kept is not None:
             kept.asked = False
-        if isinstance(message, _AsBefore):
-            number = message.numbers[0]
-            if number not in self._own:
-                raise ValueError("this rank is to go by a plan that it did not ask for")
-            items = self._own[number].items
+        if isinstance(message, _AsBefore) and message.numbers[0] in asked:
+            items = asked[message.numbers[0]].items
             if kept is not None:
-                kept.get(number)
-        elif isinstance(message, _Orders) and told is not None:
+                kept.get(message.numbers[0])
+        elif isinstance(message, _Orders) and self._told is not None:
             with paused_collection():
-                items = told.local.items(message.parts)
+                items = self._told.local.items(message.parts)
             if kept is not None and self._fingerprint is not None:
-                own = _Own(self._fingerprint, self._settings(), told, items)
+                own = _Own(self._fingerprint, self._settings(), self._told, items)
                 kept.put(message.number, own)
         else:
-            return super().finish_plan(new_plan)
+            raise ValueError(_other_planner(None))
         self.plan = replace(new_plan, items=list(items), planner_data=self.mappings)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the tensor, or the part of one, or the bytes that an item is."""
-        if self._as_stock:
+        if self._plans_as_stock:
             return super().resolve_data(write_item)
         data = write_item.tensor_data
         value = self.state_dict.get(write_item.index.fqn)
@@ -267,6 +291,11 @@ class FastSavePlanner(DefaultSavePlanner):
             if _contains(box, wanted):
                 return view[wanted.slices(box)]
         raise ValueError(f"{key}: this rank has not the part {wanted}")
+
+
+def _other_planner(rank: int | None) -> str:
+    whose = "the coordinator" if rank is None else f"rank {rank}"
+    return f"{whose} has another kind of planner; use FastSavePlanner on all ranks, or on none"
 
 
 def _number_of_all(messages: list[Any]) -> int | None:

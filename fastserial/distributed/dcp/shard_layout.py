@@ -124,14 +124,19 @@ class ShardLayout:
         self._run_nbytes = 0
         self._pending = _Pending()
 
-    def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> None:
-        """Append an item; its memory must stay as it is until the batch is written."""
+    def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO, planned: bool = True) -> None:
+        """Append an item; its memory must stay as it is until the batch is written.
+
+        Args:
+            planned: what the item says of a tensor is what `.metadata` says of it.
+        """
         if not isinstance(data, torch.Tensor):
             self._add_known(item, bytes(data.getbuffer()), 0)
             return
         tensor = data.detach()
         found = self._bytes_of(tensor) if self._frames_known else None
-        if found is None or (self._packed and not _is_as_planned(item, tensor)):
+        planned = planned and _is_as_planned(item, tensor)
+        if found is None or (self._packed and not planned):
             self._add_known(item, _saved_by_torch(tensor), None)
             return
         frame = NO_CONTAINER
@@ -145,7 +150,7 @@ class ShardLayout:
                 return
         elif self._end % _ALIGN:
             self._pad()
-        self._add_tensor(item, tensor, found, frame, _is_as_planned(item, tensor))
+        self._add_tensor(item, tensor, found, frame, planned)
 
     def take(self) -> Batch:
         """Return what was laid out since the last call."""

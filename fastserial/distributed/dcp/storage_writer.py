@@ -190,18 +190,23 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             return []
         name = Folder(self.path).new_shard(plan.storage_data.prefix)
         layout = self._layout(name)
+        # others may have changed items when the metadata was made already
+        planned = type(planner).finish_plan in _KEEPING_ITEMS
         container = "dcp packed" if self._packed else "dcp"
         with FastFileWriter(os.path.join(self.path, name), container=container) as out:
             for items in _groups(plan.items, planner):
                 with paused_collection():
                     for item in items:
-                        layout.add(item, planner.resolve_data(item))
+                        layout.add(item, planner.resolve_data(item), planned)
                     batch = layout.take()
                 synchronize(batch.storages)
                 out.write_layout(batch.extents, batch.nbytes, batch.ledger)
                 out.release_sources()
         with paused_collection():
             return layout.results()
+
+
+_KEEPING_ITEMS = (DefaultSavePlanner.finish_plan, FastSavePlanner.finish_plan)
 
 
 def _prefix(rank: int) -> _StoragePrefix:
