@@ -7,6 +7,7 @@ import pickle
 import secrets
 import warnings
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ class FastSavePlanner(DefaultSavePlanner):
         empty = {"_fingerprint": None, "_told": None, "_kept": None}
         return {**vars(self), **empty, "_own": {}, "_meshes": {}}
 
-    @property
+    @cached_property
     def _plans_as_stock(self) -> bool:
         kind = type(self)
         return any(getattr(kind, name) is not getattr(FastSavePlanner, name) for name in _PLANNING)
