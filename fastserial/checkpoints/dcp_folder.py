@@ -7,12 +7,11 @@ import re
 from typing import NamedTuple
 
 from fastserial.errors import CorruptCheckpointError
-from fastserial.formats.dcp import HEADS, Metadata, parse
+from fastserial.formats.dcp import HEADS, METADATA_NAME, Metadata, parse
 from fastserial.interrupts import Descriptors
 
 __all__ = ["FoundFolder", "is_dcp_folder", "list_folder", "one_metadata", "read_metadata"]
 
-_METADATA = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)
 _SHARD = re.compile(r".*\.distcp")
 _UNFINISHED = (
     "there is no `.metadata`: a save into this folder was not completed, so nothing can be loaded"
@@ -38,7 +37,7 @@ def list_folder(path: str) -> FoundFolder:
         OSError: it cannot be read.
     """
     names = sorted(os.listdir(path))
-    metadata = [name for name in names if _METADATA.fullmatch(name)]
+    metadata = [name for name in names if METADATA_NAME.fullmatch(name)]
     if ".metadata" in metadata:
         metadata = [".metadata"]
     return FoundFolder(metadata, [name for name in names if _SHARD.fullmatch(name)])

@@ -6,6 +6,7 @@ item (`Known`); packed, it is compressed, after the names of the files it needs.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fastserial.formats.storages import ITEM_BYTES
 
 __all__ = [
     "HEADS",
+    "METADATA_NAME",
     "Chunk",
     "Item",
     "Known",
@@ -31,6 +33,7 @@ __all__ = [
     "unframed",
 ]
 
+METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
 _PACKED = b"fastserial packed checkpoint\n"
 _MARK = b"fastserial"
 HEADS = (b"\x80", _PACKED)  # what such a file begins with

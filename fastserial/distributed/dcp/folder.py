@@ -15,13 +15,13 @@ from collections.abc import Iterator
 
 from fastserial.errors import WriteError, write_error
 from fastserial.files.durable import sync_folders
+from fastserial.formats.dcp import METADATA_NAME
 
 __all__ = ["METADATA", "Folder", "metadata_name"]
 
 METADATA = ".metadata"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
 _SHARD_IN_BYTES = re.compile(rb"__\d+_\d+\.distcp")
-_METADATA = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)
 
 
 def metadata_name(rank: int | None) -> str:
@@ -100,7 +100,7 @@ class Folder:
     def _needed(self, names: list[str]) -> Iterator[bytes]:
         """Yield the names of files in all `.metadata`, which are not unpickled for that."""
         for name in names:
-            if _METADATA.fullmatch(name):
+            if METADATA_NAME.fullmatch(name):
                 path = os.path.join(self.path, name)
                 if stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
                     with open(path, "rb") as file:

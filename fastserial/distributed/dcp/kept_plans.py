@@ -44,12 +44,13 @@ class Kept(Generic[_Value]):
         self._values: dict[int, tuple[int, _Value]] = {}  # each with when it was used
 
     def items(self) -> list[tuple[int, _Value]]:
-        return [(number, value) for number, (_, value) in self._by_age()]
+        by_age = sorted(self._values.copy().items(), key=lambda item: item[1][0])
+        return [(number, value) for number, (_, value) in by_age]
 
     def latest(self) -> _Value | None:
         """Return what was kept or asked for last, None if there is nothing."""
-        found = self._by_age()
-        return found[-1][1][1] if found else None
+        found = self.items()
+        return found[-1][1] if found else None
 
     def get(self, number: int) -> _Value | None:
         """Return what was kept, and count it as new."""
@@ -62,14 +63,11 @@ class Kept(Generic[_Value]):
     def put(self, number: int, value: _Value) -> None:
         """Keep a value; the oldest goes if there are too many."""
         self._values[number] = next(self._clock), value
-        for oldest, _ in self._by_age()[: -self._most]:
+        for oldest, _ in self.items()[: -self._most]:
             self._values.pop(oldest, None)
 
     def clear(self) -> None:
         self._values.clear()
-
-    def _by_age(self) -> list[tuple[int, tuple[int, _Value]]]:
-        return sorted(self._values.copy().items(), key=lambda item: item[1][0])
 
 
 def kept_with(own: type[_Value], of_all: bool = False) -> Kept[_Value] | None:
