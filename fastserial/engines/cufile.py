@@ -30,6 +30,7 @@ _MOST = 128  # transfers of a batch
 _ALREADY_OPEN = 5026  # CU_FILE_DRIVER_ALREADY_OPEN
 _OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
 _BATCH = 1  # CUFILE_BATCH
+_BATCH_MARGIN = 64 * KiB
 _OPCODES = {Op.READ: 0, Op.WRITE: 1}
 _PATIENCE = 1  # seconds until it is asked again how a batch is getting on
 _COMPLETE, _OVER = 0x10, 0x10 | 0x40 | 0x04  # CUFILE_COMPLETE; and FAILED, INVALID
@@ -162,7 +163,10 @@ class CuFile:
             piece = module.get_parameter_size_t(sizes.PROPERTIES_PER_BUFFER_CACHE_SIZE_KB) * KiB
         self.name = f"cuFile {version // 1000}.{version % 1000 // 10} ({way})"
         self._most = max(1, min(_MOST, most))
-        self.largest_piece = max(PAGE, piece - piece % PAGE)  # what is larger takes the host's way
+        # What is larger takes the host's way; of memory that is not registered, a batch takes
+        # 64 KiB less than a buffer of cuFile's.
+        piece -= _BATCH_MARGIN
+        self.largest_piece = max(PAGE, piece - piece % PAGE)
 
     def _forbid_compat(self) -> None:
         module = self._module

@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,7 +33,6 @@ from fastserial.engines.direct_driver import (
 from fastserial.engines.slots import Slots, give_slots, take_slots
 from fastserial.files.direct import open_direct
 from fastserial.interrupts import Descriptors, finish
-from fastserial.memory import devices
 from fastserial.memory.transfers import DIRECT, instead
 from fastserial.reports import Transfer
 
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     import torch
 
     from fastserial.memory.buffers import Buffer
-    from fastserial.memory.devices import CopyStream
     from fastserial.memory.ring import Ring
     from fastserial.memory.storages import StorageMemory
 
@@ -101,17 +98,6 @@ def offer(
 _in_use: set[DirectMemory] = set()  # what a driver may be using, should `close` be skipped
 
 
-@dataclass(eq=False)
-class _Place:
-    """The slots on one device, and the streams that they are copied to and from on."""
-
-    slots: Slots
-    streams: list[CopyStream]
-
-    def stream(self, buffer: Buffer) -> CopyStream:
-        return self.streams[buffer.index % len(self.streams)]
-
-
 class DirectMemory:
     """The slots of a ring, for one file. Its ring is closed after it.
 
@@ -139,7 +125,7 @@ class DirectMemory:
         self._driver, self._ring, self._block = driver, ring, config.block_size
         self._asynchronous = config.transfer == "gpu_async"
         self._batched = config.transfer == "gpu_batch"
-        self._places: dict[torch.device, _Place] = {}
+        self._places: dict[torch.device, Slots] = {}
         self._files = Descriptors()
         self._file: int | None = None
         self._batch: Batch | None = None
@@ -173,10 +159,8 @@ class DirectMemory:
         for device in places:
             if device not in self._places and self._driver.serves(device):
                 count = len(self._ring.buffers) if self._asynchronous else 1
-                streams = [devices.copy_stream(device) for _ in range(count)]
-                slots = take_slots(self._driver, device)
-                known = [stream for stream in streams if stream is not None]
-                self._places[device] = _Place(slots, known)
+                slots = self._places[device] = take_slots(self._driver, device)
+                slots.provide_streams(count)
             if device in self._places:
                 for stream in self._places[device].streams:
                     stream.follow()
@@ -208,7 +192,7 @@ class DirectMemory:
         """
         memory.check()
         place = self._places[memory.device]
-        stream, slot = place.stream(buffer), self._slot(place, buffer, length)
+        stream, slot = place.stream(buffer.index), self._slot(place, buffer, length)
         stream.fetch(memory.whole[start : start + length], slot)
         if shown:
             stream.fetch(slot, self._ring.host(buffer, length))
@@ -257,18 +241,18 @@ class DirectMemory:
 
     # -- one block -----------------------------------------------------------------------------
 
-    def _slot(self, place: _Place, buffer: Buffer, length: int) -> torch.Tensor:
+    def _slot(self, place: Slots, buffer: Buffer, length: int) -> torch.Tensor:
         start = buffer.index * self._block
-        return place.slots.whole[start : start + length]
+        return place.whole[start : start + length]
 
     def _start(
-        self, op: Op, place: _Place, buffer: Buffer, offset: int, length: int
+        self, op: Op, place: Slots, buffer: Buffer, offset: int, length: int
     ) -> list[Call] | DirectTransferError:
         """Start a transfer that is not synchronous; return its calls, or why there is none."""
-        region, first = place.slots.region, buffer.index * self._block
+        region, first = place.region, buffer.index * self._block
         if self._asynchronous:
             _in_use.add(self)
-            call, stream = place.slots.calls[buffer.index], place.stream(buffer)
+            call, stream = place.calls[buffer.index], place.stream(buffer.index)
             call.size, call.offset, call.start, call.moved = length, offset, first, 0
             try:
                 with self._driver.on(region.device):
@@ -303,7 +287,7 @@ class DirectMemory:
     def _move(
         self,
         op: Op,
-        place: _Place,
+        place: Slots,
         buffer: Buffer,
         offset: int,
         length: int,
@@ -313,7 +297,7 @@ class DirectMemory:
         """Bring a block to its end; see the class."""
         if isinstance(calls, DirectTransferError):
             raise calls
-        region, first = place.slots.region, buffer.index * self._block
+        region, first = place.region, buffer.index * self._block
         self._await(calls)
         self._ring.arrive(buffer)
         self._note(-1 if calls else 0)
@@ -336,7 +320,7 @@ class DirectMemory:
                     )
                 done += moved
         if target is not None:
-            stream = place.stream(buffer)
+            stream = place.stream(buffer.index)
             stream.send(self._slot(place, buffer, length), target)
             self._ring.keep(buffer, stream.mark(), target)
         return done
@@ -409,7 +393,7 @@ class DirectMemory:
             self._driver.close_file(file)
         self._files.close()
         while self._places:
-            give_slots(self._places.popitem()[1].slots)
+            give_slots(self._places.popitem()[1])
         _in_use.discard(self)
 
 

@@ -15,6 +15,8 @@ from fastserial.memory import ring as rings
 if TYPE_CHECKING:
     import torch
 
+    from fastserial.memory.devices import CopyStream
+
 __all__ = ["Slots", "give_slots", "take_slots"]
 
 _CALLS = PINNED_RING // PAGE  # as many slots as there can be
@@ -42,6 +44,19 @@ class Slots:
         with driver.on(device):
             registered = driver.register(address, PINNED_RING)
         self.region = Region(device, address, registered)
+        self.streams: list[CopyStream] = []  # kept: torch has 32, the program's among them
+
+    def provide_streams(self, count: int) -> None:
+        """Get ready for `stream`: slots in turn are copied on `count` streams, or on more."""
+        while len(self.streams) < count:
+            stream = devices.copy_stream(self.device)
+            if stream is None:
+                return
+            self.streams.append(stream)
+
+    def stream(self, slot: int) -> CopyStream:
+        """Return the stream on which a slot is copied to and from."""
+        return self.streams[slot % len(self.streams)]
 
     def release(self) -> None:
         """Let go of the memory; nothing uses it."""

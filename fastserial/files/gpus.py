@@ -19,6 +19,11 @@ __all__ = ["Drive", "Gpu", "GpuHost", "probe_drive", "probe_gpus"]
 
 _CONFIGURATIONS = ("etc/cufile.json", "usr/local/cuda/gds/cufile.json")
 _CONFIGURATION_VARIABLE = "CUFILE_ENV_PATH_JSON"
+# cuFile takes them before its configuration.
+_SWITCH_VARIABLES = {
+    "CUFILE_ALLOW_COMPAT_MODE": "allow_compat_mode",
+    "CUFILE_USE_PCIP2PDMA": "use_pci_p2pdma",
+}
 _STATIC_BAR = "RMForceStaticBar1=1"
 _OLDEST_KERNEL = (6, 2)
 
@@ -101,6 +106,7 @@ def probe_gpus(root: Path = Path("/")) -> GpuHost | None:
         return None
     version = re.search(r"\s(\d+\.\d[\d.]*)\s", told)
     name, settings = _configuration(root)
+    settings |= _switches_of_environment()
     found = (proc / "gpus").glob("*/information") if (proc / "gpus").is_dir() else ()
     return GpuHost(
         driver=version[1] if version else told.partition("\n")[0],
@@ -137,7 +143,7 @@ def _lacking(root: Path, settings: dict[str, bool]) -> Iterator[str]:
     if release is None or (int(release[1]), int(release[2])) <= _OLDEST_KERNEL:
         yield "a kernel newer than 6.2"
     if not settings.get("use_pci_p2pdma"):
-        yield '"use_pci_p2pdma": true in cufile.json'
+        yield '"use_pci_p2pdma": true in cufile.json (or CUFILE_USE_PCIP2PDMA=true)'
     if first_line(root / "sys/module/nvme_core/parameters/multipath") != "N":
         yield "nvme_core.multipath=N"
     if _STATIC_BAR not in first_line(root / "proc/driver/nvidia/params"):
@@ -162,6 +168,11 @@ def _switches(text: str) -> dict[str, bool]:
         return {name: value for name, value in properties.items() if isinstance(value, bool)}
     except (ValueError, AttributeError):
         return {}
+
+
+def _switches_of_environment() -> dict[str, bool]:
+    found = {name: os.environ.get(variable) for variable, name in _SWITCH_VARIABLES.items()}
+    return {name: value.lower() in ("true", "1") for name, value in found.items() if value}
 
 
 def _node(device: Path) -> int | None:

@@ -6,27 +6,39 @@ others. Nothing of a device is touched before a tensor is on it: its context is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CopyStream", "Fence", "Pinned", "copy_stream", "has_streams", "pin", "unpin"]
+__all__ = [
+    "CopyStream",
+    "Fence",
+    "Pinned",
+    "copy_stream",
+    "device_names",
+    "has_streams",
+    "pin",
+    "unpin",
+]
 
 _NEEDED = ("Event", "Stream", "current_stream", "device", "stream")
+_NAMES = ("cuda", "xpu", "mtia", "hpu", "mps")
 
 
 @dataclass(eq=False)
 class Pinned:
     """Host memory of `nbytes` bytes at `address` that a device reads and writes by itself.
 
-    `whole` is a tensor of it, one-dimensional uint8, and keeps it.
+    `whole` is a tensor of it, one-dimensional uint8, and keeps it. `streams` are those that copied
+    from and to it: torch has 32 for each device, and gives them to the program in turn.
     """
 
     address: int
     nbytes: int
     whole: torch.Tensor
+    streams: dict[torch.device, CopyStream] = field(default_factory=dict)
 
 
 class Fence(Protocol):
@@ -58,6 +70,14 @@ class CopyStream(Protocol):
 
     def mark(self) -> Fence:
         """Return the moment when all copies started so far are complete."""
+
+
+def device_names() -> list[bytes]:
+    """Return what the locations of storages on devices begin with, here or elsewhere."""
+    import torch
+
+    found: Any = torch._C
+    return [name.encode() for name in (*_NAMES, found._get_privateuse1_backend_name())]
 
 
 def has_streams(device: torch.device) -> bool:

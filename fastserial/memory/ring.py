@@ -18,7 +18,7 @@ from fastserial.config.performance import PAGE, PINNED_MOST, PINNED_RING
 from fastserial.interrupts import finish
 from fastserial.memory import devices
 from fastserial.memory.buffers import Buffer, BufferPool
-from fastserial.memory.devices import CopyStream, Fence, Pinned
+from fastserial.memory.devices import Fence, Pinned
 from fastserial.memory.storages import StorageMemory
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Ring(BufferPool):
         view = memoryview(anchor).cast("B")
         self._pinned: Pinned | None = pinned
         self._base = pinned.address
-        self._streams: dict[torch.device, CopyStream] = {}
+        self._streams = pinned.streams
         # by buffer; with what is copied, which must stay until then
         self._fences: list[list[tuple[Fence, object]]] = [[] for _ in range(count)]
         self._first = address

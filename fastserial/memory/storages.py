@@ -24,6 +24,7 @@ __all__ = [
     "device_types",
     "host_bytes",
     "is_on_host",
+    "is_plain",
     "memmove",
     "new_storage",
     "other_threads",
@@ -200,6 +201,18 @@ def device_types(storages: Iterable[torch.UntypedStorage]) -> set[str]:
 def is_on_host(storage: torch.UntypedStorage) -> bool:
     """Return whether the bytes of a storage are in the host's memory."""
     return storage.device.type == "cpu"
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values are the elements of its own storage, and nothing else."""
+    import torch
+
+    plain: Any = torch._C._disabled_torch_dispatch_impl  # of all others Python says what they do
+    return (
+        type(tensor).__torch_dispatch__ is plain
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
 
 
 def storage_memory(storage: torch.UntypedStorage) -> StorageOnHost | StorageMemory:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fastserial.memory.storages import is_plain
+
 __all__ = ["Reached", "all_storages", "noting", "storages_of"]
 
-_PLAIN: Any = torch._C._disabled_torch_dispatch_impl
 _PARTS = ("_indices", "_values")  # of a sparse tensor
 _COMPRESSED = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values")
 
@@ -36,7 +37,7 @@ class Reached:
     def note(self, tensor: torch.Tensor) -> None:
         """Note a tensor, and its counter."""
         try:
-            if _is_plain(tensor):
+            if is_plain(tensor):
                 self.watch(tensor.untyped_storage()._cdata, tensor)
             else:
                 self.leave(storages_of(tensor))
@@ -70,14 +71,6 @@ class Reached:
         if storage.is_shared() and storage.device.type == "cpu":
             return None
         return self._versions.get(storage._cdata) if storage.resizable() else None
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor).__torch_dispatch__ is _PLAIN
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-    )
 
 
 def storages_of(tensor: Any) -> Iterable[int]:

@@ -21,7 +21,7 @@ from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource
 from fastserial.formats.zip.directory import Directory, RecordEntry
-from fastserial.formats.zip.records import all_checksums, read_places, storage_records
+from fastserial.formats.zip.records import PICKLE, all_checksums, read_places, storage_records
 from fastserial.formats.zip.structs import MOST_INFLATED
 from fastserial.interrupts import open_file
 from fastserial.loading.legacy_storages import read_storages
@@ -29,6 +29,7 @@ from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.session import LoadSession, current_session
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.loading.zip_reader import FastZipReader
+from fastserial.memory.devices import device_names
 
 __all__ = ["load_legacy_storages", "open_source", "unpickler_module", "zip_reader"]
 
@@ -122,16 +123,25 @@ def _places(
     load: LoadSession, source: FileSource, stock: Any, directory: Directory, map_location: Any
 ) -> dict[str, torch.device] | None:
     """Return the devices that storages are to be read to, None if they come to the host."""
-    if load.config.transfer == "cpu" or map_location == "cpu" or not _has_devices():
+    if load.config.transfer == "cpu" or not _names_device(map_location, stock):
         return None
     from fastserial.loading.device_records import places_of  # not without a device
 
     return places_of(map_location, stock, source.fd, directory)
 
 
-def _has_devices() -> bool:
-    accelerator: Any = getattr(torch, "accelerator", None)
-    return accelerator is not None and bool(accelerator.is_available())
+def _names_device(map_location: Any, stock: Any) -> bool:
+    """Return whether a device may be named where the storages are to go.
+
+    torch is not asked which devices there are: that begins CUDA, which forked children could not
+    use any more then.
+    """
+    if map_location is None:
+        pickle = stock.get_record(PICKLE) if stock.has_record(PICKLE) else b""
+        return any(name in pickle for name in device_names())
+    if isinstance(map_location, str | torch.device):
+        return str(map_location) != "cpu"
+    return type(map_location) is dict
 
 
 def _read_ahead(

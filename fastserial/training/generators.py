@@ -22,7 +22,7 @@ def generator_states() -> dict[str, Any]:
         name, keys, *rest = numpy.random.get_state()
         states["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
+    if cuda.is_initialized():  # to ask whether there is a GPU would begin CUDA
         states["cuda"] = cuda.get_rng_state_all()
     return states
 

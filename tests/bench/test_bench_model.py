@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib
+import importlib.util
 import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from multiprocessing import Pipe, forkserver
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,13 @@ from fastserial.bench.studies.fresh_load import Task
 from fastserial.bench.studies.model import Method, run_tensor
 from fastserial.bench.studies.scaling import ScalingBench, run_scaling, sizes, steps
 from fastserial.bench.subjects import payload, peers
+from fastserial.bench.subjects import readers as subjects_readers
 from fastserial.bench.subjects.contents import tensors_of, unshared, zip_holds
 from fastserial.bench.subjects.model_state import ModelRecipe, model_state
 from fastserial.bench.subjects.models import meta_module
 from fastserial.bench.subjects.payload import equal_state, fill
 from fastserial.bench.subjects.peers import engine_rows, peer_rows
-from fastserial.bench.subjects.readers import Files
+from fastserial.bench.subjects.readers import Files, readers, shapes_of
 from fastserial.bench.subjects.torch_rows import stock_row
 from fastserial.cli.main import app
 from fastserial.files.page_cache import cached_fraction
@@ -380,6 +384,35 @@ def test_bench_load_outputs(tmp_path: Path) -> None:
         names = {row["name"] for row in csv.DictReader(file)}
     assert {"stock zip, cold", "stock zip, warm", "fastserial zip, cold"} <= names
     assert not any("fresh" in name for name in names)
+
+
+def test_loads_to_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the host, which readers are made to take for a device."""
+    monkeypatch.setattr(subjects_readers, "_HOST", "host")
+    state = marked()
+    files = Files(tmp_path / "a.pt", tmp_path / "b.pt", None, None)
+    torch.save(state, files.zip)
+    torch.save(state, files.legacy, _use_new_zipfile_serialization=False)
+    if importlib.util.find_spec("safetensors") is not None:
+        files = replace(files, safetensors=tmp_path / "c.safetensors")
+        importlib.import_module("safetensors.torch").save_file(state, files.safetensors)
+    found, _ = readers(files, shapes_of(state), "cpu")
+    names = [reader.name for reader in found]
+    assert {"stock zip", "fastserial zip", "fastserial legacy"} <= set(names)
+    assert "fastserial zip, small pages" not in names
+    for reader in found:
+        with reader.context():
+            loaded = reader.load(reader.prepare())
+        assert loaded.keys() == state.keys(), reader.name
+        assert all(torch.equal(loaded[name], state[name]) for name in state), reader.name
+
+
+def test_bench_load_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = invoke("load", "--folder", str(tmp_path), "--gpu", "--size", "1MiB")
+    assert isinstance(done.exception, BenchError)
+    assert "finds no CUDA device" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_load_begins_with_the_same_page_cache(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
+    for name in ("CUFILE_ENV_PATH_JSON", "CUFILE_USE_PCIP2PDMA", "CUFILE_ALLOW_COMPAT_MODE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def machine(root: Path, **changed: str | None) -> Path:
@@ -107,6 +108,17 @@ def test_configuration_of_the_variable(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(mine))
     found = host(tmp_path / "root")
     assert (found.cufile_json, found.compat) == (str(mine), True)
+
+
+@pytest.mark.parametrize(("text", "gds"), [("true", "P2PDMA"), ("1", "P2PDMA"), ("no", "compat")])
+def test_variables_come_before_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, gds: str
+) -> None:
+    monkeypatch.setenv("CUFILE_USE_PCIP2PDMA", text)
+    monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "true")
+    settings = '{"properties": {"use_pci_p2pdma": %s}}' % ("true" if text == "no" else "false")
+    found = host(tmp_path, etc__cufile__json=settings)
+    assert (found.gds, found.compat) == (gds, True)
 
 
 def test_a_bare_driver(tmp_path: Path) -> None:

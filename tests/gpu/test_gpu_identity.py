@@ -17,11 +17,10 @@ from support.gpu import DEVICE, need_gpu
 from support.identity import TARGETS, both, fast, stock
 
 from fastserial.engines.direct_memory import missing
+from fastserial.memory import transfers
 from fastserial.memory.transfers import DIRECT
 
 need_gpu()
-pytestmark = pytest.mark.filterwarnings("ignore:transfer ")  # a folder that cuFile does not serve
-
 SMALL: dict[str, Any] = {"small_file": 0, "durable": False}
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -46,6 +45,12 @@ def runnable() -> list[Any]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def _warned_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cuFile does not serve is said once: here warnings are compared with stock's."""
+    monkeypatch.setattr(transfers, "_warned", set(DIRECT))
+
+
 @pytest.fixture
 def on_gpu(tmp_path: Path) -> Any:
     """Return a case's object with its tensors on the GPU, and the file of it."""
@@ -59,7 +64,7 @@ def on_gpu(tmp_path: Path) -> Any:
             try:
                 live = torch.load(path, map_location=DEVICE, weights_only=False)
             except (RuntimeError, TypeError, NotImplementedError) as error:
-                pytest.skip(f"stock cannot load it to a GPU: {error}")
+                pytest.skip(f"no form of it on a GPU: {error}")
             torch.save(live, path, **case.options(fmt))
         return live, path
 

@@ -108,6 +108,7 @@ def test_load_into_what_a_kernel_still_writes(tmp_path: Path) -> None:
 def test_a_save_waits_for_its_own_streams_only(tmp_path: Path) -> None:
     """Another stream may be busy for long: no wait is for the whole device."""
     tensor = torch.ones(COUNT, device=DEVICE)
+    torch.save({"a": tensor}, tmp_path / "a.pt")  # to allocate memory, pinned too, is to wait
     torch.cuda.synchronize()
     busy = torch.cuda.Stream()
     with torch.cuda.stream(busy):

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support.gpu import DEVICE, need_gpu
+from typer.testing import CliRunner
 
 import fastserial
+from fastserial.cli.main import app
 from fastserial.config.performance import PINNED_MOST
 from fastserial.engines import cufile
 from fastserial.engines.direct_memory import missing
@@ -80,7 +82,10 @@ def test_memory(tmp_path: Path, zipped: bool) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         device = torch.cuda.memory_allocated()
-        Path("/proc/self/clear_refs").write_text("5")
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError as error:
+            pytest.skip(f"needs peaks of memory, which the kernel does not reset: {error}")
         before = resident()
         found = run()
         host = resident("VmHWM") - before
@@ -99,6 +104,7 @@ def test_memory(tmp_path: Path, zipped: bool) -> None:
 
 
 def test_pinned_memory_is_kept_and_freed(tmp_path: Path) -> None:
+    fastserial.free_pinned()
     fastserial.install()
     for _ in range(3):
         torch.save(state(), tmp_path / "a.pt")
@@ -150,3 +156,10 @@ def test_no_context_on_other_gpus(tmp_path: Path) -> None:
         torch.save(value, tmp_path / "a.pt")
         torch.load(tmp_path / "a.pt", map_location="cuda:1")
         assert free - torch.cuda.mem_get_info(0)[0] < 64 * MIB
+
+
+def test_bench_load(tmp_path: Path) -> None:
+    """Stock, fastserial and peers load to the GPU, each in a process of its own."""
+    words = ["--gpu", "--size", "32MiB", "--tensors", "5", "--runs", "1", "--no-small", "--no-fio"]
+    done = CliRunner().invoke(app, ["bench", "load", "--folder", str(tmp_path), *words])
+    assert done.exit_code == 0, done.output

@@ -148,13 +148,14 @@ def test_engine_threads_wait(tmp_path: Path, plug: Plug, monkeypatch: pytest.Mon
 
 def test_memory_is_kept_between_saves(tmp_path: Path, plug: Plug) -> None:
     fastserial.free_pinned()
-    plug(0)
+    device = plug(0)
     fastserial.install(**SMALL)
     held = set()
     for _ in range(3):
         torch.save(state(), tmp_path / "a.pt")
         held.add(pinned_store.held)
     assert len(held) == 1
+    assert len(device._streams) == 2  # the program's, and one that is kept with the memory
     assert fastserial.free_pinned() == held.pop()
     torch.save(state(), tmp_path / "a.pt")
     assert report().transfer == "cpu_async_gpu"

@@ -129,6 +129,7 @@ class FakeDevice:
 
     def __init__(self, seed: int = 0, haste: float = 0.3) -> None:
         """Complete some copies with each call, the more the greater `haste` (0 to 1) is."""
+        self._pinned: weakref.WeakSet[Pinned] = weakref.WeakSet()
         self.lock = threading.RLock()
         self.home = threading.get_ident()
         self.renew(seed, haste)
@@ -140,6 +141,8 @@ class FakeDevice:
         self._random = Random(seed)
         self._haste = haste
         self._streams: list[_Stream] = []
+        for pinned in self._pinned:
+            pinned.streams.clear()
         self.caller = self.stream()
         return self
 
@@ -151,7 +154,9 @@ class FakeDevice:
     def pin(self, nbytes: int) -> Pinned:
         whole = torch.full((nbytes + 4096,), _POISON, dtype=torch.uint8)
         whole = whole[-whole.data_ptr() % 4096 :][:nbytes]
-        return Pinned(whole.data_ptr(), nbytes, whole)
+        pinned = Pinned(whole.data_ptr(), nbytes, whole)
+        self._pinned.add(pinned)
+        return pinned
 
     def kernel(self, run: Callable[[], Any]) -> None:
         """Queue something on the program's current stream."""
@@ -233,7 +238,7 @@ def loaded_to(
     # nothing of the host's comes for free: a real device's caller is waited for
     patch.setattr(reader, "synchronize", lambda found: device.finish())
     patch.setattr(torch.cpu, "current_device", lambda: 0)
-    patch.setattr(load_hooks, "_has_devices", lambda: True)
+    patch.setattr(load_hooks, "_names_device", lambda place, stock: place != "cpu")
     patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
     patch.setattr(device_records, "has_streams", lambda place: True)
     patch.setattr(device_records, "_HOST", "host")

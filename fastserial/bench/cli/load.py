@@ -32,6 +32,7 @@ def load(
     temperature: Annotated[
         list[Temperature] | None, typer.Option(help="Only these rows; may be repeated.")
     ] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Load to the CUDA device.")] = False,
     lines: output.WithLines = False,
     json_file: output.JsonFile = None,
     csv_file: output.CsvFile = None,
@@ -58,7 +59,7 @@ def load(
 
     names = dict(zip(Temperature, TEMPERATURES, strict=True))
     chosen = tuple(names[one] for one in temperature or Temperature)
-    bench = LoadBench(folder, nbytes, tensors, runs, small, peers, with_fio, chosen)
+    bench = LoadBench(folder, nbytes, tensors, runs, small, peers, with_fio, chosen, gpu=gpu)
     console = new_console()
     with output.progress(console) as show:
         result = run_load(bench, show)

@@ -37,9 +37,10 @@ def show_load(result: LoadResult, console: Console, lines: bool = False) -> None
 def load_caption(result: LoadResult) -> str:
     """Return where and what was measured, and how, in three lines."""
     bench = result.bench
+    target = ", to the GPU" if bench.gpu else ""
     return (
         f"{result.place}\n{bench.tensors} tensors, "
-        f"{format_bytes(bench.nbytes)}; medians of {bench.runs} interleaved runs "
+        f"{format_bytes(bench.nbytes)}{target}; medians of {bench.runs} interleaved runs "
         "(least–greatest); ratios are of runs of the same round; memory is the peak beyond the data"
     )
 

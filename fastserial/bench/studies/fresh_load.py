@@ -20,6 +20,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.identical import fingerprints
 from fastserial.bench.measuring.measure import Usage, measure
@@ -29,6 +31,8 @@ from fastserial.reports import Latency, last_load_report
 
 __all__ = ["Loaded", "Task", "load_afresh"]
 
+_HOST = "cpu"
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -36,12 +40,14 @@ class Task:
 
     Attributes:
         compare: also return fingerprints of what was loaded.
+        device: where to load to.
     """
 
     row: str
     files: Files
     shapes: Shapes
     compare: bool = False
+    device: str = _HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,8 @@ class Loaded:
     """What one load took.
 
     Attributes:
-        was_there: bytes of the data had memory before (tensors that are filled).
+        was_there: bytes of the data had memory before (tensors that are filled), or none of the
+            host's.
         latency, fallback: as fastserial reports them.
         fingerprints: of what was loaded; None if not asked for.
     """
@@ -117,16 +124,31 @@ def _serve(task: Task, answer: Connection[Loaded | str, Any]) -> None:
 
 
 def _load(task: Task) -> Loaded:
-    reader = next(one for one in readers(task.files, task.shapes)[0] if one.name == task.row)
+    rows, _ = readers(task.files, task.shapes, task.device)
+    reader = next(one for one in rows if one.name == task.row)
     for module in reader.modules:
         importlib.import_module(module)
+    _wait_for(task.device)  # its context begins here
     given = reader.prepare()
     kept: list[Any] = []
+
+    def load() -> None:
+        kept.append(reader.load(given))
+        _wait_for(task.device)
+
     with reader.context():
-        usage = measure(lambda: kept.append(reader.load(given)))
+        usage = measure(load)
     latency, fallback = _reported(reader)
     found = fingerprints(kept[0]) if task.compare else None
-    return Loaded(usage, given is not None, latency, fallback, found)
+    was_there = given is not None or task.device != _HOST
+    return Loaded(usage, was_there, latency, fallback, found)
+
+
+def _wait_for(device: str) -> None:
+    """Wait for all that a device has to do."""
+    if device != _HOST:
+        wait: Any = torch.cuda.synchronize
+        wait()
 
 
 def _reported(reader: Reader) -> tuple[Latency | None, str | None]:

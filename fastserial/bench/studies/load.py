@@ -28,6 +28,7 @@ from fastserial.bench.measuring.temperature import chill, warm
 from fastserial.bench.studies.fresh_load import Task, load_afresh
 from fastserial.bench.subjects import dcp
 from fastserial.bench.subjects.fio import READ, FioVariant, best_reads, read_file
+from fastserial.bench.subjects.model_state import check_gpu
 from fastserial.bench.subjects.payload import check_memory, many_small, mixed_state
 from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers, shapes_of
 from fastserial.bench.subjects.saving import check_torch, stock, write
@@ -58,6 +59,7 @@ class LoadBench:
         with_fio: compare with fio.
         temperatures: of TEMPERATURES, those to measure.
         pause: seconds of rest between two runs.
+        gpu: load to the CUDA device.
     """
 
     folder: Path
@@ -69,6 +71,12 @@ class LoadBench:
     with_fio: bool = True
     temperatures: tuple[str, ...] = TEMPERATURES
     pause: float = 0.2
+    gpu: bool = False
+
+    @property
+    def device(self) -> str:
+        """Where to load to."""
+        return "cuda" if self.gpu else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +123,18 @@ def run_load(bench: LoadBench, say: Callable[[str], None] = lambda text: None) -
     """Run the benchmark; `say` receives a text for each step.
 
     Raises:
-        BenchError: too little memory or disk, the folder cannot be used, or a load failed.
+        BenchError: too little memory or disk, the folder cannot be used, a load failed, or there
+            is no GPU.
         PatchError: the installed torch cannot be patched.
     """
     check_torch()
+    if bench.gpu:
+        check_gpu(bench.nbytes)
     check_memory(3 * bench.nbytes)
     with scratch(bench.folder, 4 * bench.nbytes + _HEADROOM) as folder:
         say("making the data")
         saved, missing = _save(mixed_state(bench.nbytes, bench.tensors), folder, bench.peers)
-        found, absent = readers(saved.files, saved.shapes)
+        found, absent = readers(saved.files, saved.shapes, bench.device)
         missing = {**absent, **missing} if bench.peers else {}
         if not bench.peers:
             found = [reader for reader in found if reader.group == "torch"]
@@ -204,7 +215,7 @@ def _measure(
         for row in rows.copy():
             say(f"{label}: {row.temperature}, {row.reader.name}")
             try:
-                _run(row, saved, bench.pause, first=turn == 0)
+                _run(row, saved, bench, first=turn == 0)
             except BenchError as error:
                 if row.reader.group != "peer" or turn:
                     raise
@@ -240,11 +251,11 @@ def _prepare(paths: Sequence[Path], temperature: str, saved: _Saved, pause: floa
         fetch_free_memory(max(saved.nbytes, min(16 * saved.nbytes, _FREE_BLOCKS)))
 
 
-def _run(row: _Row, saved: _Saved, pause: float, *, first: bool) -> None:
+def _run(row: _Row, saved: _Saved, bench: LoadBench, *, first: bool) -> None:
     """Load once; the first is compared, the others count."""
     reader = row.reader
-    _prepare(reader.paths, row.temperature, saved, pause)
-    loaded = load_afresh(Task(reader.name, saved.files, saved.shapes, first))
+    _prepare(reader.paths, row.temperature, saved, bench.pause)
+    loaded = load_afresh(Task(reader.name, saved.files, saved.shapes, first, bench.device))
     if loaded.fingerprints is not None:
         row.equal = loaded.fingerprints == saved.expected
     if first:

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = ["Files", "Reader", "Shapes", "readers", "shapes_of", "touch"]
 
 State = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of the tensors of a state dict
+_HOST = "cpu"
 _PAGE = 4096
 
 
@@ -68,14 +70,23 @@ def shapes_of(state: State) -> Shapes:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
 
 
-def readers(files: Files, shapes: Shapes) -> tuple[list[Reader], dict[str, str]]:
-    """Return what can run here, and for the others why they cannot."""
-    found = [*_torch(files, shapes)]
+def readers(
+    files: Files, shapes: Shapes, device: str = _HOST
+) -> tuple[list[Reader], dict[str, str]]:
+    """Return what can run here, and for the others why they cannot.
+
+    Args:
+        files: what they read.
+        shapes: of the tensors in it.
+        device: where they load to.
+    """
+    target = _Target(shapes, device)
+    found = [*_torch(files, target)]
     missing: dict[str, str] = {}
     for name, module, command, make in _PEERS:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             missing[name] = f"not installed: {command}"
-        elif isinstance(made := make(name, module, files, shapes), str):
+        elif isinstance(made := make(name, module, files, target), str):
             missing[name] = made
         else:
             found.append(made)
@@ -85,32 +96,56 @@ def readers(files: Files, shapes: Shapes) -> tuple[list[Reader], dict[str, str]]
 def touch(state: State) -> State:
     """Read one byte of every page, as a program that uses the tensors would."""
     for tensor in state.values():
-        if tensor.numel():
+        if tensor.numel() and tensor.device.type == _HOST:
             raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             raw[::_PAGE].sum()
     return state
 
 
-def _torch(files: Files, shapes: Shapes) -> Iterator[Reader]:
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where tensors of these shapes are loaded to."""
+
+    shapes: Shapes
+    device: str
+
+    def empty(self) -> State:
+        """Return tensors to fill, their memory already there."""
+        return {
+            name: torch.empty(shape, dtype=dtype, device=self.device).fill_(0)
+            for name, (dtype, shape) in self.shapes.items()
+        }
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of what is memory of others', or of the host's."""
+        return tensor.to(self.device, copy=True)
+
+
+def _torch(files: Files, target: _Target) -> Iterator[Reader]:
+    place = None if target.device == _HOST else target.device
+
     def reader(name: str, path: Path, context: Any, **more: Any) -> Reader:
-        return Reader(name, (path,), lambda _: torch.load(path), context, **more)
+        load = partial(torch.load, path, map_location=place)
+        return Reader(name, (path,), lambda _: load(), context, **more)
 
     def mapped(_: Any) -> State:
-        return touch(torch.load(files.zip, mmap=True))
+        return touch(torch.load(files.zip, map_location=place, mmap=True))
 
     yield reader("stock zip", files.zip, stock)
     yield Reader("stock zip, mmap, touched", (files.zip,), mapped, stock)
     yield reader("stock legacy", files.legacy, stock)
     yield reader("fastserial zip", files.zip, fast)
-    yield reader("fastserial zip, small pages", files.zip, _fast_on_small_pages, small_pages=True)
+    if place is None:
+        pages = _fast_on_small_pages
+        yield reader("fastserial zip, small pages", files.zip, pages, small_pages=True)
     yield reader("fastserial zip, verified", files.zip, lambda: fast(verify_on_load=True))
     yield reader("fastserial legacy", files.legacy, fast)
 
-    def fill(target: State) -> State:
-        load_into(target, files.zip)
-        return target
+    def fill(found: State) -> State:
+        load_into(found, files.zip)
+        return found
 
-    yield Reader("fastserial load_into", (files.zip,), fill, prepare=lambda: _empty(shapes))
+    yield Reader("fastserial load_into", (files.zip,), fill, prepare=target.empty)
 
 
 @contextmanager
@@ -119,78 +154,72 @@ def _fast_on_small_pages() -> Iterator[None]:
         yield
 
 
-def _empty(shapes: Shapes) -> State:
-    """Return tensors to fill, their memory already there."""
-    return {
-        name: torch.empty(shape, dtype=dtype).fill_(0) for name, (dtype, shape) in shapes.items()
-    }
-
-
 # -- peers ---------------------------------------------------------------------------------------
 
 # the row's name and module; a text says why it cannot run
-_Make = Callable[[str, str, Files, Shapes], Reader | str]
+_Make = Callable[[str, str, Files, _Target], Reader | str]
 _BENCH = "pip install 'fastserial[bench]'"
 
 
-def _of_safetensors(load: Callable[[Any, Path], State]) -> _Make:
+def _of_safetensors(load: Callable[[Any, Path, _Target], State]) -> _Make:
     """Return what makes a reader of the safetensors file; `load` gets its module and the path."""
 
-    def make(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
+    def make(name: str, module: str, files: Files, target: _Target) -> Reader | str:
         path = files.safetensors
         if path is None:
             return "safetensors, which makes its file, is missing"
 
         def run(_: Any) -> State:
-            return load(importlib.import_module(module), path)
+            return load(importlib.import_module(module), path, target)
 
         return Reader(name, (path,), run, modules=(module,), group="peer")
 
     return make
 
 
-def _touched(package: Any, path: Path) -> State:
-    return touch(package.load_file(path))
+def _touched(package: Any, path: Path, target: _Target) -> State:
+    return touch(package.load_file(path, device=target.device))
 
 
-def _cloned(package: Any, path: Path) -> State:
-    return {key: tensor.clone() for key, tensor in package.load_file(path).items()}
+def _cloned(package: Any, path: Path, target: _Target) -> State:
+    loaded = package.load_file(path, device=target.device)
+    return {key: target.own(tensor) for key, tensor in loaded.items()}
 
 
-def _fastsafetensors(package: Any, path: Path) -> State:
-    with package.fastsafe_open(filenames=[str(path)], nogds=True, device="cpu") as file:
-        return {key: file.get_tensor(key).clone() for key in list(file.keys())}
+def _fastsafetensors(package: Any, path: Path, target: _Target) -> State:
+    # without GPUDirect Storage: where that is not set up, it goes through the host unsaid
+    with package.fastsafe_open(filenames=[str(path)], nogds=True, device=target.device) as file:
+        return {key: target.own(file.get_tensor(key)) for key in list(file.keys())}
 
 
-def _runai(package: Any, path: Path) -> State:
+def _runai(package: Any, path: Path, target: _Target) -> State:
     with package.SafetensorsStreamer() as streamer:
         streamer.stream_file(str(path))
-        return {key: tensor.clone() for key, tensor in streamer.get_tensors()}
+        return {key: target.own(tensor) for key, tensor in streamer.get_tensors()}
 
 
-def _instanttensor(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
+def _instanttensor(name: str, module: str, files: Files, target: _Target) -> Reader | str:
     if not torch.cuda.is_available():
         return "it loads to CUDA devices only, and there is none"
 
-    def load(package: Any, path: Path) -> State:
+    def load(package: Any, path: Path, target: _Target) -> State:
         with package.safe_open(str(path), "pt", "cuda:0") as file:
-            return {key: tensor.cpu() for key, tensor in file.tensors()}
+            return {key: target.own(tensor) for key, tensor in file.tensors()}
 
-    return _of_safetensors(load)(name, module, files, shapes)
+    return _of_safetensors(load)(name, module, files, target)
 
 
-def _dcp(name: str, module: str, files: Files, shapes: Shapes) -> Reader | str:
+def _dcp(name: str, module: str, files: Files, target: _Target) -> Reader | str:
     folder = files.dcp
     if folder is None:
         return "it could not save"
 
-    def load(target: State) -> State:
-        dcp.read(target, folder)
-        return target
+    def load(found: State) -> State:
+        dcp.read(found, folder)
+        return found
 
     paths = tuple(sorted(path for path in folder.iterdir() if path.suffix == ".distcp"))
-    prepare = lambda: _empty(shapes)  # noqa: E731
-    return Reader(name, paths, load, prepare=prepare, modules=(module,), group="peer")
+    return Reader(name, paths, load, prepare=target.empty, modules=(module,), group="peer")
 
 
 _DCP = "torch.distributed.checkpoint"

@@ -1,0 +1,78 @@
+"""Loads to the host leave devices alone: to ask torch for them begins CUDA in the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.identity import fast
+
+from fastserial.memory.devices import device_names
+from fastserial.patching import load_hooks
+from fastserial.training.generators import generator_states
+
+OPTIONS: dict[str, Any] = {"small_file": 0, "durable": False}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note who asks whether there is a device."""
+    found: list[str] = []
+    for module, name in (
+        (torch.cuda, "is_available"),
+        (torch.cuda, "device_count"),
+        (torch.accelerator, "is_available"),
+        (torch.accelerator, "device_count"),
+    ):
+        monkeypatch.setattr(module, name, lambda name=name: found.append(name) or 0)
+    return found
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize(
+    "place",
+    [None, "cpu", torch.device("cpu"), {}, {"cuda:0": "cpu"}, lambda storage, location: storage],
+)
+def test_to_the_host(tmp_path: Path, asked: list[str], zipped: bool, place: Any) -> None:
+    wanted = {"a": torch.randn(500_000), "b": torch.randn(3)}
+    with fast(**OPTIONS):
+        torch.save(wanted, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+        loaded = torch.load(tmp_path / "a.pt", map_location=place)
+    assert torch.equal(loaded["a"], wanted["a"])
+    assert asked == []
+
+
+def test_a_device_is_asked_for(tmp_path: Path, asked: list[str]) -> None:
+    """The negative control."""
+    with fast(**OPTIONS):
+        torch.save({"a": torch.randn(500_000)}, tmp_path / "a.pt")
+        with pytest.raises(RuntimeError, match="CUDA"):
+            torch.load(tmp_path / "a.pt", map_location="cuda")
+    assert "is_available" in asked
+
+
+class _Stock:
+    """torch's reader of an archive with this pickle."""
+
+    def __init__(self, pickle: bytes | None) -> None:
+        self._pickle = pickle
+
+    def has_record(self, name: str) -> bool:
+        return self._pickle is not None
+
+    def get_record(self, name: str) -> bytes | None:
+        return self._pickle
+
+
+def test_devices_that_a_file_names() -> None:
+    assert b"cuda" in device_names()
+    assert load_hooks._names_device(None, _Stock(b"X\x06\x00\x00\x00cuda:0"))
+    assert not load_hooks._names_device(None, _Stock(b"X\x03\x00\x00\x00cpu"))
+    assert not load_hooks._names_device(None, _Stock(None))
+
+
+def test_generators(asked: list[str]) -> None:
+    assert "cuda" not in generator_states()
+    assert asked == []
