@@ -97,6 +97,6 @@ def is_whole_pickle(fd: int, record: RecordEntry) -> bool:
     try:
         for _ in pickletools.genops(io.BytesIO(data)):
             pass
-    except (ValueError, OverflowError, EOFError):
+    except (ValueError, OverflowError, EOFError, Warning):  # where warnings are errors
         return False
     return True

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fastserial.distributed.group import Traffic
+from fastserial.memory.storages import is_plain
 
 __all__ = ["SHARED_FROM", "Turn", "Want", "Wants", "pass_on", "turns"]
 
@@ -96,7 +97,7 @@ def pass_on(
     under_way: list[Callable[[], None]] = []
     for want, reader, receivers in mine:
         for piece in _pieces(target_of(want)):
-            straight = piece.is_contiguous() and piece.device.type == "cpu"
+            straight = is_plain(piece) and piece.is_contiguous() and piece.device.type == "cpu"
             host = piece
             if not straight:
                 host = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from fastserial.formats.storages import contiguous_stride
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, HostSink, ReadExtent
 from fastserial.memory.buffers import host_buffer
-from fastserial.memory.storages import bytes_at
+from fastserial.memory.storages import bytes_at, is_plain
 
 __all__ = ["ShardReader", "Wanted"]
 
@@ -177,6 +178,10 @@ class ShardReader:
         self._check_whole(wanted, data)
         try:
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # stock raises it; it says what to allow
+            raise UnreadableCheckpointError(
+                f"torch does not load it: {error}", path=self._reader.name, record=wanted.name
+            ) from error
         except Exception as error:
             raise self._damaged(wanted, f"torch cannot load it: {error}") from error
         if not isinstance(loaded, torch.Tensor):
@@ -206,7 +211,7 @@ class ShardReader:
         request = wanted.requests[0]
         if len(wanted.requests) == 1 and tuple(request.lengths) == content.shape:
             target = self._target(request, content.shape)
-            if target.dtype == content.dtype:
+            if target.dtype == content.dtype and is_plain(target):
                 view = torch.empty_strided(
                     content.shape, content.strides, dtype=content.dtype, device="meta"
                 )
@@ -275,14 +280,19 @@ class ShardReader:
     def _deliver(self, wanted: Wanted, tensor: torch.Tensor) -> None:
         """Copy a tensor, or parts of it, to where they are wanted."""
         for request in wanted.requests:
-            ends = zip(request.storage_offsets, request.lengths, strict=True)
-            part = tensor[tuple(slice(first, first + count) for first, count in ends)]
+            part = tensor
+            if tuple(request.lengths) != tuple(tensor.shape):  # a sparse one cannot be cut
+                ends = zip(request.storage_offsets, request.lengths, strict=True)
+                part = tensor[tuple(slice(first, first + count) for first, count in ends)]
             target = self._target(request, tuple(part.shape))
-            target.copy_(part)
+            with torch.no_grad():
+                target.copy_(part)
             self._commit(request, target)
 
     def _target(self, request: ReadItem, shape: tuple[int, ...]) -> torch.Tensor:
-        target = self._planner.resolve_tensor(request).detach()
+        target = self._planner.resolve_tensor(request)
+        if target.layout is torch.strided:  # a sparse one would stay as it is
+            target = target.detach()
         if tuple(target.shape) != shape:
             raise LoadMismatchError(
                 f"{request.dest_index.fqn} wants shape {tuple(target.shape)}, but the checkpoint "

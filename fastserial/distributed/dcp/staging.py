@@ -18,14 +18,18 @@ def snapshot(state: Any) -> Any:
         return _copy(state, {})
 
 
-def _copy(value: Any, copies: dict[int, Any]) -> Any:
+# Copies by the identity of what they are of, which is kept: another object may get it else.
+_Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def _copy(value: Any, copies: _Copies) -> Any:
     if isinstance(value, ShardedTensor):
         return _copy_sharded(value)
     if isinstance(value, torch.Tensor):
         found = copies.get(id(value))
         if found is None:
-            found = copies[id(value)] = value.detach().to("cpu", copy=True)
-        return found
+            found = copies[id(value)] = value, value.detach().to("cpu", copy=True)
+        return found[1]
     if isinstance(value, Mapping):
         return {key: _copy(item, copies) for key, item in value.items()}
     if isinstance(value, list | tuple):
