@@ -21,7 +21,7 @@ STOCK = os.environ.get("FASTSERIAL_STOCK_PYTHON", sys.executable)
 SIDES = {"stock": (STOCK, ""), "fast": (sys.executable, os.pathsep.join(filter(None, sys.path)))}
 
 
-def run(script: str, side: str, folder: Path) -> dict[str, Any]:
+def run(script: str, side: str, folder: Path, *words: str) -> dict[str, Any]:
     """Run one of the scripts beside this file."""
     python, path = SIDES[side]
     environment = {
@@ -31,7 +31,7 @@ def run(script: str, side: str, folder: Path) -> dict[str, Any]:
         environment["PYTHONPATH"] = path
     else:
         environment["FASTSERIAL_IDENTITY_STOCK_ONLY"] = "1"
-    command = [python, "-W", "ignore", str(HERE / script), str(folder), side]
+    command = [python, "-W", "ignore", str(HERE / script), str(folder), side, *words]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=280, cwd=folder)
     assert done.returncode == 0, done.stderr.decode()
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -51,3 +51,11 @@ def test_write_and_read(writer: str, reader: str, tmp_path: Path) -> None:
     }
     assert not wrong, f"written by torch {written['torch']}, read by {found['torch']}"
     assert {name for name in found["values"] if "mapped" not in name} == set(written["values"])
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("fast", "stock"), ("stock", "fast")])
+def test_folders_of_shards(writer: str, reader: str, tmp_path: Path) -> None:
+    written = run("shards.py", writer, tmp_path, "write")
+    found = run("shards.py", reader, tmp_path, "read")
+    assert len(written["values"]) > 20
+    assert found["values"] == written["values"], (written["torch"], found["torch"])
