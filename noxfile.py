@@ -218,7 +218,7 @@ def patches(session: nox.Session, torch: str) -> None:
 @nox.parametrize(("ours", "stock"), [("2.15.0", "2.6.0"), ("2.6.0", "2.15.0")])
 def compat(session: nox.Session, ours: str, stock: str) -> None:
     """Files exchanged between this tree on one torch release and stock torch of another (10 GB)."""
-    other = Path(session.create_tmp()) / "stock"
+    other = Path(session.create_tmp()).resolve() / "stock"
     session.run("python", "-m", "venv", "--clear", str(other))
     python = str(other / "bin" / "python")
     packages = (f"torch=={stock}", "numpy", "safetensors", "dill", "fsspec", "tqdm", "packaging")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastserial.distributed.convert import convert
     from fastserial.errors import (
         CheckpointKeyError,
+        CheckpointReplacedError,
         ConfigError,
         ConvertError,
         CorruptCheckpointError,
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointKeyError",
+    "CheckpointReplacedError",
     "Checkpointer",
     "Config",
     "ConfigError",
@@ -102,7 +104,8 @@ _HOMES = {
     "distributed.convert": "convert",
     "diagnosis.totals": "Summary summary",
     "errors": (
-        "CheckpointKeyError ConfigError ConvertError CorruptCheckpointError DistributedError "
+        "CheckpointKeyError CheckpointReplacedError ConfigError ConvertError "
+        "CorruptCheckpointError DistributedError "
         "EngineUnavailableError FastserialError LoadMismatchError PatchError StorageChangedError "
         "TornSnapshotError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"

@@ -12,6 +12,7 @@ import os
 __all__ = [
     "REMEDIES",
     "CheckpointKeyError",
+    "CheckpointReplacedError",
     "ConfigError",
     "ConvertError",
     "CorruptCheckpointError",
@@ -121,6 +122,13 @@ class UnreadableTensorError(FastserialError, RuntimeError):
 
 class LoadMismatchError(FastserialError, RuntimeError):
     """What is to be filled and what the checkpoint holds differ; nothing was changed."""
+
+
+class CheckpointReplacedError(FastserialError, FileNotFoundError):
+    """A file of a folder was removed while it was loaded: another save completed. Load again.
+
+    A `FileNotFoundError` with `errno` and `filename`.
+    """
 
 
 class ConvertError(FastserialError, ValueError):

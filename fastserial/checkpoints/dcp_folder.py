@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import ConvertError, CorruptCheckpointError, PickleLimitError
 from fastserial.formats.dcp import HEADS, METADATA_NAME, Metadata, parse
 from fastserial.interrupts import Descriptors
 
-__all__ = ["FoundFolder", "is_dcp_folder", "list_folder", "one_metadata", "read_metadata"]
+__all__ = [
+    "FoundFolder",
+    "all_metadata",
+    "files_of",
+    "is_dcp_folder",
+    "list_folder",
+    "one_metadata",
+    "read_metadata",
+]
 
 _SHARD = re.compile(r".*\.distcp")
 _UNFINISHED = (
@@ -24,10 +34,22 @@ class FoundFolder(NamedTuple):
     Attributes:
         metadata: names of the files that complete a checkpoint: one, or one of each rank.
         shards: names of the files with items.
+        hidden: names of those of single ranks where there is one of all ranks, which torch loads.
     """
 
     metadata: list[str]
     shards: list[str]
+    hidden: list[str]
+
+    @property
+    def note(self) -> str:
+        """What to say of the hidden ones; nothing if there are none."""
+        if not self.hidden:
+            return ""
+        return (
+            f"{', '.join(self.hidden)}: each completes a checkpoint of one rank, which torch does "
+            f"not load, as there is a `{self.metadata[0]}`"
+        )
 
 
 def list_folder(path: str) -> FoundFolder:
@@ -38,9 +60,11 @@ def list_folder(path: str) -> FoundFolder:
     """
     names = sorted(os.listdir(path))
     metadata = [name for name in names if METADATA_NAME.fullmatch(name)]
+    hidden: list[str] = []
     if ".metadata" in metadata:
+        hidden = [name for name in metadata if name != ".metadata"]
         metadata = [".metadata"]
-    return FoundFolder(metadata, [name for name in names if _SHARD.fullmatch(name)])
+    return FoundFolder(metadata, [name for name in names if _SHARD.fullmatch(name)], hidden)
 
 
 def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
@@ -75,19 +99,39 @@ def read_metadata(path: str, name: str) -> Metadata:
         return parse(file.read(), file_name)
 
 
-def one_metadata(path: str) -> Metadata:
-    """Return what the `.metadata` of a folder says; if each rank has one, of all of them.
+def files_of(path: str, names: Iterable[str]) -> set[str]:
+    """Return the names of files that these `.metadata` need, as far as they can be read."""
+    needed: set[str] = set()
+    for name in names:
+        with contextlib.suppress(CorruptCheckpointError, PickleLimitError, OSError):
+            needed.update(item.file for item in read_metadata(path, name).items)
+    return needed
+
+
+def all_metadata(path: str) -> dict[str, Metadata]:
+    """Return what each `.metadata` of a folder says that is loaded: one, or one of each rank.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or there is none.
-        OSError: it cannot be read.
+        CorruptCheckpointError: one is damaged, or there is none.
+        OSError: one cannot be read.
     """
     found = list_folder(path)
     if not found.metadata:
         raise CorruptCheckpointError(_UNFINISHED, path=path)
-    whole = read_metadata(path, found.metadata[0])
-    for name in found.metadata[1:]:
-        _join(whole, read_metadata(path, name), path)
+    return {name: read_metadata(path, name) for name in found.metadata}
+
+
+def one_metadata(path: str) -> Metadata:
+    """Return what the `.metadata` of a folder says; if each rank has one, of all of them.
+
+    Raises:
+        ConvertError: ranks have the same key, each in a checkpoint of its own.
+        CorruptCheckpointError: it is damaged, or there is none.
+        OSError: it cannot be read.
+    """
+    whole, *others = all_metadata(path).values()
+    for other in others:
+        _join(whole, other, path)
     return whole
 
 
@@ -95,10 +139,9 @@ def _join(whole: Metadata, other: Metadata, path: str) -> None:
     """Add what another rank saved by itself."""
     twice = (whole.tensors.keys() | set(whole.values)) & (other.tensors.keys() | set(other.values))
     if twice:
-        raise CorruptCheckpointError(
-            f"each rank saved a checkpoint of its own (use_collectives=False), and {min(twice)!r} "
-            "is in several of them: load it with torch.distributed.checkpoint",
-            path=path,
+        raise ConvertError(
+            f"{path}: each rank saved a checkpoint of its own (use_collectives=False), and "
+            f"{min(twice)!r} is in several of them: load it with torch.distributed.checkpoint"
         )
     whole.tensors.update(other.tensors)
     whole.values += other.values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from math import prod
 
-from fastserial.checkpoints.dcp_folder import list_folder, one_metadata
+from fastserial.checkpoints.dcp_folder import all_metadata, files_of, list_folder
 from fastserial.checkpoints.inspection import Inspection
 from fastserial.formats.dcp import Metadata, Stored
 from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
@@ -25,35 +25,37 @@ def inspect_folder(path: str) -> Inspection:
         OSError: it cannot be read.
     """
     listed = list_folder(path)
-    metadata = one_metadata(path)
-    needed = dict.fromkeys(item.file for item in metadata.items)
+    found = all_metadata(path)
+    first, several = next(iter(found.values())), len(found) > 1
+    items = [item for metadata in found.values() for item in metadata.items]
+    needed = dict.fromkeys(item.file for item in items)
     sizes = {name: _size(path, name) for name in (*listed.metadata, *listed.shards)}
-    notes = [f"{name}: it has no place" for name in metadata.missing]
+    notes = [f"{key}: it has no place" for one in found.values() for key in one.missing]
     notes += [f"{name}: the file is missing" for name in needed if sizes.get(name) is None]
-    spare = [name for name in listed.shards if name not in needed]
+    others = files_of(path, listed.hidden)
+    spare = [name for name in listed.shards if name not in needed and name not in others]
     notes += [f"{name}: it belongs to no checkpoint" for name in spare]
-    notes += [
-        f"tensor {key}: torch has no dtype {stored.dtype} that is known here"
-        for key, stored in metadata.tensors.items()
-        if stored.dtype not in ITEM_BYTES
-    ]
+    notes += [listed.note] if listed.hidden else []
+    tensors: list[TensorEntry] = []
+    for name, metadata in found.items():
+        of = f", in {name}" if several else ""  # ranks on their own may have the same keys
+        for key, stored in metadata.tensors.items():
+            if stored.dtype in ITEM_BYTES:
+                tensors.append(_entry(key, stored, of))
+            else:
+                text = f"torch has no dtype {stored.dtype} that is known here"
+                notes.append(f"tensor {key}{of}: {text}")
     return Inspection(
         path=path,
-        format="dcp packed" if metadata.packed else "dcp",
+        format="dcp packed" if first.packed else "dcp",
         bytes=sum(size or 0 for size in sizes.values()),
-        hints=tuple(_hints(metadata, len(needed))),
+        hints=tuple(_hints(first, len(items), len(needed), len(found))),
         archive_name=None,
-        records=tuple(
-            (f"{item.file}: {item.name}", item.offset, item.length) for item in metadata.items
-        ),
-        tensors=tuple(
-            _entry(key, stored)
-            for key, stored in metadata.tensors.items()
-            if stored.dtype in ITEM_BYTES
-        ),
+        records=tuple((f"{item.file}: {item.name}", item.offset, item.length) for item in items),
+        tensors=tuple(tensors),
         storages=(),
-        imports=metadata.globals,
-        values=len(metadata.values),
+        imports=tuple(sorted({name for one in found.values() for name in one.globals})),
+        values=sum(len(one.values) for one in found.values()),
         notes=tuple(notes[:_MOST_NOTES]),
     )
 
@@ -65,8 +67,10 @@ def _size(path: str, name: str) -> int | None:
         return None
 
 
-def _hints(metadata: Metadata, files: int) -> list[str]:
-    found = [f"torch.distributed.checkpoint, {len(metadata.items)} items in {files} file(s)"]
+def _hints(metadata: Metadata, items: int, files: int, checkpoints: int) -> list[str]:
+    found = [f"torch.distributed.checkpoint, {items} items in {files} file(s)"]
+    if checkpoints > 1:
+        found.append(f"{checkpoints} ranks, each with a checkpoint of its own")
     if metadata.version:
         found.append(f"version {metadata.version}")
     if metadata.ours:
@@ -74,9 +78,9 @@ def _hints(metadata: Metadata, files: int) -> list[str]:
     return found
 
 
-def _entry(key: str, stored: Stored) -> TensorEntry:
+def _entry(key: str, stored: Stored, of: str) -> TensorEntry:
     nbytes = prod(stored.shape) * ITEM_BYTES[stored.dtype]
     parts = len(stored.chunks)
-    kind = "tensor" if parts == 1 else f"in {parts} parts"
+    kind = ("tensor" if parts == 1 else f"in {parts} parts") + of
     strides = contiguous_stride(stored.shape)
     return TensorEntry(key, stored.dtype, stored.shape, strides, None, 0, nbytes, kind)

@@ -72,7 +72,7 @@ def convert(
         if container in _FOLDERS:
             from fastserial.distributed.dcp.convert import write_folder
 
-            return write_folder(opened, path, container, key, settings)
+            return write_folder(opened, name, path, container, key, settings)
         return write_source(
             opened,
             path,

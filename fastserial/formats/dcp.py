@@ -200,7 +200,8 @@ def parse(data: bytes, path: str) -> Metadata:
     """
     pickled, packed, ours = unframed(data, path)
     stream = ByteStream(lambda at, length: pickled[at : at + length], 0, len(pickled))
-    limits = Limits(memory=max(1 << 30, _BYTES_EACH * len(pickled)), seconds=_SECONDS)
+    memory = max(1 << 30, _BYTES_EACH * len(pickled))
+    limits = Limits(memory, _SECONDS, kept=len(pickled))  # keys may be of any length
     try:
         found = decode(stream, limits)
         tensors, values, paths, places, version = _contents(found.value)

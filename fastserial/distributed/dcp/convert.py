@@ -42,16 +42,20 @@ class _StreamingWriter(FastStorageWriter):
         return found if memory is None else found._replace(memory=memory, address=0)
 
 
-def write_folder(source: Source, path: str, to: str, key: str, config: Config) -> Converted:
+def write_folder(
+    source: Source, name: str, path: str, to: str, key: str, config: Config
+) -> Converted:
     """Write what is under a key of an open source to a folder.
 
     What was in the folder stays whole until the new checkpoint is.
 
     Args:
+        name: of the source.
         to: `dcp` or `packed`.
 
     Raises:
-        ConvertError: it is no dictionary, or this torch cannot be written for.
+        ConvertError: it is no dictionary, two of its entries get one key, a tensor has no bytes of
+            its own, or this torch cannot be written for.
         CorruptCheckpointError: the source is damaged, or changed.
         WriteError: it cannot be written; what was there is intact.
     """
@@ -65,9 +69,18 @@ def write_folder(source: Source, path: str, to: str, key: str, config: Config) -
         writer = _StreamingWriter(path, to == "packed", source)
         planner = DefaultSavePlanner()
         writer.set_up_storage_writer(True, rank=0)
-        planner.set_up_planner(
-            cast("dict[str, Any]", value), storage_meta=writer.storage_meta(), is_coordinator=True
-        )
+        try:
+            planner.set_up_planner(
+                cast("dict[str, Any]", value),
+                storage_meta=writer.storage_meta(),
+                is_coordinator=True,
+            )
+        except ValueError as error:  # says which key
+            raise ConvertError(
+                f"{name}: the keys of a folder are paths joined by dots, and two entries get the "
+                f"same one ({error}): {_REMEDY}"
+            ) from error
+        _refuse_odd(planner.state_dict, name)
         plan = writer.prepare_local_plan(planner.create_local_plan())
         plans, metadata = planner.create_global_plan([plan])
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
@@ -80,6 +93,29 @@ def write_folder(source: Source, path: str, to: str, key: str, config: Config) -
     )
     dropped = tuple(name for name in source.metadata if name != "format")
     return Converted(source.container, "dcp packed" if to == "packed" else "dcp", nbytes, dropped)
+
+
+_REMEDY = "leave it out with --key (key=), or convert to one file of torch"
+
+
+def _refuse_odd(flat: Mapping[str, Any], name: str) -> None:
+    """Raise if a tensor cannot be loaded from a folder.
+
+    Raises:
+        ConvertError: one cannot.
+    """
+    for key, tensor in flat.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            problem = "it is no plain tensor"
+        elif tensor.device.type == "meta":
+            problem = "it has no bytes (device meta)"
+        else:
+            continue
+        raise ConvertError(
+            f"{name}: entry {key!r} cannot be loaded from a folder: {problem}: {_REMEDY}"
+        )
 
 
 def _as_options(config: Config) -> dict[str, Any]:

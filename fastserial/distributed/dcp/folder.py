@@ -74,6 +74,20 @@ class Folder:
             number += 1
         return name
 
+    def drop_lone_metadata(self) -> None:
+        """Remove the `.metadata` of ranks on their own, once that of all ranks is in place.
+
+        Nothing would load them but who finds that of all ranks damaged: an older checkpoint then,
+        and no error.
+        """
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.path):
+                path = os.path.join(self.path, name)
+                if name != METADATA and METADATA_NAME.fullmatch(name):
+                    with contextlib.suppress(OSError):
+                        if stat.S_ISREG(os.lstat(path).st_mode):  # else it is none of a save
+                            os.unlink(path)
+
     def sweep(self, rank: int | None) -> None:
         """Remove files of ranks that no `.metadata` names. Nothing else is touched.
 

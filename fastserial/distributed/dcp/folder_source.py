@@ -34,8 +34,8 @@ class FolderSource:
         """Open a folder.
 
         Raises:
-            ConvertError: a value needs more than `weights_only` allows, or an item went through
-                an extension of stock's writer.
+            ConvertError: a value needs more than `weights_only` allows, an item went through an
+                extension of stock's writer, or ranks have one key in checkpoints of their own.
             CorruptCheckpointError: it is damaged, or no save was completed.
             OSError: it cannot be read.
         """
@@ -156,7 +156,12 @@ class FolderSource:
             found = self._structures.content(peek, item.length, dtype, shape)
         except CorruptCheckpointError as error:
             raise self._damaged(item.name, error.message) from error
-        if found is not None and (found.dtype, found.shape) != (dtype, shape):
+        if found is not None and found.shape == shape and found.dtype != dtype:
+            raise ConvertError(  # what stock's `enable_plan_caching` makes of a new dtype
+                f"entry {item.name!r} is of {found.dtype}, but `.metadata` says {dtype}: load it "
+                "with dcp.load"
+            )
+        if found is not None and found.shape != shape:
             raise self._damaged(item.name, "it is that of another checkpoint")
         return found
 

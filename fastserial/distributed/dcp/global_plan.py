@@ -87,9 +87,11 @@ def global_plan(told: Sequence[Told], lowest: bool) -> tuple[list[list[Part]], M
         lowest: what several ranks have is written by the first of them.
 
     Raises:
-        ValueError: the pieces of a tensor do not make up the tensor.
+        ValueError: the pieces of a tensor do not make up the tensor, or a key has a value on some
+            ranks and a tensor on others.
     """
     pieces = _pieces(told)
+    _refuse_mixed(pieces)
     several = [number for number, piece in enumerate(pieces) if len(piece.ranks) > 1]
     load = [0] * len(told)  # what only one rank has it writes
     for piece in pieces:
@@ -152,18 +154,30 @@ class _Made:
 
 
 def _pieces(told: Sequence[Told]) -> list[_Piece]:
-    found: dict[tuple[str, tuple[int, ...]], _Piece] = {}
+    found: dict[tuple[str, tuple[int, ...] | None], _Piece] = {}
     for rank, (local, _) in enumerate(told):
         for number, row in enumerate(local.rows):
             properties = local.properties[row.properties] if row.kind != BYTES else None
-            piece = found.get((row.key, row.offsets))
+            place = row.key, None if properties is None else row.offsets
+            piece = found.get(place)
             if piece is None:
-                piece = _Piece(row, properties, [rank], [number])
-                found[row.key, row.offsets] = piece
+                found[place] = _Piece(row, properties, [rank], [number])
             elif _alike(piece, row, properties):
                 piece.ranks.append(rank)
                 piece.numbers.append(number)
     return list(found.values())
+
+
+def _refuse_mixed(pieces: Sequence[_Piece]) -> None:
+    """Raise if a key has a value on some ranks and a tensor on others: as stock does."""
+    values = {piece.row.key: piece for piece in pieces if piece.properties is None}
+    for piece in pieces if values else ():
+        value = values.get(piece.row.key)
+        if value is not None and piece.properties is not None:
+            raise ValueError(
+                f"{piece.row.key}: a value on ranks {value.ranks}, a tensor on ranks {piece.ranks}:"
+                " give one of them another key"
+            )
 
 
 def _alike(piece: _Piece, row: Row, properties: TensorProperties | None) -> bool:

@@ -5,6 +5,7 @@ Reads stock's checkpoints and ours, of either format.
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from contextlib import nullcontext
@@ -24,15 +25,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from fastserial.distributed.dcp.folder import metadata_name
+from fastserial.distributed.dcp.folder import METADATA, metadata_name
 from fastserial.distributed.dcp.item_structure import Structures
 from fastserial.distributed.dcp.metadata_file import decoded
 from fastserial.distributed.dcp.shard_reader import ShardReader, Wanted
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointReplacedError, CorruptCheckpointError
+from fastserial.files.file_stamp import FileStamp, stamp
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.memory.gc_pause import paused_collection
 
 __all__ = ["FastStorageReader"]
+
+
+_REPLACED = "another save into this folder completed while it was loaded: load again"
 
 
 class _TakesTurns:
@@ -59,6 +64,7 @@ class FastStorageReader(StorageReader):
         self._verify = verify
         self._stock = FileSystemReader(path, **stock)
         self._metadata: Metadata | None = None
+        self._seen: tuple[str, FileStamp] | None = None  # path of `.metadata`, and what was there
 
     # -- what torch.distributed.checkpoint asks of a StorageReader -----------------------------
 
@@ -68,6 +74,7 @@ class FastStorageReader(StorageReader):
             self.path = os.fspath(checkpoint_id)
         self.load_id = str(uuid.uuid4())
         self._metadata = None
+        self._seen = None
         self._stock.reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -77,16 +84,37 @@ class FastStorageReader(StorageReader):
             CorruptCheckpointError: `.metadata` is damaged.
             OSError: it cannot be read.
         """
-        path = os.path.join(self.path, metadata_name(kwargs.get("rank")))
-        with open(path, "rb") as file:
-            found = decoded(file.read(), path)
-        if found is None:
-            with paused_collection():
-                found = self._stock.read_metadata(*args, **kwargs)
+        rank = kwargs.get("rank")
+        if rank is not None and os.path.exists(os.path.join(self.path, METADATA)):
+            # DCP asks for a rank's own after any error with that of all ranks; a damaged one must
+            # not end in an older checkpoint
+            self._read_metadata()
+        found = self._read_metadata(*args, **kwargs)
         meta = getattr(found, "storage_meta", None) or StorageMeta()
         meta.load_id = self.load_id
         found.storage_meta = meta
         return found
+
+    def _read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = os.path.join(self.path, metadata_name(kwargs.get("rank")))
+        with open(path, "rb") as file:
+            self._seen = path, stamp(file.fileno())
+            found = decoded(file.read(), path)
+        if found is None:
+            with paused_collection():
+                found = self._stock.read_metadata(*args, **kwargs)
+        return found
+
+    def _is_replaced(self) -> bool:
+        """Return whether `.metadata` is no longer the one that was read."""
+        if self._seen is None:  # the program has it from elsewhere
+            return False
+        path, before = self._seen
+        try:
+            with open(path, "rb") as file:
+                return not before.holds_for(file.fileno())
+        except FileNotFoundError:
+            return True
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -108,11 +136,17 @@ class FastStorageReader(StorageReader):
 
         Raises:
             CorruptCheckpointError: an item is damaged; the error names it and its file.
+            CheckpointReplacedError: another save completed meanwhile.
             OSError: a file cannot be read.
         """
         passing_on = getattr(planner, "passing_on", nullcontext)
-        with passing_on():
-            self._read(plan, planner)
+        try:
+            with passing_on():
+                self._read(plan, planner)
+        except FileNotFoundError as error:
+            if self._is_replaced():
+                raise CheckpointReplacedError(errno.ENOENT, _REPLACED, error.filename) from error
+            raise
         future: Future[None] = Future()
         future.set_result(None)
         return future

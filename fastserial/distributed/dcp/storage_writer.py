@@ -30,7 +30,7 @@ from torch.futures import Future
 from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.dcp.deferred_metadata import send_as
-from fastserial.distributed.dcp.folder import Folder, metadata_name
+from fastserial.distributed.dcp.folder import METADATA, Folder, metadata_name
 from fastserial.distributed.dcp.metadata_file import encoded
 from fastserial.distributed.dcp.save_planner import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
@@ -45,6 +45,10 @@ from fastserial.saving.writer import FastFileWriter
 __all__ = ["FastStorageWriter"]
 
 _VERSION = "1.0.0"  # of the layout of `.metadata`, as stock counts it
+_IN_THE_WAY = (
+    "a checkpoint of all ranks is there, which would be loaded instead of those of single ranks "
+    "(use_collectives=False): save into another folder, or remove this file first"
+)
 
 
 class FastStorageWriter(StorageWriter, AsyncStager):
@@ -98,10 +102,15 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         """Make the folder, and remove what a save left there that failed.
 
         Raises:
-            WriteError: the folder cannot be made, or there is a checkpoint that must stay.
+            WriteError: the folder cannot be made, or there is a checkpoint that must stay, or one
+                of all ranks where each is to have its own.
         """
         folder = Folder(self.path)
         folder.make(self._durable)
+        if self._alone is not None and folder.has(METADATA):
+            # It would be loaded instead of what is saved now. It cannot be replaced either: no rank
+            # knows when the last one is done, and until then it is the only whole checkpoint.
+            raise write_error(errno.EEXIST, os.path.join(self.path, METADATA), _IN_THE_WAY)
         if not self.overwrite and folder.has(metadata_name(0 if self._alone is not None else None)):
             text = "Checkpoint already exists, and overwrite=False"  # as stock says it
             raise write_error(errno.EEXIST, self.path, text)
@@ -144,7 +153,10 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         name = metadata_name(self._alone)
         data = encoded(metadata, self._packed)
         replace_bytes(os.path.join(self.path, name), data.contents, self._durable)
-        Folder(self.path).sweep(self._alone)
+        folder = Folder(self.path)
+        if self._alone is None:
+            folder.drop_lone_metadata()
+        folder.sweep(self._alone)
         if is_called_by_dcp():  # who is between may change it before it is sent
             send_as(metadata, data.pickled)
 

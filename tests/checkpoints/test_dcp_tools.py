@@ -1,0 +1,153 @@
+"""`verify`, `inspect` and `convert` where folders of DCP are not as usual."""
+
+from __future__ import annotations
+
+import inspect as signatures
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from typer.testing import CliRunner
+
+from fastserial import convert, inspect, verify
+from fastserial.cli.main import app
+from fastserial.distributed import FastStorageWriter
+from fastserial.errors import ConvertError
+
+
+def save(state: dict[str, Any], path: Path, who: str = "stock", planner: Any = None) -> None:
+    writer: Any = dcp.FileSystemWriter(path) if who == "stock" else FastStorageWriter(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.save(state, storage_writer=writer, planner=planner)
+
+
+def save_alone(rank: int, state: dict[str, Any], path: Path, format: Any = "dcp") -> None:
+    """Save as a rank does with `use_collectives=False`."""
+    writer, planner = FastStorageWriter(path, format=format), DefaultSavePlanner()
+    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
+    planner.set_up_planner(state, writer.storage_meta(), True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+# -- ranks with checkpoints of their own -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["dcp", "packed"])
+def test_ranks_that_have_the_same_key(format: str, tmp_path: Path) -> None:
+    for rank in range(2):
+        state = {"w": torch.ones(5 + rank), f"of {rank}": torch.ones(3), "step": 3}
+        save_alone(rank, state, tmp_path / "folder", format)
+    report = verify(tmp_path / "folder")
+    assert report.ok, report
+    assert not report.notes
+    found = inspect(tmp_path / "folder")
+    assert [(one.key, one.shape, one.kind) for one in found.tensors] == [
+        ("w", (5,), "tensor, in __0.metadata"),
+        ("of 0", (3,), "tensor, in __0.metadata"),
+        ("w", (6,), "tensor, in __1.metadata"),
+        ("of 1", (3,), "tensor, in __1.metadata"),
+    ]
+    assert found.values == 2
+    assert len(found.records) == 6
+    assert not found.notes
+    assert "2 ranks, each with a checkpoint of its own" in found.hints
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path / "folder")])
+    assert output.exit_code == 0
+    with pytest.raises(ConvertError, match=r"folder: each rank saved .*'(w|step)' is in several"):
+        convert(tmp_path / "folder", tmp_path / "file.pt")
+    assert not (tmp_path / "file.pt").exists()
+
+
+def test_ranks_that_have_different_keys_are_put_together(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_alone(rank, {f"of {rank}": torch.full((3,), rank)}, tmp_path / "folder")
+    assert len(inspect(tmp_path / "folder").tensors) == 2
+    convert(tmp_path / "folder", tmp_path / "file.pt")
+    found = torch.load(tmp_path / "file.pt")
+    assert {key: int(tensor[0]) for key, tensor in found.items()} == {"of 0": 0, "of 1": 1}
+
+
+def test_checkpoints_that_one_of_all_ranks_hides(tmp_path: Path) -> None:
+    """As stock leaves them: their files belong to them, not to a save that failed."""
+    save_alone(0, {"a": torch.ones(3)}, tmp_path)
+    save_alone(1, {"a": torch.ones(3)}, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    save({"a": torch.ones(4)}, tmp_path, "ours")
+    for path, data in before.items():
+        path.write_bytes(data)
+    assert len(os.listdir(tmp_path)) == 6
+    report = verify(tmp_path)
+    assert report.ok, report
+    (note,) = report.notes
+    assert "__0.metadata, __1.metadata: each completes a checkpoint of one rank" in note
+    assert inspect(tmp_path).notes == (note,)
+    (tmp_path / "__7_7.distcp").write_bytes(b"x")
+    assert verify(tmp_path).notes[1].endswith("a failed save: __7_7.distcp")
+    assert "__7_7.distcp: it belongs to no checkpoint" in inspect(tmp_path).notes
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["stock", "ours"])
+def test_a_key_may_be_long(who: str, tmp_path: Path) -> None:
+    key = "k" * 70_000
+    save({key: torch.ones(2)}, tmp_path / "folder", who)
+    assert verify(tmp_path / "folder").ok
+    assert inspect(tmp_path / "folder").tensors[0].key == key
+    convert(tmp_path / "folder", tmp_path / "file.pt")
+    assert list(torch.load(tmp_path / "file.pt")) == [key]
+
+
+@pytest.mark.skipif(
+    "enable_plan_caching" not in signatures.signature(DefaultSavePlanner).parameters,
+    reason="DefaultSavePlanner of this torch has no enable_plan_caching",
+)
+@pytest.mark.parametrize("size", [10, 700_000])
+@pytest.mark.parametrize("who", ["stock", "ours"])
+def test_a_dtype_that_a_cached_plan_missed(who: str, size: int, tmp_path: Path) -> None:
+    """torch loads it right, from the item; `.metadata` has the old one."""
+    for dtype in (torch.float32, torch.bfloat16):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        save({"a": torch.ones(size, dtype=dtype)}, tmp_path / "folder", who, planner)
+    report = verify(tmp_path / "folder")
+    assert report.ok, report
+    assert any("another dtype than the metadata says" in note for note in report.notes)
+    assert report.checked_bytes >= 2 * size
+    with pytest.raises(ConvertError, match=r"bfloat16, but .*float32: load it with dcp\.load"):
+        convert(tmp_path / "folder", tmp_path / "file.pt")
+    os.truncate(next((tmp_path / "folder").glob("*.distcp")), 500)
+    assert not verify(tmp_path / "folder").ok
+
+
+# -- to a folder -----------------------------------------------------------------------------------
+
+
+def odd_states() -> dict[str, tuple[Any, str]]:
+    return {
+        "joined": ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, r"same one \(.*a\.b\)"),
+        "number": ({1: torch.ones(1), "1": torch.ones(2)}, r"same one \(.*1\)"),
+        "sparse": ({"x": {"s": torch.eye(5).to_sparse()}}, r"entry 'x\.s' .* no plain tensor"),
+        "meta": ({"m": torch.empty(3, device="meta")}, r"entry 'm' .* no bytes \(device meta\)"),
+    }
+
+
+@pytest.mark.parametrize("to", ["dcp", "packed"])
+@pytest.mark.parametrize("name", list(odd_states()))
+def test_what_a_folder_cannot_hold(name: str, to: Any, tmp_path: Path) -> None:
+    state, text = odd_states()[name]
+    torch.save(state, tmp_path / "file.pt")
+    target = tmp_path / "new" / "folder"
+    with pytest.raises(ConvertError, match=rf"file\.pt: .*{text}.*--key") as caught:
+        convert(tmp_path / "file.pt", target, to)
+    assert os.listdir(tmp_path) == ["file.pt"], "something is left of the target"
+    assert "\n" not in str(caught.value)
