@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from fastserial.cli.verify import CANNOT_TELL, DAMAGED, some
+from fastserial.cli.verify import CANNOT_TELL, DAMAGED, files_of, some
 from fastserial.console import counted, json_text, new_console, print_table, say
 from fastserial.reports import format_bytes
 
@@ -25,7 +25,8 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE|DIR", help="A zip, legacy or safetensors checkpoint, or a DCP folder."
+            metavar="FILE|DIR",
+            help="A zip, legacy or safetensors checkpoint, a DCP folder, or a folder of these.",
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -38,18 +39,28 @@ def inspect(
     from fastserial.checkpoints.inspect import inspect as look
     from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 
-    try:
-        found = look(path)
-    except UnreadableCheckpointError as error:
-        say(f"unreadable: {error}", err=True)
-        raise typer.Exit(CANNOT_TELL) from None
-    except CorruptCheckpointError as error:
-        say(f"damaged: {error}", err=True)
-        raise typer.Exit(DAMAGED) from None
-    if as_json:
-        typer.echo(json_text(found.to_dict()))
-        return
-    _print_inspection(new_console(), found, records)
+    console = new_console()
+    seen: list[Inspection] = []
+    states: set[int] = set()
+    names = list(files_of(path)) or [str(path)]  # which says what the folder is
+    for name in names:
+        try:
+            found = look(name)
+        except UnreadableCheckpointError as error:
+            say(f"unreadable: {error}", err=True)
+            states.add(CANNOT_TELL)
+        except CorruptCheckpointError as error:
+            say(f"damaged: {error}", err=True)
+            states.add(DAMAGED)
+        else:
+            seen.append(found)
+            if not as_json:
+                _print_inspection(console, found, records)
+    if as_json and seen:
+        all_ = [found.to_dict() for found in seen]
+        typer.echo(json_text(all_[0] if len(names) == 1 else {"files": all_}))
+    if states:
+        raise typer.Exit(min(states))
 
 
 def _print_inspection(console: Console, found: Inspection, records: bool) -> None:

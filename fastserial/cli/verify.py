@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fastserial.checkpoints.verify import VerifyReport
 
-__all__ = ["CANNOT_TELL", "DAMAGED", "OK", "some", "verify"]
+__all__ = ["CANNOT_TELL", "DAMAGED", "OK", "files_of", "some", "verify"]
 
 OK, DAMAGED, CANNOT_TELL = 0, 1, 2
 _SHOWN_TENSORS = 3
@@ -45,7 +45,7 @@ def verify(
     nothing: list[str] = []
     for path in paths:
         found = False
-        for name in _files(path):
+        for name in files_of(path):
             found = True
             report = check(name, config)
             reports.append(report)
@@ -72,7 +72,8 @@ def verify(
     raise typer.Exit(status)
 
 
-def _files(path: Path) -> Iterator[str]:
+def files_of(path: Path) -> Iterator[str]:
+    """Yield a checkpoint, or those in a folder."""
     from fastserial.checkpoints.verify import checkpoints_in
 
     if path.is_dir():

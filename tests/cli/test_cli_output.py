@@ -177,7 +177,8 @@ def test_inspect_tells_unreadable_from_damaged(command: Command, tmp_path: Path)
     torch.save({"a": torch.ones(2)}, whole)
     cut.write_bytes(whole.read_bytes()[:-1])
     assert command("inspect", whole)[0] == 0
-    for path in (text, empty, tmp_path, "/dev/null"):
+    (tmp_path / "folder").mkdir()
+    for path in (text, empty, tmp_path / "folder", "/dev/null"):
         status, out, err = command("inspect", path)
         assert (status, out) == (2, "")
         assert err.startswith("unreadable: ")
@@ -239,6 +240,22 @@ def test_json_text_is_json() -> None:
     values = {"a": [1, {"b": [2, (3,)]}], "b": [], "c": None, "d": "x\n\ud800", "e": (1, 2)}
     assert json.loads(json_text(values)) == json.loads(json.dumps(values))
     assert json_text(values).isascii()
+
+
+def test_inspect_goes_through_a_folder(command: Command, tmp_path: Path) -> None:
+    """Of torch_checkpointing, say: ordinary files, one for each state and rank."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "model_0.pt")
+    torch.save({"b": torch.ones(4)}, tmp_path / "model_1.pt")
+    status, out, err = command("inspect", tmp_path, "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)["files"]
+    assert [one["tensors"][0]["key"] for one in found] == ["a", "b"]
+    (tmp_path / "model_1.pt").write_bytes((tmp_path / "model_1.pt").read_bytes()[:-50])
+    status, out, err = command("inspect", tmp_path)
+    assert status == 1
+    assert "model_0.pt: zip" in out
+    assert err.startswith("damaged: ")
+    assert "model_1.pt" in err
 
 
 def test_inspect_prints_a_line_for_each_tensor_without_rich(
