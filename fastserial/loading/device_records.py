@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fastserial.config.performance import PICKLE_SHARE
 from fastserial.errors import FastserialError
 from fastserial.formats.pickles import decode
 from fastserial.formats.storages import storage_table
@@ -61,10 +60,9 @@ def places_of(
 def _told_by_pickle(
     mapped: dict[Any, Any], fd: int, directory: Directory
 ) -> dict[str, torch.device] | None:
-    """Return the devices that the file names, if it is worth while to read its pickle twice."""
+    """Return the devices that the file names."""
     pickle = directory.find(PICKLE)
-    nbytes = sum(record.size for record in directory.records)
-    if pickle is None or pickle.size * PICKLE_SHARE > nbytes:
+    if pickle is None:
         return None
     try:
         table = storage_table(decode(record_stream(fd, pickle)).persistents)

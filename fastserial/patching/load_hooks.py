@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES
+from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES, PICKLE_SHARE
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource
 from fastserial.formats.zip.directory import Directory, RecordEntry
@@ -123,24 +123,29 @@ def _places(
     load: LoadSession, source: FileSource, stock: Any, directory: Directory, map_location: Any
 ) -> dict[str, torch.device] | None:
     """Return the devices that storages are to be read to, None if they come to the host."""
-    if load.config.transfer == "cpu" or not _names_device(map_location, stock):
+    if load.config.transfer == "cpu":
+        return None
+    if not _names_device(map_location, stock, directory, source.size):
         return None
     from fastserial.loading.device_records import places_of  # not without a device
 
     return places_of(map_location, stock, source.fd, directory)
 
 
-def _names_device(map_location: Any, stock: Any) -> bool:
-    """Return whether a device may be named where the storages are to go.
+def _names_device(map_location: Any, stock: Any, directory: Directory, nbytes: int) -> bool:
+    """Return whether a device may be named where the storages of a file are to go.
 
     torch is not asked which devices there are: that begins CUDA, which forked children could not
     use any more then.
     """
-    if map_location is None:
-        pickle = stock.get_record(PICKLE) if stock.has_record(PICKLE) else b""
-        return any(name in pickle for name in device_names())
     if isinstance(map_location, str | torch.device):
         return str(map_location) != "cpu"
+    pickle = directory.find(PICKLE)
+    if pickle is None or pickle.size * PICKLE_SHARE > nbytes:  # it is read an extra time
+        return False
+    if map_location is None:
+        text = stock.get_record(PICKLE)
+        return any(name in text for name in device_names())
     return type(map_location) is dict
 
 

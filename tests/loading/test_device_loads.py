@@ -243,8 +243,6 @@ def test_each_storage_by_itself(
     everything = dict.fromkeys(("cuda:0", "cuda:1"), "cpu")
     assert places_of(everything, tmp_path / "a.pt") is None  # all on the host
     assert places_of({"cuda:1": "cuda:9"}, tmp_path / "a.pt") is None  # torch will complain
-    monkeypatch.setattr(device_records, "PICKLE_SHARE", 10**6)
-    assert places_of(None, tmp_path / "a.pt") is None  # not worth while
 
 
 def test_who_is_asked(files: dict[bool, Path], plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.identity import fast
 
+from fastserial.formats.zip.directory import read_directory
 from fastserial.memory.devices import device_names
 from fastserial.patching import load_hooks
 from fastserial.training.generators import generator_states
@@ -53,24 +54,23 @@ def test_a_device_is_asked_for(tmp_path: Path, asked: list[str]) -> None:
     assert "is_available" in asked
 
 
-class _Stock:
-    """torch's reader of an archive with this pickle."""
-
-    def __init__(self, pickle: bytes | None) -> None:
-        self._pickle = pickle
-
-    def has_record(self, name: str) -> bool:
-        return self._pickle is not None
-
-    def get_record(self, name: str) -> bytes | None:
-        return self._pickle
-
-
-def test_devices_that_a_file_names() -> None:
+@pytest.mark.parametrize(
+    ("value", "nbytes", "names"),
+    [
+        ("cuda:0", 1 << 30, True),
+        ("cpu", 1 << 30, False),
+        ("cuda:0", 1 << 10, False),  # so much of the file is its pickle
+    ],
+)
+def test_devices_that_a_file_names(tmp_path: Path, value: str, nbytes: int, names: bool) -> None:
     assert b"cuda" in device_names()
-    assert load_hooks._names_device(None, _Stock(b"X\x06\x00\x00\x00cuda:0"))
-    assert not load_hooks._names_device(None, _Stock(b"X\x03\x00\x00\x00cpu"))
-    assert not load_hooks._names_device(None, _Stock(None))
+    torch.save(value, tmp_path / "a.pt")
+    with open(tmp_path / "a.pt", "rb") as file:
+        directory = read_directory(file.fileno(), (tmp_path / "a.pt").stat().st_size)
+    stock = torch._C.PyTorchFileReader(str(tmp_path / "a.pt"))
+    assert load_hooks._names_device(None, stock, directory, nbytes) is names
+    mapped = load_hooks._names_device({"cpu": value}, stock, directory, nbytes)
+    assert mapped is (nbytes == 1 << 30)
 
 
 def test_generators(asked: list[str]) -> None:

@@ -238,8 +238,7 @@ def loaded_to(
     # nothing of the host's comes for free: a real device's caller is waited for
     patch.setattr(reader, "synchronize", lambda found: device.finish())
     patch.setattr(torch.cpu, "current_device", lambda: 0)
-    patch.setattr(load_hooks, "_names_device", lambda place, stock: place != "cpu")
+    patch.setattr(load_hooks, "_names_device", lambda place, *file: place != "cpu")
     patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
     patch.setattr(device_records, "has_streams", lambda place: True)
     patch.setattr(device_records, "_HOST", "host")
-    patch.setattr(device_records, "PICKLE_SHARE", 1)
