@@ -18,7 +18,11 @@ import pytest
 HERE = Path(__file__).resolve().parent
 STOCK = os.environ.get("FASTSERIAL_STOCK_PYTHON", sys.executable)
 # The stock side gets no path to this tree's packages: it must not even be able to install them.
-SIDES = {"stock": (STOCK, ""), "fast": (sys.executable, os.pathsep.join(filter(None, sys.path)))}
+SIDES = {
+    "stock": (STOCK, ""),
+    "fast": (sys.executable, os.pathsep.join(filter(None, sys.path))),
+    "stock here": (sys.executable, ""),  # the torch of "fast", without it
+}
 
 
 def run(script: str, side: str, folder: Path, *words: str) -> dict[str, Any]:
@@ -55,7 +59,19 @@ def test_write_and_read(writer: str, reader: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("writer", "reader"), [("fast", "stock"), ("stock", "fast")])
 def test_folders_of_shards(writer: str, reader: str, tmp_path: Path) -> None:
-    written = run("shards.py", writer, tmp_path, "write")
-    found = run("shards.py", reader, tmp_path, "read")
+    """All values arrive, unless stock torch cannot pass them from the one release to the other."""
+    for folder in ("mixed", "stock"):
+        (tmp_path / folder).mkdir()
+    written = run("shards.py", writer, tmp_path / "mixed", "write")
+    stocks = [side.replace("fast", "stock here") for side in (writer, reader)]
+    run("shards.py", stocks[0], tmp_path / "stock", "write")
+    try:
+        run("shards.py", stocks[1], tmp_path / "stock", "read")
+    except AssertionError as error:
+        # `.metadata` of newer releases has strides, which 2.6 does not understand
+        if "too many values to unpack" not in str(error):
+            raise
+        return
+    found = run("shards.py", reader, tmp_path / "mixed", "read")
     assert len(written["values"]) > 20
     assert found["values"] == written["values"], (written["torch"], found["torch"])
