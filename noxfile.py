@@ -20,7 +20,8 @@ nox.options.error_on_missing_interpreters = False
 
 TORCH = "2.13.0"
 RELEASES = [
-    "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0",
+    "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0",
+    "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0",
 ]  # fmt: skip
 # What depends on the torch release: patches, byte identity, files exchanged with stock torch.
 RELEASE_TESTS = [

@@ -1,1 +1,1 @@
-"""The command line: one file a command."""
+"""The command line: `main`, and a file for each command but those of `fastserial.bench.cli`."""

@@ -12,8 +12,11 @@ from importlib.metadata import entry_points
 
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineUnavailableError
+from fastserial.memory.buffers import Buffer, BufferPool
 
 __all__ = [
+    "Buffer",
+    "BufferPool",
     "Capabilities",
     "Completion",
     "Engine",
@@ -64,7 +67,8 @@ def load(name: str) -> type[Engine]:
             entry = next((e for e in entry_points(group=_GROUP) if e.name == name), None)
             if entry is None:
                 raise EngineUnavailableError(
-                    f"no I/O engine {name!r}; there are: {', '.join(names())}"
+                    f"no I/O engine {name!r}; there are: {', '.join(names())}. Is the package "
+                    f"installed that names it in the entry point group `{_GROUP}`?"
                 )
             found = entry.load()
         missing = found.unavailable()

@@ -145,7 +145,12 @@ class DirectTransferError(OSError):
 
 
 class Engine(abc.ABC):
-    """Moves blocks. See the module's text for the order of calls."""
+    """Moves blocks. See the module's text for the order of calls.
+
+    Attributes:
+        name: as it is registered; reports show it as `engine`.
+        capabilities: what it can do.
+    """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]

@@ -1,1 +1,4 @@
-"""What the bytes of a checkpoint mean. Pure arithmetic: no engine, no torch.serialization."""
+"""What the bytes of a checkpoint mean: no engine, no torch.serialization.
+
+What a file says of itself (its directory, its header) is read from a descriptor.
+"""

@@ -7,14 +7,18 @@ from the installed file. This module works on text only: it imports nothing of t
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
 import io
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastserial.errors import PatchError
 from fastserial.patching.patch_file import Anchor, FunctionPatch, Match, Patch
+
+if TYPE_CHECKING:
+    from symtable import SymbolTable
 
 __all__ = [
     "BuiltFunction",
@@ -24,6 +28,7 @@ __all__ = [
     "digest",
     "split_lines",
     "strip",
+    "unknown_names",
 ]
 
 BEGIN = "# >>> fastserial"
@@ -112,6 +117,61 @@ def check_hashes(built: BuiltModule) -> str | None:
         if expected != digest(function.text):
             return f"the built copy of {name} is not the one this patch was tested with"
     return None
+
+
+def unknown_names(text: str, function: FunctionPatch) -> str | None:
+    """Return why the inserted lines cannot run in a function of a module's text, or None.
+
+    Lines that only read their names take their place: then Python's own symbol table says what
+    these are there, and no assignment of ours hides that a variable of torch's is gone.
+
+    Raises:
+        PatchError: as `build_module`.
+    """
+    import symtable  # here: `install()` does without
+
+    try:
+        wanted = [_names_of_torch(edit.insert) for edit in function.edits]
+        edits = (
+            edit._replace(insert=f"[{', '.join(sorted(names))}]")
+            for edit, names in zip(function.edits, wanted, strict=True)
+        )
+        alone = Patch("", "", (function._replace(edits=tuple(edits)),))
+        built = build_module(text, alone, function.module).text
+        top = symtable.symtable(built, function.module, "exec")
+    except SyntaxError as error:
+        return f"the inserted lines are no valid Python there: {error}"
+    made = (one for one in top.get_symbols() if one.is_assigned() or one.is_imported())
+    known = {*dir(builtins), *(one.get_name() for one in made)}
+    unknown = {
+        symbol.get_name()
+        for body in top.lookup(function.name).get_namespaces()
+        for table in _tables(body)
+        for symbol in table.get_symbols()
+        if symbol.is_global() and not symbol.is_declared_global()
+    }
+    if missing := sorted(set().union(*wanted) & unknown - known):
+        return (
+            f"the inserted lines name {', '.join(missing)}, which the function does not know: "
+            "write what torch calls it now (names of our own begin with `_fastserial`)"
+        )
+    return None
+
+
+def _names_of_torch(insert: str) -> set[str]:
+    """Return the names that inserted lines read or give a value, but for their own."""
+    nodes = list(ast.walk(ast.parse(f"def _():\n{textwrap.indent(insert, ' ')}")))
+    targets = [node.target for node in nodes if isinstance(node, ast.comprehension)]
+    own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.id for one in targets for node in ast.walk(one) if isinstance(node, ast.Name)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} - own
+    return {name for name in names if not name.startswith("_fastserial")}
+
+
+def _tables(table: SymbolTable) -> Iterator[SymbolTable]:
+    yield table
+    for inner in table.get_children():
+        yield from _tables(inner)
 
 
 def strip(text: str) -> str:

@@ -26,6 +26,7 @@ from fastserial.patching.build import (
     digest,
     split_lines,
     strip,
+    unknown_names,
 )
 from fastserial.patching.patch_file import (
     Anchor,
@@ -105,7 +106,8 @@ class CheckReport:
         patch: the patch checked.
         exact: the patch is made for this version.
         functions: per function: its anchors match one place each; its source and its built copy
-            have the expected hashes; without our lines the file is the original byte for byte.
+            have the expected hashes, and our lines read no name that is not known there; without
+            our lines the file is the original byte for byte.
     """
 
     torch: str
@@ -225,21 +227,27 @@ def _checks(patch: Patch, source: TorchSource) -> list[FunctionCheck]:
             continue
         one = built.functions[0]
         expected = function.hashes.get(digest(one.original))
+        unknown = unknown_names(original, function)
         found.append(
             FunctionCheck(
                 function.full_name,
                 anchored=True,
                 source_hash=expected is not None,
-                built_hash=expected == digest(one.text),
+                built_hash=unknown is None and expected == digest(one.text),
                 strips_back=strip(built.text) == original and strip(one.text) == one.original,
-                problem=check_hashes(built),
+                problem=unknown or check_hashes(built),
             )
         )
     return found
 
 
 def _built(patch: Patch, source: TorchSource) -> list[BuiltModule]:
-    return [build_module(source.text(name), patch, name) for name in patch.modules]
+    built = [build_module(source.text(name), patch, name) for name in patch.modules]
+    for module in built:
+        for one in module.functions:
+            if (reason := unknown_names(module.original, one.patch)) is not None:
+                raise PatchError(f"{one.patch.full_name}: {reason}")
+    return built
 
 
 def diff(patch: Patch, source: TorchSource) -> str:
@@ -289,25 +297,33 @@ def new(source: TorchSource, folder: Path | None = None, base: Patch | None = No
     A file for the release's line that exists already gets the new hashes added.
 
     Raises:
-        PatchError: the version is not known, or an anchor does not match exactly one place.
+        PatchError: the version is not known or not the file's, or the lines do not fit.
     """
     folder = folder or patches_dir()
     patches = load_patches(folder)
     try:
         version = Version(source.version)
     except InvalidVersion:
-        raise PatchError(f"{source.where}: its version is not known; name it") from None
+        raise PatchError(
+            f"{source.where}: its version is not known: name it with --torch-version"
+        ) from None
     if base is None and not patches:
         raise PatchError(f"there are no patches in {folder} to start from")
     name = f"v{version.major}.{version.minor}"
     known = next((patch for patch in patches if patch.name == name), None)
+    line = f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}"
+    if known is not None and not known.covers(version.base_version):
+        raise PatchError(
+            f'{folder / name}.toml says torch = "{known.torch}", which is not for '
+            f'{version.base_version}: write torch = "{line}" there'
+        )
     start = known or base or _nearest(source.version, list(patches))
     hashes: dict[str, dict[str, str]] = {}
     try:
         modules = _built(start, source)
     except PatchError as error:
         raise PatchError(
-            f"{error}. {folder / start.name}.toml does not fit: write the anchor by hand into "
+            f"{error}. {folder / start.name}.toml does not fit: correct anchor or lines by hand in "
             f"{folder / name}.toml (CONTRIBUTING.md, 'A new torch release')"
         ) from error
     for built in modules:
@@ -318,7 +334,6 @@ def new(source: TorchSource, folder: Path | None = None, base: Patch | None = No
     functions = tuple(
         function._replace(hashes=hashes[function.full_name]) for function in start.functions
     )
-    line = f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}"
     made = Patch(name, known.torch if known else line, functions)
     path = folder / f"{name}.toml"
     path.write_text(render(made), encoding="utf-8")

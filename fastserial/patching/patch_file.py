@@ -79,7 +79,7 @@ class Anchor(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """Lines to insert at an anchor."""
+    """Lines to insert at an anchor; names that they make begin with `_fastserial`."""
 
     anchor: Anchor
     insert: str
@@ -176,6 +176,8 @@ def _read(path: Path) -> Patch:
         module = table.get("module", "")
         functions = tuple(_function(entry, module) for entry in table["function"])
         patch = Patch(path.stem, str(table["torch"]), functions)
+    except PatchError as error:
+        raise PatchError(f"{path} is not a patch: {error}") from None
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise PatchError(f"{path} is not a patch: {error!r}") from error
     if not functions or len({f.full_name for f in functions}) != len(functions):
@@ -186,9 +188,15 @@ def _read(path: Path) -> Patch:
 def _function(table: Mapping[str, Any], module: str) -> FunctionPatch:
     # without hashes it fits no torch; `fastserial patches new` adds them
     before, after = _hashes(table.get("sha256", [])), _hashes(table.get("built_sha256", []))
-    if len(before) != len(after):
-        raise ValueError(f"{table['name']}: sha256 and built_sha256 do not pair")
-    edits = tuple(Edit(_anchor(edit["anchor"]), edit["insert"]) for edit in table["edit"])
+    try:
+        if len(before) != len(after):
+            raise PatchError(
+                f"it has {len(before)} sha256 and {len(after)} built_sha256; delete them all, and "
+                "`fastserial patches new` adds them"
+            )
+        edits = tuple(Edit(_anchor(edit["anchor"]), edit["insert"]) for edit in table["edit"])
+    except PatchError as error:
+        raise PatchError(f"{table['name']}: {error}") from None
     hashes = dict(zip(before, after, strict=True))
     return FunctionPatch(table.get("module", module), table["name"], hashes, edits)
 
@@ -200,11 +208,20 @@ def _hashes(value: str | list[str]) -> list[str]:
 def _anchor(table: Mapping[str, Any]) -> Anchor:
     shape = dict(table)
     place = shape.pop("place")
-    inside = tuple(Match(**step) for step in shape.pop("inside", ()))
-    match = Match(**shape) if shape else None
+    inside = tuple(_match(step) for step in shape.pop("inside", ()))
+    match = _match(shape) if shape else None
     if place not in PLACES or (place == "start") != (match is None):
-        raise ValueError(f"impossible anchor {dict(table)}")
+        raise PatchError(
+            f"the anchor {dict(table)} needs `place`: start, or before or after a `statement`"
+        )
     return Anchor(place, match, inside)
+
+
+def _match(shape: Mapping[str, Any]) -> Match:
+    if "statement" not in shape or not shape.keys() <= set(Match._fields):
+        keys = ", ".join(Match._fields[1:])
+        raise PatchError(f"the anchor {dict(shape)} needs `statement`, and may have {keys}")
+    return Match(**shape)
 
 
 def load_patches(folder: Path | None = None) -> tuple[Patch, ...]:

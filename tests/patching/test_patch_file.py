@@ -316,6 +316,26 @@ GOOD = maintain.render(Patch("v0.0", ">=0", (FunctionPatch("m", "f", {"a": "b"},
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('built_sha256 = "b"\n', "", r"f: it has 1 sha256 and 0 built_sha256; delete them all"),
+        (
+            'place = "start"',
+            'place = "before", statement = "For", call = "g"',
+            "f: the anchor .*'call': 'g'.* may have calls, name, last",
+        ),
+        ('place = "start"', 'place = "before", calls = "g"', "f: the anchor .* needs `statement`"),
+        ('place = "start"', 'place = "before"', "f: the anchor .* needs `place`"),
+    ],
+)
+def test_a_slip_in_a_patch_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    path = _written(tmp_path / "v0.toml", GOOD.replace(old, new))
+    with pytest.raises(PatchError, match=f"^{re.escape(str(path))} is not a patch: {message}"):
+        patch_file.read_patch(path)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",
@@ -378,12 +398,16 @@ def torch_copy(torch_source: maintain.TorchSource, tmp_path: Path) -> Path:
 
 
 def edit_save(folder: Path) -> None:
-    """Change `_save`, but no anchor."""
+    """Change `_save`, but no anchor, whatever this torch's looks like."""
     path = folder / "torch/serialization.py"
-    text = path.read_text()
-    changed = text.replace('write_record("byteorder"', 'write_record( "byteorder"')
-    assert changed != text
-    path.write_text(changed)
+    lines = path.read_text().split("\n")
+    (save,) = (
+        node
+        for node in ast.parse("\n".join(lines)).body
+        if isinstance(node, ast.FunctionDef) and node.name == "_save"
+    )
+    lines.insert(save.body[0].lineno - 1, "    # changed")
+    path.write_text("\n".join(lines))
 
 
 def test_the_installed_torch_checks(torch_source: maintain.TorchSource) -> None:
@@ -410,38 +434,6 @@ def test_a_changed_torch_does_not_check(torch_copy: Path) -> None:
     assert not bad[0].source_hash
     with pytest.raises(PatchError, match="_save"):
         maintain.build(torch_copy, maintain.open_torch(torch_copy))
-
-
-def test_a_torch_without_the_anchor_does_not_check(torch_copy: Path) -> None:
-    path = torch_copy / "torch/serialization.py"
-    path.write_text(path.read_text().replace(".write_record(name, storage", ".put(name, storage"))
-    source = maintain.open_torch(torch_copy)
-    bad = [one for one in maintain.check(source).functions if not one.ok]
-    assert [(one.function, one.anchored) for one in bad] == [("torch.serialization._save", False)]
-    with pytest.raises(PatchError, match="0 statements"):
-        maintain.new(source)
-
-
-def test_an_anchor_written_by_hand(torch_copy: Path, tmp_path: Path) -> None:
-    """As CONTRIBUTING.md says: `new` names both files, and adds the hashes to a copy without."""
-    folder = tmp_path / "patches"
-    shutil.copytree(patch_file.patches_dir(), folder)
-    path = torch_copy / "torch/serialization.py"
-    path.write_text(path.read_text().replace(".write_record(name, storage", ".put(name, storage"))
-    source = maintain.open_torch(torch_copy, "2.77.1")
-    base = patch_file.load_patches(folder)[0]
-    with pytest.raises(PatchError) as caught:
-        maintain.new(source, folder)
-    place = '{statement = "For", calls = "write_record", last = true}'
-    for word in (place, str(folder / f"{base.name}.toml"), str(folder / "v2.77.toml")):
-        assert word in str(caught.value)
-    text = maintain.render(base).replace(base.torch, ">=2.77,<2.78")
-    lines = text.replace(place[1:], place[1:].replace("write_record", "put")).splitlines(True)
-    kept = [line for line in lines if not line.startswith(("sha256", "built_sha256"))]
-    (folder / "v2.77.toml").write_text("".join(kept))
-    assert not maintain.check(source, patches=patch_file.load_patches(folder)).ok
-    maintain.new(source, folder)
-    assert maintain.check(source, patches=patch_file.load_patches(folder)).ok
 
 
 def test_the_same_from_wheel_folder_and_file(
@@ -491,10 +483,7 @@ def test_build_writes_copies_and_diffs_that_apply(torch_copy: Path, tmp_path: Pa
 def test_new_makes_the_file_for_a_new_release(torch_copy: Path, tmp_path: Path) -> None:
     folder = tmp_path / "patches"
     shutil.copytree(patch_file.patches_dir(), folder)
-    path = torch_copy / "torch/serialization.py"
-    path.write_text(
-        path.read_text().replace('write_record("byteorder"', 'write_record( "byteorder"')
-    )
+    edit_save(torch_copy)
     source = maintain.open_torch(torch_copy, "2.77.1+cpu")
     assert not maintain.check(source, patches=patch_file.load_patches(folder)).ok
     made = maintain.new(source, folder)
@@ -513,10 +502,7 @@ def test_new_adds_the_hashes_of_a_patch_release(torch_copy: Path, tmp_path: Path
     assert maintain.new(source, folder).read_text() == maintain.render(
         patch_file.read_patch(patch_file.patches_dir() / f"{name}.toml")
     )
-    path = torch_copy / "torch/serialization.py"
-    path.write_text(
-        path.read_text().replace('write_record("byteorder"', 'write_record( "byteorder"')
-    )
+    edit_save(torch_copy)
     maintain.new(maintain.open_torch(torch_copy), folder)
     patches = patch_file.load_patches(folder)
     assert maintain.check(source, patches=patches).ok
@@ -526,8 +512,172 @@ def test_new_adds_the_hashes_of_a_patch_release(torch_copy: Path, tmp_path: Path
 
 def test_new_wants_to_know_the_version(torch_copy: Path) -> None:
     (torch_copy / "torch/version.py").unlink()
-    with pytest.raises(PatchError, match="version"):
+    with pytest.raises(PatchError, match="--torch-version"):
         maintain.new(maintain.open_torch(torch_copy))
+
+
+# --- against a torch of a few lines, which no release changes --------------------------------
+
+SMALL = """
+import io
+
+COUNT = 1
+
+
+def _save(obj, zip_file):
+    global LAST
+    try:
+        sizes = [len(part) for part in obj]
+    except TypeError as error:
+        raise ValueError from error
+    for index, part in enumerate(obj):
+        zip_file.write_record(part)
+
+    def inner(depth):
+        return depth
+
+    return inner(sizes)
+"""
+PATCH_OF_SMALL = """
+torch = ">=2.76,<2.77"
+module = "torch.serialization"
+
+[[function]]
+name = "_save"
+
+[[function.edit]]
+anchor = {place = "before", statement = "For", calls = "write_record"}
+insert = '''
+import os as _fastserial
+
+zip_file = _fastserial.fspath(zip_file)
+'''
+"""
+
+
+class Small:
+    """A torch and a folder of patches; what is written there can be changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "torch/serialization.py"
+        self.patches = folder / "patches"
+        for one in (self.file.parent, self.patches):
+            one.mkdir(parents=True)
+        self.file.write_text(SMALL)
+        self.patch("v2.76", PATCH_OF_SMALL)
+        maintain.new(self.source("2.76.0"), self.patches)
+        assert self.checks("2.76.0").ok
+
+    def source(self, version: str) -> maintain.TorchSource:
+        return maintain.open_torch(self.file.parent, version)
+
+    def patch(self, name: str, text: str) -> None:
+        (self.patches / f"{name}.toml").write_text(text)
+
+    def checks(self, version: str) -> maintain.CheckReport:
+        return maintain.check(self.source(version), patches=patch_file.load_patches(self.patches))
+
+    def change(self, old: str, new: str) -> None:
+        text = self.file.read_text()
+        assert old in text
+        self.file.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Small:
+    return Small(tmp_path / "small")
+
+
+def test_a_torch_without_the_anchor_does_not_check(small: Small) -> None:
+    small.change(".write_record(", ".put(")
+    (bad,) = small.checks("2.76.0").functions
+    assert not bad.anchored
+    with pytest.raises(PatchError, match="0 statements"):
+        maintain.new(small.source("2.76.0"), small.patches)
+
+
+def test_an_anchor_written_by_hand(small: Small) -> None:
+    """As CONTRIBUTING.md says: `new` names both files, and adds the hashes to a copy without."""
+    small.change(".write_record(", ".put(")
+    with pytest.raises(PatchError) as caught:
+        maintain.new(small.source("2.77.1"), small.patches)
+    for word in (
+        '{statement = "For", calls = "write_record"}',
+        str(small.patches / "v2.76.toml"),
+        str(small.patches / "v2.77.toml"),
+    ):
+        assert word in str(caught.value)
+    text = PATCH_OF_SMALL.replace(">=2.76,<2.77", ">=2.77,<2.78").replace("write_record", "put")
+    small.patch("v2.77", text)
+    assert not small.checks("2.77.1").ok
+    maintain.new(small.source("2.77.1"), small.patches)
+    assert small.checks("2.77.1").ok
+
+
+def test_a_copy_that_still_names_the_old_release(small: Small) -> None:
+    small.patch("v2.77", PATCH_OF_SMALL)
+    with pytest.raises(PatchError, match=r"v2\.77\.toml .*write torch = \">=2\.77,<2\.78\""):
+        maintain.new(small.source("2.77.1"), small.patches)
+    assert (small.patches / "v2.77.toml").read_text() == PATCH_OF_SMALL
+    small.patch("v2.77", PATCH_OF_SMALL.replace(">=2.76,<2.77", ">=2.77,<2.78"))
+    maintain.new(small.source("2.77.0.dev20261101"), small.patches)  # a nightly build of it
+
+
+def test_a_renamed_variable(small: Small) -> None:
+    """The anchor matches, and our lines would raise a NameError at every save."""
+    small.change("zip_file", "archive")
+    (bad,) = small.checks("2.76.0").functions
+    assert bad.anchored
+    assert not bad.ok
+    assert "zip_file" in (bad.problem or "")
+    with pytest.raises(PatchError, match=r"_save: .* name zip_file, .*v2\.76\.toml"):
+        maintain.new(small.source("2.77.0"), small.patches)
+    assert not (small.patches / "v2.77.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("insert", "missing"),
+    [
+        ("use(obj)", "use"),
+        ("obj = obj2", "obj2"),
+        ("zip_files += 1", "zip_files"),
+        ("archive = 1", "archive"),  # what torch reads has another name by now
+        ("print(depth)", "depth"),  # known in `inner` only
+        ("[part.size for _fastserial_x in obj if part in parts]", "parts"),
+        ("def _fastserial_f(a):\n    return a, b", "b"),
+        ("if (", "no valid Python"),
+        ("print(LAST)", "no valid Python"),  # before torch says that it is global
+        ("len(obj); sizes; index; part; inner; COUNT; io; _save; ValueError", None),
+        ("obj.nothing(nothing=1).more", None),  # attributes and keywords are no names
+        ("list({one: two for one, two in obj} or (three for three in obj))", None),
+        ("sorted(obj, key=lambda one: one)", None),
+        ("if (_fastserial_x := obj):\n    print(_fastserial_x)", None),
+        ("import os.path as _fastserial\n_fastserial.join(obj)", None),
+        ("try:\n    pass\nexcept OSError as _fastserial_e:\n    print(_fastserial_e)", None),
+    ],
+)
+def test_names_that_inserted_lines_use(insert: str, missing: str | None) -> None:
+    at = Anchor("start") if "LAST" in insert else Anchor("before", Match("For"))
+    edits = (
+        Edit(Anchor("start"), "_fastserial_first = 1"),
+        Edit(at, insert),
+        Edit(Anchor("before", Match("Return")), "print(_fastserial_first, error, LAST)"),
+    )
+    found = build.unknown_names(SMALL, FunctionPatch("m", "_save", {}, edits))
+    if missing is None:
+        assert found is None
+    else:
+        assert re.match(f"the inserted lines (name {missing}, which|are {missing})", found or "")
+
+
+def test_a_nested_function_knows_those_around_it() -> None:
+    anchor = Anchor("start", inside=(Match("FunctionDef", name="inner"),))
+
+    def verdict(insert: str) -> str | None:
+        return build.unknown_names(SMALL, FunctionPatch("m", "_save", {}, (Edit(anchor, insert),)))
+
+    assert verdict("print(depth, obj, COUNT)") is None
+    assert "deep" in (verdict("print(deep)") or "")
 
 
 # --- the command line ------------------------------------------------------------------------
