@@ -15,9 +15,9 @@ from fastserial.interrupts import Descriptors
 __all__ = [
     "FoundFolder",
     "all_metadata",
-    "files_of",
     "is_dcp_folder",
     "list_folder",
+    "needed_files",
     "one_metadata",
     "read_metadata",
 ]
@@ -99,7 +99,7 @@ def read_metadata(path: str, name: str) -> Metadata:
         return parse(file.read(), file_name)
 
 
-def files_of(path: str, names: Iterable[str]) -> set[str]:
+def needed_files(path: str, names: Iterable[str]) -> set[str]:
     """Return the names of files that these `.metadata` need, as far as they can be read."""
     needed: set[str] = set()
     for name in names:

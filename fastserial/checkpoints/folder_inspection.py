@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from math import prod
 
-from fastserial.checkpoints.dcp_folder import all_metadata, files_of, list_folder
+from fastserial.checkpoints.dcp_folder import all_metadata, list_folder, needed_files
 from fastserial.checkpoints.inspection import Inspection
 from fastserial.formats.dcp import Metadata, Stored
 from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
@@ -32,7 +32,7 @@ def inspect_folder(path: str) -> Inspection:
     sizes = {name: _size(path, name) for name in (*listed.metadata, *listed.shards)}
     notes = [f"{key}: it has no place" for one in found.values() for key in one.missing]
     notes += [f"{name}: the file is missing" for name in needed if sizes.get(name) is None]
-    others = files_of(path, listed.hidden)
+    others = needed_files(path, listed.hidden)
     spare = [name for name in listed.shards if name not in needed and name not in others]
     notes += [f"{name}: it belongs to no checkpoint" for name in spare]
     notes += [listed.note] if listed.hidden else []

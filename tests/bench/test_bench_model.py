@@ -388,7 +388,7 @@ def test_bench_load_outputs(tmp_path: Path) -> None:
 
 def test_loads_to_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By the host, which readers are made to take for a device."""
-    monkeypatch.setattr(subjects_readers, "_HOST", "host")
+    monkeypatch.setattr(subjects_readers, "HOST", "host")
     state = marked()
     files = Files(tmp_path / "a.pt", tmp_path / "b.pt", None, None)
     torch.save(state, files.zip)

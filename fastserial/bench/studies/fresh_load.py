@@ -25,13 +25,11 @@ import torch
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.identical import fingerprints
 from fastserial.bench.measuring.measure import Usage, measure
-from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers
+from fastserial.bench.subjects.readers import HOST, Files, Reader, Shapes, readers
 from fastserial.patching import load_hooks  # noqa: F401  (what the first load would import)
 from fastserial.reports import Latency, last_load_report
 
 __all__ = ["Loaded", "Task", "load_afresh"]
-
-_HOST = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class Task:
     files: Files
     shapes: Shapes
     compare: bool = False
-    device: str = _HOST
+    device: str = HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +138,13 @@ def _load(task: Task) -> Loaded:
         usage = measure(load)
     latency, fallback = _reported(reader)
     found = fingerprints(kept[0]) if task.compare else None
-    was_there = given is not None or task.device != _HOST
+    was_there = given is not None or task.device != HOST
     return Loaded(usage, was_there, latency, fallback, found)
 
 
 def _wait_for(device: str) -> None:
     """Wait for all that a device has to do."""
-    if device != _HOST:
+    if device != HOST:
         wait: Any = torch.cuda.synchronize
         wait()
 

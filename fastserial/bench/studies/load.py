@@ -30,7 +30,7 @@ from fastserial.bench.subjects import dcp
 from fastserial.bench.subjects.fio import READ, FioVariant, best_reads, read_file
 from fastserial.bench.subjects.model_state import check_gpu
 from fastserial.bench.subjects.payload import check_memory, many_small, mixed_state
-from fastserial.bench.subjects.readers import Files, Reader, Shapes, readers, shapes_of
+from fastserial.bench.subjects.readers import HOST, Files, Reader, Shapes, readers, shapes_of
 from fastserial.bench.subjects.saving import check_torch, stock, write
 
 __all__ = ["TEMPERATURES", "LoadBench", "LoadResult", "run_load"]
@@ -76,7 +76,7 @@ class LoadBench:
     @property
     def device(self) -> str:
         """Where to load to."""
-        return "cuda" if self.gpu else "cpu"
+        return "cuda" if self.gpu else HOST
 
 
 @dataclass(frozen=True, slots=True)

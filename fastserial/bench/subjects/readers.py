@@ -18,11 +18,11 @@ from fastserial.bench.subjects import dcp
 from fastserial.bench.subjects.saving import fast, stock
 from fastserial.checkpoints.load_into import load_into
 
-__all__ = ["Files", "Reader", "Shapes", "readers", "shapes_of", "touch"]
+__all__ = ["HOST", "Files", "Reader", "Shapes", "readers", "shapes_of", "touch"]
 
 State = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of the tensors of a state dict
-_HOST = "cpu"
+HOST = "cpu"  # where to load to, if not to a device
 _PAGE = 4096
 
 
@@ -71,7 +71,7 @@ def shapes_of(state: State) -> Shapes:
 
 
 def readers(
-    files: Files, shapes: Shapes, device: str = _HOST
+    files: Files, shapes: Shapes, device: str = HOST
 ) -> tuple[list[Reader], dict[str, str]]:
     """Return what can run here, and for the others why they cannot.
 
@@ -96,7 +96,7 @@ def readers(
 def touch(state: State) -> State:
     """Read one byte of every page, as a program that uses the tensors would."""
     for tensor in state.values():
-        if tensor.numel() and tensor.device.type == _HOST:
+        if tensor.numel() and tensor.device.type == HOST:
             raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             raw[::_PAGE].sum()
     return state
@@ -122,7 +122,7 @@ class _Target:
 
 
 def _torch(files: Files, target: _Target) -> Iterator[Reader]:
-    place = None if target.device == _HOST else target.device
+    place = None if target.device == HOST else target.device
 
     def reader(name: str, path: Path, context: Any, **more: Any) -> Reader:
         load = partial(torch.load, path, map_location=place)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
-from fastserial.checkpoints.dcp_folder import files_of, list_folder, read_metadata
+from fastserial.checkpoints.dcp_folder import list_folder, needed_files, read_metadata
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.checksums import crc32, crc32_combine
@@ -78,7 +78,7 @@ def verify_folder(path: str, config: Config, findings: Findings) -> FolderResult
         _check_metadata(metadata, name, findings)
         needed |= _Folder(path, metadata, config, findings, result).check()
     if found.hidden:
-        needed |= files_of(path, found.hidden)
+        needed |= needed_files(path, found.hidden)
         findings.note(found.note)
     spare = [name for name in found.shards if name not in needed]
     if spare and result.format is not None:

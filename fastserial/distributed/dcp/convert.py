@@ -17,6 +17,7 @@ from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.storage_writer import FastStorageWriter
 from fastserial.distributed.dcp.tensor_bytes import TensorBytes, bytes_of
 from fastserial.errors import ConvertError
+from fastserial.memory.storages import is_plain
 from fastserial.patching.self_check import self_check
 
 __all__ = ["write_folder"]
@@ -107,7 +108,7 @@ def _refuse_odd(flat: Mapping[str, Any], name: str) -> None:
     for key, tensor in flat.items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        if not is_plain(tensor) or tensor.is_nested:
             problem = "it is no plain tensor"
         elif tensor.device.type == "meta":
             problem = "it has no bytes (device meta)"
