@@ -71,6 +71,7 @@ class _Case:
     def __init__(self, bench: DcpBench, case: str) -> None:
         self._bench = bench
         self._folder = Path(bench.folder) / "row"
+        self._is_planning = case == PLANNED
         self._state = state_of(case, bench)
         self._target = blank_of(self._state)
         ranks = dist.get_world_size()
@@ -138,7 +139,7 @@ class _Case:
 
         def save() -> _Done:
             began = _begin()
-            planned = way.save(self._state, folder, group)
+            planned = way.save(self._state, folder, group, self._is_planning)
             return _Done(perf_counter() - began, planned)
 
         def load() -> _Done:

@@ -56,14 +56,23 @@ class Way:
     synced: bool = True
     anew: bool = False
 
-    def save(self, state: dict[str, Any], folder: Path, group: Any) -> float:
-        """Save, on all ranks of a group; return the seconds until data were to be written."""
+    def save(
+        self, state: dict[str, Any], folder: Path, group: Any, wait_for_plans: bool = False
+    ) -> float:
+        """Save, on all ranks of a group; return the seconds until data were to be written.
+
+        Args:
+            wait_for_plans: no rank writes before all have planned: with fewer cores than ranks
+                those that write would keep others from planning.
+        """
         planned: list[float] = []
         writer = self.writer(folder)
         write_data = writer.write_data
 
         def when_planned(*args: Any) -> Any:
             planned.append(time.perf_counter() - began)
+            if wait_for_plans:
+                dist.barrier(group)
             return write_data(*args)
 
         writer.write_data = when_planned
