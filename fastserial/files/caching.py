@@ -28,7 +28,9 @@ _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _sync_file_range = getattr(_libc, "sync_file_range", None)
-_fast: dict[int, bool] = {}  # by the number of the device
+# By the number of the device, and whether it is about short files, which may end before a trial does:
+# a throttle or a disk's cache may be fast for those alone.
+_fast: dict[tuple[int, bool], bool] = {}
 
 
 def fits(nbytes: int) -> bool:
@@ -62,19 +64,27 @@ def cached_writes(fd: int, config: Config, nbytes: int, synced: bool) -> CachedW
         return None
     if config.cache == "keep":
         return CachedWrites(fd, synced, False)
-    found = os.fstat(fd)
-    fast = _fast.get(found.st_dev)
-    return None if fast or not fits(nbytes) else CachedWrites(fd, synced, fast is None)
+    device, short = os.fstat(fd).st_dev, 0 < nbytes < 2 * TRIAL
+    fast = _fast.get((device, short), _fast.get((device, False)))
+    if fast or not fits(nbytes):
+        return None
+    return CachedWrites(fd, synced, fast is None, short)
 
 
 class CachedWrites:
     """Blocks of a file that go through the page cache, and on to the device without delay."""
 
-    def __init__(self, fd: int, synced: bool, on_trial: bool) -> None:
-        """Take what `cached_writes` found out; `on_trial`: the device is to be measured."""
+    def __init__(self, fd: int, synced: bool, on_trial: bool, short: bool = False) -> None:
+        """Take what `cached_writes` found out.
+
+        Args:
+            on_trial: the device is to be measured.
+            short: the file may end before there is enough of it.
+        """
         self.on_trial = on_trial
         self._fd = fd
         self._synced = synced
+        self._short = short
         self._began = perf_counter()
         self._nbytes = 0  # on trial,
         self._place = 0, 0  # from here to there: there may be holes between
@@ -89,6 +99,15 @@ class CachedWrites:
     def is_enough(self) -> bool:
         """Whether so much was written on trial that `judge` can tell."""
         return self._nbytes >= TRIAL
+
+    def conclude(self) -> None:
+        """Judge by a short file that ends now, if its save waits for the device.
+
+        Raises:
+            OSError: the device failed.
+        """
+        if self.on_trial and self._short and self._synced and self._nbytes:
+            self.judge()
 
     def wrote(self, offset: int, length: int) -> None:
         """Start to write a range back that is in the page cache now.
@@ -115,7 +134,7 @@ class CachedWrites:
         # and those to a file opened with O_SYNC or O_DSYNC, which is part of it, did
         waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
         took = perf_counter() - (self._began if waited else began)
-        fast = _fast[device] = self._nbytes > took * FAST_DEVICE
+        fast = _fast[device, self._short] = self._nbytes > took * FAST_DEVICE
         return fast
 
     def _sync(self, offset: int, length: int, flags: int) -> bool:

@@ -178,6 +178,8 @@ class BlockWriter:
         if self._parts:
             self._dispatch()
         self._drain()
+        if self._cached is not None:
+            self._cached.conclude()
 
     @trace.traced("stop engine")
     def close(self) -> None:

@@ -114,6 +114,29 @@ def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
     assert list(caching._fast.values()) == [False]
 
 
+def test_short_files_are_judged_by_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    """A process that saves no larger ones would never find out; nor are larger ones judged so."""
+    if not has_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    caching._fast.clear()
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    device, short = tmp_path.stat().st_dev, [noise(MIB // 2)]
+    assert not saved(tmp_path / "not-waited-for.pt", short, durable=False).direct
+    assert not caching._fast
+    assert not saved(tmp_path / "first.pt", short).direct
+    assert caching._fast == {(device, True): True}
+    assert saved(tmp_path / "second.pt", short).direct
+    caching._fast[device, True] = False
+    assert saved(tmp_path / "large.pt").direct  # but for the beginning
+    assert caching._fast[device, False]
+    caching._fast[device, True] = False
+    assert not saved(tmp_path / "third.pt", short).direct
+    del caching._fast[device, True]
+    assert saved(tmp_path / "fourth.pt", short).direct
+
+
 def test_what_was_not_written_does_not_count_in_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
