@@ -204,7 +204,6 @@ class BlockReader:
         if self._direct_fd >= 0 or not self.scatters or nbytes <= self._config.small_file:
             return
         if (cached_fraction(self._fd, first, stop - first) or 0.0) >= MOSTLY_CACHED:
-            self._depth = max(1, min(self._depth, len(os.sched_getaffinity(0))))
             return
         with contextlib.suppress(OSError):  # without /proc, or with no descriptor left
             while len(self._lanes) < min(self._config.queue_depth, LANES):

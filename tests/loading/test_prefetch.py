@@ -296,9 +296,22 @@ def test_a_load_brings_no_more_collections_than_stock(tmp_path: Path) -> None:
     assert ours <= most + 1
 
 
-@pytest.mark.parametrize(("slow", "asked"), [(-1.0, 2), (float("inf"), 4)])
+TOUCHED, ADVISED = 2 * MIB, 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("slow", "first", "second"),
+    [
+        (-1.0, [TOUCHED, ADVISED, TOUCHED], []),
+        (
+            float("inf"),
+            2 * [TOUCHED, ADVISED, ADVISED],  # the next one twice as far away
+            [ADVISED, ADVISED, TOUCHED, ADVISED, ADVISED],
+        ),
+    ],
+)
 def test_huge_pages_that_are_slow_are_asked_for_no_more(
-    monkeypatch: pytest.MonkeyPatch, slow: float, asked: int
+    monkeypatch: pytest.MonkeyPatch, slow: float, first: list[int], second: list[int]
 ) -> None:
     advised: list[int] = []
     monkeypatch.setattr(huge_pages, "SLOW_TOUCH", slow)
@@ -309,10 +322,32 @@ def test_huge_pages_that_are_slow_are_asked_for_no_more(
     start = memory.data_ptr() + -memory.data_ptr() % (2 * MIB)
     pages = huge_pages.HugePages()
     pages.advise(start, 32 * MIB)
-    assert advised == [8 * MIB] * asked
+    assert advised == first
     assert pages.are_slow is (slow < 0)
     pages.advise(start, 32 * MIB)
-    assert len(advised) == (asked if slow < 0 else 2 * asked)
+    assert advised == first + second
+
+
+def test_a_slow_huge_page_lets_the_next_one_be_timed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is at hand ends somewhere: little more is asked for there."""
+    touched: list[int] = []
+    slow = {3, 4}
+    clock = iter(range(1, 1000))
+
+    def madvise(address: int, nbytes: int, advice: int) -> int:
+        touched.append(address)
+        return 0
+
+    def thread_time() -> float:
+        return next(clock) * 0.5 if len(touched) in slow else 0.0
+
+    monkeypatch.setattr(huge_pages, "_advise", lambda address, nbytes, *advices: None)
+    monkeypatch.setattr(huge_pages, "_madvise", madvise)
+    monkeypatch.setattr(huge_pages, "thread_time", thread_time)
+    pages = huge_pages.HugePages()
+    pages.advise(0, 256 * MIB)
+    assert [address // MIB for address in touched] == [0, 16, 48, 56]
+    assert pages.are_slow
 
 
 @pytest.mark.parametrize("edges", [0, 1, 3])
