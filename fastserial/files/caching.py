@@ -28,8 +28,8 @@ _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _sync_file_range = getattr(_libc, "sync_file_range", None)
-# By the number of the device, and whether it is about short files, which may end before a trial does:
-# a throttle or a disk's cache may be fast for those alone.
+# By the number of the device, and whether it is about short files, which may end before a trial
+# does: for those alone a throttle or a disk's cache may be fast.
 _fast: dict[tuple[int, bool], bool] = {}
 
 
