@@ -24,7 +24,7 @@ from fastserial.files.meminfo import available_bytes
 __all__ = ["CachedWrites", "cached_writes", "fits", "reads_through_cache"]
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
-_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
+_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.EPERM)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _sync_file_range = getattr(_libc, "sync_file_range", None)
@@ -65,7 +65,8 @@ def cached_writes(fd: int, config: Config, nbytes: int, synced: bool) -> CachedW
     if config.cache == "keep":
         return CachedWrites(fd, synced, False)
     device, short = os.fstat(fd).st_dev, 0 < nbytes < 2 * TRIAL
-    fast = _fast.get((device, short), _fast.get((device, False)))
+    large = _fast.get((device, False))
+    fast = large or _fast.get((device, short), large)
     if fast or not fits(nbytes):
         return None
     return CachedWrites(fd, synced, fast is None, short)
@@ -103,10 +104,14 @@ class CachedWrites:
     def conclude(self) -> None:
         """Judge by a short file that ends now, if its save waits for the device.
 
+        Not by little, which takes as long as the call does, nor where others write in between.
+
         Raises:
             OSError: the device failed.
         """
-        if self.on_trial and self._short and self._synced and self._nbytes:
+        first, end = self._place
+        enough = self._nbytes >= TRIAL // 4 and end - first <= 2 * self._nbytes
+        if self.on_trial and self._short and self._synced and enough:
             self.judge()
 
     def wrote(self, offset: int, length: int) -> None:

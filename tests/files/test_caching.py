@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
@@ -129,12 +130,38 @@ def test_short_files_are_judged_by_those_before(
     assert caching._fast == {(device, True): True}
     assert saved(tmp_path / "second.pt", short).direct
     caching._fast[device, True] = False
-    assert saved(tmp_path / "large.pt").direct  # but for the beginning
-    assert caching._fast[device, False]
-    caching._fast[device, True] = False
     assert not saved(tmp_path / "third.pt", short).direct
-    del caching._fast[device, True]
+    assert saved(tmp_path / "large.pt").direct  # but for the beginning
+    assert caching._fast == {(device, True): False, (device, False): True}
     assert saved(tmp_path / "fourth.pt", short).direct
+
+
+def test_nothing_is_judged_by_little_or_by_what_others_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
+    assert not saved(tmp_path / "little.pt", [noise(MIB // 16)]).direct
+    assert not caching._fast
+    with (tmp_path / "ranks.pt").open("wb") as file:
+        for last, judged in ((3 * MIB, False), (MIB // 2, True)):
+            cached_file = caching.CachedWrites(file.fileno(), True, True, True)
+            cached_file.take(0, MIB // 2)
+            cached_file.take(last, MIB // 4)
+            cached_file.conclude()
+            assert bool(caching._fast) is judged
+
+
+def test_where_a_sandbox_refuses_the_call_saves_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    def refused(*args: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(caching, "_sync_file_range", refused)
+    assert not saved(tmp_path / "f.pt").direct
+    assert not caching._fast
+    torch.load(tmp_path / "f.pt")
 
 
 def test_what_was_not_written_does_not_count_in_a_trial(
