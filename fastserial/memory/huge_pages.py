@@ -98,10 +98,7 @@ class HugePages:
                     done = page
 
     def _time_one(self, address: int) -> None:
-        """Touch a huge page; the next one comes the later, the more were fast.
-
-        Readers would touch it in parallel: 1 GiB with every fourth page timed took 156 ms, so 130.
-        """
+        """Touch a huge page; the next one comes the later, the more were fast."""
         before = self._slow
         _advise(address, HUGE_PAGE, mmap.MADV_HUGEPAGE)
         self._time(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)

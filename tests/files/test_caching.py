@@ -121,7 +121,6 @@ def test_short_files_are_judged_by_those_before(
     """A process that saves no larger ones would never find out; nor are larger ones judged so."""
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    caching._fast.clear()
     monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     device, short = tmp_path.stat().st_dev, [noise(MIB // 2)]
     assert not saved(tmp_path / "not-waited-for.pt", short, durable=False).direct
