@@ -179,7 +179,7 @@ def _tell_at_exit() -> None:
 def _summarize() -> None:
     import sys
 
-    if f"{__name__}.tally" in sys.modules:  # else nothing of torch came by
+    if f"{__name__}.reports" in sys.modules:  # else nothing of torch came by
         from fastserial.diagnosis.totals import print_summary
 
         print_summary()

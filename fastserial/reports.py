@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from fastserial import tally
 from fastserial.printable import printable
 
 __all__ = [
+    "LOADS",
+    "SAVES",
+    "Counts",
     "Latency",
     "LoadReport",
     "RankReport",
@@ -256,7 +260,7 @@ def publish_save(
     global _last_save
     _last_save = report
     if not again:
-        tally.SAVES.add(report.bytes, report.seconds, report.fallback)
+        SAVES.add(report.bytes, report.seconds, report.fallback)
     _hand_over(report, on_report, "on_report")
 
 
@@ -311,9 +315,9 @@ def publish_load(report: LoadReport, on_load: Callable[[LoadReport], None] | Non
     global _last_load
     _last_load = report
     if report.engine == "torch":
-        tally.LOADS.add_torchs(report.fallback)
+        LOADS.add_torchs(report.fallback)
     else:
-        tally.LOADS.add(report.bytes, report.seconds, report.fallback)
+        LOADS.add(report.bytes, report.seconds, report.fallback)
     _hand_over(report, on_load, "on_load")
 
 
@@ -323,3 +327,67 @@ def last_load_report() -> LoadReport | None:
     A `BytesIO`, from which torch also unpickles tensors, makes one only with `verify_on_load`.
     """
     return _last_load
+
+
+_MOST = 32  # reasons told apart
+_OTHERS = "other reasons"
+
+
+class Counts:
+    """What the saves, or the loads, of this process did: for `fastserial.summary()`.
+
+    Attributes:
+        count: how many there were.
+        nbytes: bytes moved by fastserial.
+        seconds: that these bytes took, together; also beside the program.
+        by_torch: how many went torch's own way.
+        reasons: why, and how many for each; None: not known.
+        slower: why fastserial did not go its fastest way, and how many for each.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._lock = threading.RLock()  # a signal handler may save, too
+        self.count = 0
+        self.nbytes = 0
+        self.seconds = 0.0
+        self.by_torch = 0
+        self.reasons: dict[str | None, int] = {}
+        self.slower: dict[str | None, int] = {}
+
+    def add(self, nbytes: int, seconds: float, reason: str | None) -> None:
+        """Count one that fastserial did; `reason`: why not the fastest way, or None."""
+        with self._lock:
+            self.count += 1
+            self.nbytes += nbytes
+            self.seconds += seconds
+            if reason is not None:
+                _count(self.slower, reason)
+
+    def add_torchs(self, reason: str | None) -> None:
+        """Count one that torch did."""
+        with self._lock:
+            self.count += 1
+            self.by_torch += 1
+            _count(self.reasons, reason)
+
+
+def _count(counts: dict[str | None, int], reason: str | None) -> None:
+    if reason not in counts and len(counts) >= _MOST:
+        reason = _OTHERS
+    counts[reason] = counts.get(reason, 0) + 1
+
+
+SAVES = Counts()
+LOADS = Counts()
+
+
+def _in_child() -> None:
+    SAVES.clear()
+    LOADS.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

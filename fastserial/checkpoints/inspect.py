@@ -18,7 +18,7 @@ from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outlin
 from fastserial.formats.zip.directory import Directory, read_directory
 from fastserial.formats.zip.records import read_record
 from fastserial.interrupts import Descriptors
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["Inspection", "StorageUse", "inspect"]
 

@@ -30,7 +30,7 @@ from fastserial.errors import (
 from fastserial.formats.storages import reach
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import CheckedSink, PartsSink, ReadExtent, Sink
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["LoadedKeys", "load_into"]
 

@@ -12,7 +12,7 @@ import torch
 from fastserial.checkpoints.mapped import Mapped, map_checkpoint
 from fastserial.checkpoints.streaming import FileMemory, Places
 from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.files.file_stamp import FileStamp, stamp
+from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.safetensors import read_metadata
 from fastserial.interrupts import Descriptors
 from fastserial.memory.storages import Memory

@@ -12,8 +12,7 @@ from typing import Any
 
 from fastserial.patching.install import status
 from fastserial.printable import printable
-from fastserial.reports import format_bandwidth, format_bytes
-from fastserial.tally import LOADS, SAVES, Counts
+from fastserial.reports import LOADS, SAVES, Counts, format_bandwidth, format_bytes
 
 __all__ = ["Direction", "Summary", "Way", "print_summary", "summary"]
 

@@ -23,13 +23,13 @@ from fastserial.distributed.tables import table_of
 from fastserial.distributed.walk import leaves, optimizers, states
 from fastserial.errors import ConfigError, StorageChangedError, TornSnapshotError
 from fastserial.formats.zip.layout import archive_name
+from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import guard, pending
 from fastserial.overlap.asynchronous import KINDS, Kind
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.watch import Reached, storages_of
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
-from fastserial.saving.switch_interval import quick_switches
 
 if TYPE_CHECKING:
     import torch.distributed as dist

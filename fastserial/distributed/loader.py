@@ -26,7 +26,7 @@ from fastserial.distributed.wishes import Wishes, grids_of
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.interrupts import finish
 from fastserial.loading.reader import FastFileReader
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import Latency, LoadReport, RankReport, publish_load
 
 __all__ = ["load"]

@@ -56,7 +56,7 @@ from fastserial.distributed.walk import Leaves, leaves, states
 from fastserial.errors import WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter

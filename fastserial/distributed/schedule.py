@@ -23,7 +23,7 @@ from fastserial.distributed.covers import Cover, Held
 from fastserial.distributed.division import GRAIN
 from fastserial.distributed.ownership import Ownership
 from fastserial.distributed.pieces import TensorSpec
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["CONTAINER", "FilePlan", "Move", "Piece", "Round", "Schedule", "schedule"]
 

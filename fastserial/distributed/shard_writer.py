@@ -25,7 +25,7 @@ from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Ro
 from fastserial.distributed.tables import Sources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory, host_bytes
 from fastserial.overlap.snapshot import Part, Snapshot
 from fastserial.saving.extent_writer import ExtentWriter

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
 from fastserial.files import linux
-from fastserial.files.compression import compression_of
 from fastserial.files.in_place import InPlaceFile
+from fastserial.files.linux import compression_of
 from fastserial.files.replacement import CannotReplace, Replacement
 from fastserial.files.targets import InPlaceTarget, PathTarget, Target, writable_target
 from fastserial.interrupts import Descriptors

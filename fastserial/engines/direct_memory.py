@@ -31,7 +31,7 @@ from fastserial.engines.direct_driver import (
     Region,
 )
 from fastserial.engines.slots import Slots, give_slots, take_slots
-from fastserial.files.direct import open_direct
+from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.transfers import DIRECT, instead
 from fastserial.reports import Transfer

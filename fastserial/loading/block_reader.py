@@ -23,9 +23,8 @@ from fastserial.engines import Completion, Engine, Op, Request
 from fastserial.engines.base import DirectTransferError
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
-from fastserial.files.caching import reads_through_cache
-from fastserial.files.direct import DirectFile, open_direct
-from fastserial.files.page_cache import cached_fraction
+from fastserial.files.caching import cached_fraction, reads_through_cache
+from fastserial.files.linux import DirectFile, open_direct
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.crew import Crew, Hand, engage
 from fastserial.loading.lanes import in_turns, lane_of

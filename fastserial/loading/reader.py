@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
-from fastserial.files.file_stamp import stamp
-from fastserial.files.sources import file_name
+from fastserial.files.sources import file_name, stamp
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.block_reader import BlockReader, ReadCounts
 from fastserial.loading.crew import Crew
 from fastserial.loading.read_plan import plan_blocks
 from fastserial.loading.sinks import ReadExtent
-from fastserial.memory import headroom
+from fastserial.memory.buffers import fitted
 from fastserial.memory.storages import is_on_host, synchronize
 from fastserial.progress import progress_bar
 from fastserial.reports import HOST_ONLY, Latency, LoadReport, Transfer, publish_load
@@ -58,7 +57,7 @@ class FastFileReader:
         """
         self._closed = True  # until there is something to close
         config = config if config is not None else current()
-        self.config = headroom.fitted(config)
+        self.config = fitted(config)
         self._files = Descriptors()
         self._shared = False
         self.name, self.fd = _open(source, name, self._files)

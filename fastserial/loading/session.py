@@ -16,8 +16,8 @@ from fastserial.interrupts import finish
 from fastserial.loading.block_reader import ReadCounts
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.zip_reader import FastZipReader, StorageSource
-from fastserial.memory import headroom
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.buffers import NO_ROOM, has_room
+from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import HOST_ONLY
 
 __all__ = ["LoadSession", "current_session"]
@@ -120,8 +120,8 @@ class LoadSession:
         Raises:
             MemoryError: a limit leaves no room for what we need beyond torch.
         """
-        if not headroom.is_enough(self.config, needed, 2):
-            raise MemoryError(headroom.REASON)
+        if not has_room(self.config, needed, 2):
+            raise MemoryError(NO_ROOM)
         self.reader = FastFileReader(source.fd, self.config, name=source.name)
         return self.reader
 

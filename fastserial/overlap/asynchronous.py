@@ -29,6 +29,7 @@ from fastserial.errors import (
 from fastserial.formats.zip.layout import ZipPlan, archive_name
 from fastserial.formats.zip.records import PICKLE
 from fastserial.memory.batch import Batch
+from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import guard, pending
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
@@ -37,7 +38,6 @@ from fastserial.patching import save_hooks
 from fastserial.patching.install import patched
 from fastserial.reports import SaveReport, SnapshotReport, publish_save
 from fastserial.saving.archive import ZipArchive
-from fastserial.saving.switch_interval import quick_switches
 from fastserial.saving.writer import FastFileWriter
 
 if TYPE_CHECKING:

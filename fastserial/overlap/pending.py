@@ -17,12 +17,11 @@ from collections.abc import Callable
 from fastserial import config
 from fastserial.errors import FastserialError
 from fastserial.interrupts import Background
-from fastserial.memory.held_setting import Hold
+from fastserial.memory.held_settings import Hold, quick_switches
 from fastserial.overlap import guard, priority
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.threads_at import at_rest
 from fastserial.reports import SaveReport
-from fastserial.saving.switch_interval import quick_switches
 
 __all__ = ["PendingSave", "admit", "finished", "run_beside", "wait_all"]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from fastserial import import_hook
 from fastserial.errors import PatchError, UnsupportedTorchWarning
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 from fastserial.patching.compile import Installation, SwappedFunction, prepare
 
 __all__ = [

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from fastserial import tally
 from fastserial.config import current
 from fastserial.files.links import part_from_link
 from fastserial.files.targets import StockWay, Target, target_of
@@ -26,6 +25,7 @@ from fastserial.formats.storages import ITEM_BYTES
 from fastserial.import_hook import when_imported
 from fastserial.memory.batch import batch_of
 from fastserial.memory.storages import HostMemory
+from fastserial.reports import SAVES
 from fastserial.saving.writer import FastFileWriter
 
 __all__ = ["switch_off", "switch_on"]
@@ -133,7 +133,7 @@ def _target(filename: str | os.PathLike[str]) -> Target | None:
     """
     found = target_of(filename) if isinstance(filename, str | os.PathLike) else None
     if isinstance(found, StockWay):
-        tally.SAVES.add_torchs(found.reason)
+        SAVES.add_torchs(found.reason)
         return None
     return found
 

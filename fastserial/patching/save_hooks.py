@@ -15,7 +15,6 @@ import torch
 
 # the usual engine: a signal handler must not find half of it
 import fastserial.engines.threads  # noqa: F401
-from fastserial import tally
 from fastserial.errors import WriteError
 from fastserial.files.targets import (
     FileTarget,
@@ -30,6 +29,7 @@ from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import device_types
 from fastserial.patching import load_hooks
 from fastserial.patching.self_check import self_check
+from fastserial.reports import SAVES
 from fastserial.saving import torch_writer
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.sequential_writer import SequentialWriter
@@ -139,7 +139,7 @@ def _writer(found: Target, container: str) -> FastFileWriter | None:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         _log.debug("torch writes %r itself: %s", found.name, error)
-        tally.SAVES.add_torchs("too few file descriptors are left")
+        SAVES.add_torchs("too few file descriptors are left")
         return None
 
 
@@ -151,6 +151,6 @@ def _classify(target: Any) -> Target | None:
     found = target_of(target)
     if isinstance(found, StockWay):
         _log.debug("torch writes %r itself: %s", target, found.reason)
-        tally.SAVES.add_torchs(found.reason)
+        SAVES.add_torchs(found.reason)
         return None
     return found

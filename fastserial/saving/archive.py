@@ -14,7 +14,7 @@ from fastserial.checksums import crc32
 from fastserial.errors import name_in
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.memory.batch import Batch, storage_batch
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory, host_bytes, storage_memory, synchronize
 from fastserial.saving import torch_writer
 

@@ -29,12 +29,10 @@ from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import EngineError, EngineUnavailableError
 from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
-from fastserial.files.compression import Compression
-from fastserial.files.direct import open_direct
+from fastserial.files.linux import Compression, open_direct
 from fastserial.formats.extents import Hole
 from fastserial.interrupts import Descriptors, finish
-from fastserial.memory import headroom
-from fastserial.memory.buffers import BufferPool
+from fastserial.memory.buffers import NO_ROOM, BufferPool, fitted, has_room
 from fastserial.reports import Transfer
 from fastserial.saving.buffered import write_all, write_buffered
 from fastserial.saving.crowding import Crowding
@@ -256,15 +254,15 @@ class BlockWriter:
         """Start the engine; None: it has no memory, and blocks go through the page cache."""
         if self._engineless:
             return None
-        config, untuned = headroom.fitted(self._config), self._untuned
+        config, untuned = fitted(self._config), self._untuned
         if self._expected is not None:
             blocks = max(1, -(-self._expected // config.block_size))
             if blocks < max(config.queue_depth, config.threads):
                 depth, threads = min(blocks, config.queue_depth), min(blocks, config.threads)
                 config = replace(config, queue_depth=depth, threads=threads)
         try:
-            if not headroom.is_enough(config):
-                raise MemoryError(headroom.REASON)
+            if not has_room(config):
+                raise MemoryError(NO_ROOM)
             try:
                 engine, pool = self._start_engine(config)
             except EngineUnavailableError as error:

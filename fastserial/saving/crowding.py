@@ -14,8 +14,8 @@ from resource import RUSAGE_THREAD, getrusage
 
 from fastserial.config.performance import CROWDED_BLOCKS
 from fastserial.formats.extents import Data, Hole, Literal
+from fastserial.memory.held_settings import quick_switches
 from fastserial.saving.fill import Block
-from fastserial.saving.switch_interval import quick_switches
 
 __all__ = ["Crowding"]
 

@@ -14,9 +14,9 @@ from time import perf_counter
 from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
-from fastserial.files.compression import Compression, compression_of
+from fastserial.files.linux import Compression, compression_of
 from fastserial.formats.extents import Data, Extent
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import StorageMemory
 from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.block_writer import BlockWriter

@@ -45,7 +45,7 @@ from fastserial.bench.subjects.peers import engine_rows, peer_rows
 from fastserial.bench.subjects.readers import Files, readers, shapes_of
 from fastserial.bench.subjects.torch_rows import stock_row
 from fastserial.cli.main import app
-from fastserial.files.page_cache import cached_fraction
+from fastserial.files.caching import cached_fraction
 
 ONCE = Plan(runs=1, warmups=0, pause=0.0)
 MARK = bytes(range(200, 240))

@@ -15,7 +15,7 @@ import torch
 from support.children import child
 
 import fastserial
-from fastserial import tally
+from fastserial import reports
 from fastserial.diagnosis.totals import REMEDIES
 
 LARGE = {"x": torch.zeros(4_000_000)}
@@ -25,8 +25,8 @@ SMALL = {"x": torch.zeros(10)}
 @pytest.fixture(autouse=True)
 def _afresh() -> Iterator[None]:
     fastserial.wait_all()
-    tally.SAVES.clear()
-    tally.LOADS.clear()
+    reports.SAVES.clear()
+    reports.LOADS.clear()
     fastserial.install()
     yield
     fastserial.uninstall()
@@ -101,7 +101,7 @@ def test_a_failed_save_does_not_count(tmp_path: Path) -> None:
 
 
 def test_reasons_do_not_pile_up() -> None:
-    counts = tally.Counts()
+    counts = reports.Counts()
     for number in range(1000):
         counts.add_torchs(f"reason {number}")
     assert len(counts.reasons) <= 33

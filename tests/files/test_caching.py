@@ -18,7 +18,7 @@ from fastserial.engines.base import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
 from fastserial.files import caching, meminfo
-from fastserial.files.page_cache import cached_fraction
+from fastserial.files.caching import cached_fraction
 from fastserial.reports import last_load_report
 
 SMALL = {"small_file": 0, "block_size": 256 * 1024}

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model  # bound before `install`
 
 import fastserial
-from fastserial import tally
+from fastserial import reports
 
 if not hasattr(safetensors, "TensorSpec"):
     pytest.skip("safetensors is older than 0.8", allow_module_level=True)
@@ -29,8 +29,8 @@ _stock = safetensors.torch.serialize_file
 def fast() -> Iterator[Callable[[], int]]:
     """Switched on; returns how many saves went through fastserial."""
     fastserial.install(safetensors=True)
-    tally.SAVES.clear()
-    yield lambda: tally.SAVES.count - tally.SAVES.by_torch
+    reports.SAVES.clear()
+    yield lambda: reports.SAVES.count - reports.SAVES.by_torch
     fastserial.uninstall()
     assert safetensors.torch.serialize_file is _stock
 

@@ -19,7 +19,7 @@ from fastserial.config import Config
 from fastserial.engines import Capabilities, threads
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
-from fastserial.files import linux, page_cache
+from fastserial.files import caching, linux
 from fastserial.loading import crew
 from fastserial.loading.block_reader import Block, BlockReader
 from fastserial.loading.reader import FastFileReader
@@ -295,7 +295,7 @@ def test_delivery_fails(path: Path) -> None:
 @pytest.fixture(params=["cachestat", "nowait"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "nowait":
-        monkeypatch.setattr(page_cache, "cached_bytes", lambda *args: None)
+        monkeypatch.setattr(caching, "cached_bytes", lambda *args: None)
     return request.param
 
 
@@ -303,14 +303,14 @@ def test_cached_fraction(path: Path, how: str) -> None:
     with path.open("rb") as file:
         fd = file.fileno()
         path.read_bytes()
-        full = page_cache.cached_fraction(fd, 0, SIZE)
+        full = caching.cached_fraction(fd, 0, SIZE)
         if full is None:
             pytest.skip("the kernel or the file system does not tell")
         assert full == 1.0
-        assert page_cache.cached_fraction(fd, 12_345, 100_000) == 1.0
-        assert page_cache.cached_fraction(fd, 5, 0) is None
+        assert caching.cached_fraction(fd, 12_345, 100_000) == 1.0
+        assert caching.cached_fraction(fd, 5, 0) is None
         chill(path)
-        cold = page_cache.cached_fraction(fd, 0, SIZE)
+        cold = caching.cached_fraction(fd, 0, SIZE)
         if cold is not None and cold < 0.5:  # tmpfs and some others keep it
             assert cold < 0.05
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastserial
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 
 def collects() -> bool:

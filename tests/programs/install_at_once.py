@@ -90,7 +90,7 @@ def fork() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def hold():
-        from fastserial.memory.gc_pause import paused_collection
+        from fastserial.memory.held_settings import paused_collection
 
         with patching._lock, paused_collection():
             inside.set()

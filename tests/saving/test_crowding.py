@@ -21,8 +21,8 @@ from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.engines import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.memory.buffers import BufferPool
+from fastserial.memory.held_settings import quick_switches
 from fastserial.saving import block_writer, crowding
-from fastserial.saving.switch_interval import quick_switches
 
 MIB = 1024 * 1024
 serve = ThreadsEngine.serve_here

@@ -14,7 +14,7 @@ import fastserial
 from fastserial.engines import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
-from fastserial.memory import headroom
+from fastserial.saving import block_writer
 
 SMALL_BLOCKS = {"small_file": 0, "block_size": 65536, "queue_depth": 2, "read_back": True}
 
@@ -76,7 +76,7 @@ def test_the_report_says_that_nothing_is_read_back(
     """A locked file is not opened once more, and without an engine there are no blocks to keep."""
     fastserial.install()
     if scarce:
-        monkeypatch.setattr(headroom, "is_enough", lambda config: False)
+        monkeypatch.setattr(block_writer, "has_room", lambda config: False)
     with open(tmp_path / "a.pt", "w+b") as file, fastserial.options(**SMALL_BLOCKS):
         if not scarce:
             fcntl.lockf(file, fcntl.LOCK_EX)

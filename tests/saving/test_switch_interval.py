@@ -14,9 +14,9 @@ from support.spinning import spinning
 
 import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
+from fastserial.memory.held_settings import quick_switches
 from fastserial.saving.block_writer import BlockWriter
 from fastserial.saving.crowding import Crowding
-from fastserial.saving.switch_interval import quick_switches
 
 MIB = 1024 * 1024
 SHORT = pytest.approx(SWITCH_INTERVAL)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fastserial.bench.measuring.errors import BenchError
-from fastserial.files.page_cache import cached_fraction
+from fastserial.files.caching import cached_fraction
 
 __all__ = ["chill", "warm"]
 

@@ -21,7 +21,7 @@ from fastserial.distributed.saver import tile_bytes
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
 from fastserial.formats.extents import Data
 from fastserial.formats.zip.layout import ZipLayout
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["PlanBench", "PlanResult", "RankPlan", "plan_of", "run_planning"]
 

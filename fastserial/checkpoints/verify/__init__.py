@@ -16,7 +16,7 @@ from fastserial.checkpoints.verify.report import Findings, Problem, Status, Veri
 from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.files.file_stamp import FileStamp, stamp
+from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.detect import Format, detect, format_of_head
 from fastserial.interrupts import Descriptors
 

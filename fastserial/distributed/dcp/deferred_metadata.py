@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fastserial.distributed.dcp.steps import wrapper_of_step
 from fastserial.errors import DistributedError
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["deferred", "send_as"]
 

@@ -18,7 +18,7 @@ from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
 from fastserial.distributed.dcp.item_structure import Content, Structures
 from fastserial.distributed.untouched import Untouched
 from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.files.file_stamp import FileStamp, stamp
+from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.storages import contiguous_stride
 from fastserial.interrupts import Descriptors

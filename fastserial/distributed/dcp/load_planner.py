@@ -26,7 +26,7 @@ from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wan
 from fastserial.distributed.dcp.local_rows import REPLICA, SHARD, kind_of, parts_of
 from fastserial.distributed.group import traffic_of
 from fastserial.distributed.nodes import node_name
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastLoadPlanner"]
 

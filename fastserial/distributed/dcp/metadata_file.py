@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastserial.formats.dcp import framed, unframed
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["Encoded", "decoded", "encoded"]
 

@@ -30,7 +30,7 @@ from fastserial.distributed.dcp.local_rows import (
     kind_of,
     parts_of,
 )
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastSavePlanner"]
 

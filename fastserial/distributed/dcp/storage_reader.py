@@ -30,9 +30,9 @@ from fastserial.distributed.dcp.item_structure import Structures
 from fastserial.distributed.dcp.metadata_file import decoded
 from fastserial.distributed.dcp.shard_reader import ShardReader, Wanted
 from fastserial.errors import CheckpointReplacedError, CorruptCheckpointError
-from fastserial.files.file_stamp import FileStamp, stamp
+from fastserial.files.sources import FileStamp, stamp
 from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastStorageReader"]
 

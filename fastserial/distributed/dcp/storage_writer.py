@@ -38,7 +38,7 @@ from fastserial.distributed.dcp.staging import snapshot
 from fastserial.distributed.dcp.steps import is_called_by_dcp
 from fastserial.errors import write_error
 from fastserial.files.durable import replace_bytes
-from fastserial.memory.gc_pause import paused_collection
+from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import synchronize
 from fastserial.saving.writer import FastFileWriter
 

@@ -1,4 +1,4 @@
-"""A setting of the interpreter, changed as long as anybody wants it so.
+"""Settings of the interpreter, changed as long as anybody wants them so.
 
 The change lasts as long as a reference to it exists: no forgotten call makes it longer, and it
 needs no lock, which a signal handler could find taken. Who sets another value meanwhile keeps that.
@@ -6,14 +6,18 @@ needs no lock, which a signal handler could find taken. Who sets another value m
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-__all__ = ["HeldSetting", "Hold"]
+from fastserial.config.performance import SWITCH_INTERVAL
+
+__all__ = ["HeldSetting", "Hold", "paused_collection", "quick_switches"]
 
 
 class _Change:
@@ -114,3 +118,58 @@ class Hold:
             self._setting._leave(self)
         finally:
             self._change = None
+
+
+_HIGH = 1_000_000  # objects
+
+
+def paused_collection() -> Hold:
+    """Return what lets nobody collect cycles in the body of a `with`.
+
+    Each of thousands of new objects brings the next collection nearer, and a collection looks at
+    all that live: with 20,000 tensors that took a third of the time. Reference counting goes on.
+
+    A high threshold holds it off, not `gc.disable()`, which other code may call in between. Whoever
+    makes a million objects meanwhile, or keeps the error of an interrupted save in a cycle with its
+    pause, gets a collection all the same.
+    """
+    return _THRESHOLDS.hold()
+
+
+def _high(first: int, *others: int) -> tuple[int, ...] | None:
+    return (_HIGH, *others) if 0 < first < _HIGH else None
+
+
+def _is_high(first: int, *others: int) -> bool:
+    return first == _HIGH
+
+
+_THRESHOLDS = HeldSetting(gc.get_threshold, gc.set_threshold, _high, _is_high)
+
+
+_ROUND = 0.5e-6  # seconds. Python drops parts of microseconds: so much more, and it sets the same
+
+
+def quick_switches() -> Hold:
+    """Return what lets threads take turns more often in the body of a `with`.
+
+    A thread that computes in Python keeps the interpreter's lock for 5 ms, unless a program sets
+    another time (`sys.setswitchinterval`). A save beside one that never waits for anything has to
+    wait that long after each step that lets go of the lock.
+    """
+    return _INTERVAL.hold()
+
+
+def _get() -> tuple[float]:
+    return (sys.getswitchinterval() + _ROUND,)
+
+
+def _shorter(interval: float) -> tuple[float] | None:
+    return (SWITCH_INTERVAL,) if interval > SWITCH_INTERVAL + 2 * _ROUND else None
+
+
+def _is_short(interval: float) -> bool:
+    return abs(interval - SWITCH_INTERVAL) < 2 * _ROUND
+
+
+_INTERVAL = HeldSetting(_get, sys.setswitchinterval, _shorter, _is_short)

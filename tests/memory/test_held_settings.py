@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fastserial.memory import gc_pause
-from fastserial.memory.held_setting import HeldSetting, Hold
-from fastserial.saving import switch_interval
+from fastserial.memory import held_settings
+from fastserial.memory.held_settings import HeldSetting, Hold
 
 
 class Case(NamedTuple):
@@ -32,10 +31,10 @@ def _put_thresholds(value: tuple[int, int, int]) -> None:
 
 CASES = {
     "collector": Case(
-        gc_pause._THRESHOLDS, gc.get_threshold, _put_thresholds, (600, 9, 8), (900, 20, 30)
+        held_settings._THRESHOLDS, gc.get_threshold, _put_thresholds, (600, 9, 8), (900, 20, 30)
     ),
     "switch interval": Case(
-        switch_interval._INTERVAL, sys.getswitchinterval, sys.setswitchinterval, 0.004, 0.003
+        held_settings._INTERVAL, sys.getswitchinterval, sys.setswitchinterval, 0.004, 0.003
     ),
 }
 
@@ -99,7 +98,7 @@ def test_a_signal_handler_raises_at_any_line(case: Case) -> None:
         hold, left = case.setting.hold(), [interrupted + 1]
 
         def trace(frame: Any, event: str, argument: object, left: list[int] = left) -> Any:
-            if not frame.f_code.co_filename.endswith("memory/held_setting.py"):
+            if not frame.f_code.co_filename.endswith("memory/held_settings.py"):
                 return None
             left[0] -= event == "line"
             if event == "line" and left[0] == 0:
@@ -164,7 +163,7 @@ def test_thresholds_of_older_objects_may_be_set_in_a_pause() -> None:
     """The first one is put back all the same."""
     before = gc.get_threshold()
     try:
-        with gc_pause.paused_collection():
+        with held_settings.paused_collection():
             gc.set_threshold(gc.get_threshold()[0], 5, 5)
         assert gc.get_threshold()[0] == before[0]
     finally:
