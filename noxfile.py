@@ -194,6 +194,7 @@ def integrations(session: nox.Session) -> None:
     `-- short`, for CI: one process only, and without the controls.
     """
     install(session, TORCH, "test,lightning,transformers")
+    session.install("--no-deps", "nvidia-resiliency-ext")  # its tools for GPUs are not needed
     default = [*PARALLEL, "tests/integrations"]
     if session.posargs == ["short"]:
         long = "ddp or fsdp2 or control or last_is_found or outlives or sigterm or two_ranks"

@@ -1,0 +1,42 @@
+"""NVRx's persistent worker (`pip install nvidia-resiliency-ext`), a spawned process that saves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastserial
+
+_PROGRAM = str(Path(__file__).parents[1] / "programs" / "nvrx_saves.py")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_resiliency_ext") is None,
+    reason="nvidia-resiliency-ext is not installed",
+)
+
+
+@pytest.mark.parametrize("switched_on", [True, False])
+def test_its_worker_is_patched_as_its_parent_is(switched_on: bool, tmp_path: Path) -> None:
+    path = tmp_path / "saved.pt"
+    done = subprocess.run(
+        [sys.executable, _PROGRAM, str(path)],
+        env={**os.environ, "FASTSERIAL": "1" if switched_on else "0"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found = json.loads(done.stdout)
+    assert not found["own"]
+    assert (found["engine"], "fastserial" in found["source"]) == (
+        ("threads", True) if switched_on else (None, False)
+    )
+    torch.manual_seed(0)
+    assert torch.equal(torch.load(path)["weights"], torch.randn(4, 1 << 20))
+    assert fastserial.verify(path).ok
