@@ -9,6 +9,7 @@ ours: torch's take longer than the writing.
 from __future__ import annotations
 
 import ctypes
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from fastserial.checksums import CrcLedger, crc32
@@ -16,6 +17,7 @@ from fastserial.config.performance import SEQUENTIAL_CHUNK, SEQUENTIAL_GATHERED
 from fastserial.formats.extents import Data
 from fastserial.formats.zip.layout import ZipPlan
 from fastserial.memory.storages import HostMemory, Memory, StorageOnHost
+from fastserial.reports import SAVES
 from fastserial.saving.fill import Part, staged
 
 if TYPE_CHECKING:
@@ -48,7 +50,8 @@ class SequentialWriter:
         return str(getattr(self._target, "name", None) or repr(self._target))
 
     def write_plan(self, plan: ZipPlan) -> None:
-        """Write a whole archive."""
+        """Write a whole archive. It counts, but has no report: the file is the caller's."""
+        began = perf_counter()
         ledger = CrcLedger(plan.sizes, plan.crcs)
         for extent in plan.extents:
             source = extent.source
@@ -61,6 +64,7 @@ class SequentialWriter:
                 if self._gathered >= SEQUENTIAL_GATHERED:
                     self._flush()
         self._flush()
+        SAVES.add(plan.nbytes, perf_counter() - began, None)
 
     def release_sources(self) -> None:
         """Do nothing: a foreign writer has copied what it was given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from said import Said, check_exit, having, losses
+from support.identity import fast, stock
+
+import fastserial
+from fastserial.diagnosis.examine import examine
 
 Launch = Callable[..., Said]
 SHORT = ["--bf16", "--steps", 2, "--save-at", 1]
@@ -187,3 +192,72 @@ def test_upstream_fast_writer_does_not_find_its_files(launch: Launch, tmp_path: 
     ]
     said = launch(1, *at, "--steps", 2, "--resume", env=PINNED)
     assert not [line for line in having(said, "loaded") if line["loaded"]]
+
+
+# --- DeepSpeed's own "decoupled": true: a spawned process saves --------------------------------
+
+WRITER = {"type": "fast", "decoupled": True, "data_parallel": "replica"}
+DECOUPLED = json.dumps({"checkpoint": {"writer": WRITER}})
+
+
+def again(value: object) -> bytes:
+    """What stock saves of a value: equal values have equal bytes."""
+    buffer = io.BytesIO()
+    with stock():
+        torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.usefixtures("op")
+def test_decoupled(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`FASTSERIAL=1` patches it, `install()` in its parent does not; the files are the same."""
+    how = ["--stage", 3, *SHORT[:3]]  # under ZeRO 3 its files have the names that are looked for
+    own = ["--save-at", 1, "--config", DECOUPLED, "--repair", "--destroy"]
+    saved: dict[str, dict[str, bytes]] = {}
+    for variable, via in ("1", "stock"), ("", "install"):
+        monkeypatch.setenv("FASTSERIAL", variable)
+        folder = tmp_path / via
+        said = launch(1, *how, *own, "--folder", folder, "--via", via, env=PINNED)
+        check_exit(said)
+        assert having(said, "saved")[0]["by"] == "DecoupledCheckpointEngine"
+        assert having(said, "destroyed")[0]["destroyed"] == "global_step1"
+        saved[via] = {name: data for name, data in files(folder).items() if name.endswith(".pt")}
+        assert len(saved[via]) == 2
+        (child,) = having(said, "child")
+        assert child["child"] != child["parent"]
+        boot = examine().boot  # what `fastserial doctor` says
+        assert ("fastserial" in child["source"]) == (boot.switch is True and boot.pth)
+        nbytes = sum(map(len, saved[via].values()))
+        assert child["counted"] == ([2, 0, nbytes] if variable else [0, 0, 0])
+        assert bool(variable) == ("fastserial" in child["source"])
+    assert saved["stock"] == saved["install"]
+
+    for name in saved["install"]:
+        path = folder / name
+        assert fastserial.verify(path).ok
+        with stock():
+            expected = again(torch.load(path, weights_only=False))
+        assert again(fastserial.load(path, weights_only=False)) == expected
+        with fast(small_file=0):
+            loaded = torch.load(path, weights_only=False)
+        assert again(loaded) == expected
+    small = {"FASTSERIAL_SMALL_FILE": "0"}
+    resumed = launch(1, *how, "--folder", folder, "--via", "enable", "--resume", env=small)
+    check_exit(resumed)
+    assert having(resumed, "loaded")[0]["loader"] == "threads"
+    assert losses(resumed) == {at: loss for at, loss in losses(said).items() if at[1] == 1}
+
+
+def test_upstream_decoupled_calls_half_a_checkpoint_the_latest(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Under ZeRO 1 and 2 the optimizer's states do not reach it; the next step commits the rest."""
+    config = json.dumps({"checkpoint": {"writer": {**WRITER, "type": "python"}}})
+    at = ["--stage", 1, "--folder", tmp_path, "--config", config, "--destroy"]
+    said = launch(1, *SHORT, *at, env=PINNED)
+    check_exit(said)
+    assert "Cowardly refusing" in having(said, "failed")[0]["text"]
+    assert (tmp_path / "latest").read_text() == "global_step1"
+    assert [name for name in files(tmp_path) if name.endswith(".pt")] == [
+        "global_step1/mp_rank_00_model_states.pt"
+    ]

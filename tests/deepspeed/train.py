@@ -1,16 +1,19 @@
 """Trains a small transformer with DeepSpeed on CPU; run as a program, once per rank.
 
-Prints one JSON line per step. The data depends on the step and the rank alone.
+Prints one JSON line per step. The data depends on the step and the rank alone. The process that
+DeepSpeed spawns for `"decoupled": true` runs what stands under `__mp_main__`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing.util
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -95,7 +98,7 @@ def main() -> None:
     parser.add_argument("--save-at", type=int, action="append", default=[])
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--via", choices=["stock", "enable", "config"], default="stock")
+    parser.add_argument("--via", choices=["stock", "install", "enable", "config"], default="stock")
     parser.add_argument("--overlap", choices=["copy", "in_place"])
     parser.add_argument("--destroy", action="store_true", help="destroy the engine at the end")
     parser.add_argument("--legacy", action="store_true")
@@ -270,10 +273,38 @@ def slow_down(checkpoint_engine: Any) -> None:
     checkpoint_engine.save = slow
 
 
+def tell() -> None:
+    """Say how the process of `"decoupled": true` saved, at its end."""
+    package = sys.modules.get("fastserial")
+    found = package.summary().saves if package is not None else None
+    say(
+        int(os.environ["RANK"]),
+        child=os.getpid(),
+        parent=os.getppid(),
+        source=torch.serialization._save.__code__.co_filename,
+        counted=[found.count, found.by_torch, found.nbytes] if found is not None else None,
+    )
+
+
+def end_with_parent() -> None:
+    """End when the parent does, however that was: DeepSpeed's child waits for it for ever."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
 def say(rank: int, **values: Any) -> None:
     sys.stdout.write("\n@" + json.dumps({"rank": rank, **values}) + "\n")
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
+if __name__ == "__mp_main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    multiprocessing.util.Finalize(None, tell, exitpriority=0)
+    if "--repair" in sys.argv:
+        from fastserial.integrations.deepspeed_compat import repair
+
+        repair()
+elif __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ import torch
 from support.corpus import CASES, MIB, Case, noise
 from support.identity import difference, fast, stock
 
+from fastserial.reports import SAVES
 from fastserial.saving.sequential_writer import SequentialWriter
 
 
@@ -71,11 +72,13 @@ def test_stock_bytes(case: Case) -> None:
 
 
 def test_storages_are_handed_over() -> None:
-    """Large storages uncopied, the rest in few writes."""
+    """Large storages uncopied, the rest in few writes; and `summary()` counts the save."""
     state = {f"w{i}": noise(MIB + i) for i in range(5)} | {f"s{i}": noise(100) for i in range(500)}
     theirs = Theirs()
+    SAVES.clear()
     with fast():
         torch.save(state, theirs)
+    assert (SAVES.count, SAVES.by_torch, SAVES.nbytes) == (1, 0, len(theirs.data))
     assert theirs.storages == [MIB + i for i in range(5)]
     assert len(theirs.writes) <= 6
     assert torch.load(io.BytesIO(theirs.data))["w4"].equal(state["w4"])
