@@ -14,6 +14,7 @@ from fastserial.checkpoints.streaming import FileMemory, Places
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.files.file_stamp import FileStamp, stamp
 from fastserial.formats.safetensors import read_metadata
+from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.memory.storages import Memory
 
@@ -56,6 +57,7 @@ class MappedSource:
         self.metadata: dict[str, str] = {}
         self._files = Descriptors()
         self._maps: list[tuple[int, Mapped, FileStamp, str]] = []
+        self._checksums: dict[int, dict[int, int]] = {}  # by the place of a record, of each file
 
     def add(self, name: str) -> Mapped:
         """Map a file.
@@ -77,6 +79,17 @@ class MappedSource:
             offset = mapped.offset_of(storage)
             if offset is not None:
                 return FileMemory(fd, offset + start, nbytes)
+        return None
+
+    def crc_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the CRC-32 of a storage as its file tells it, None if it tells none."""
+        for fd, mapped, before, _ in self._maps:
+            offset = mapped.offset_of(storage)
+            if offset is not None and mapped.container == "zip":
+                if fd not in self._checksums:
+                    records = read_places(fd, before.size).records
+                    self._checksums[fd] = {record.data_offset: record.crc for record in records}
+                return self._checksums[fd].get(offset) or None
         return None
 
     def in_order(self, _: torch.Tensor) -> Memory | None:
