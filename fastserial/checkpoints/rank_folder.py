@@ -126,11 +126,15 @@ def ranks_said(path: str, found: RankFolder) -> int | None:
     if found.metadata is None:
         return None
     name = os.path.join(path, found.metadata)
-    with Descriptors() as files:
-        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
-        size = os.fstat(fd).st_size
-        stream = ByteStream(lambda offset, length: read_exactly(fd, offset, length), 0, size)
-        value = decode(stream).value
+    try:
+        with Descriptors() as files:
+            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+            size = os.fstat(fd).st_size
+            stream = ByteStream(lambda offset, length: read_exactly(fd, offset, length), 0, size)
+            value = decode(stream).value
+    except CorruptCheckpointError as error:
+        error.path = name
+        raise
     pairs = value.items if isinstance(value, Mapping) else []
     said = next((number for key, number in pairs if key == "world_size"), None)
     if type(said) is not int or said < 1:

@@ -44,7 +44,11 @@ def inspect_rank_folder(
         path=path,
         format=RANK_FOLDER,
         bytes=sum(one.bytes for _, _, _, one in seen),
-        hints=(f"items {', '.join(found.items)}; ranks 0 to {found.ranks - 1}", *seen[0][3].hints),
+        hints=(
+            f"items: {', '.join(found.items)}",
+            "1 rank" if found.ranks == 1 else f"ranks 0 to {found.ranks - 1}",
+            *seen[0][3].hints,
+        ),
         archive_name=None,
         records=tuple(
             (f"{name}: {record}", offset, nbytes)

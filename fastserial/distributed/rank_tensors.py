@@ -13,7 +13,7 @@ from fastserial.checkpoints.streaming import elements_of
 from fastserial.distributed.assembled import Assembled
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
-from fastserial.distributed.pieces import Mesh, TensorSpec, as_dtensor, holding, views
+from fastserial.distributed.pieces import Mesh, TensorSpec, as_dtensor, holding, in_place, views
 from fastserial.errors import LoadMismatchError
 from fastserial.memory.storages import is_plain
 
@@ -46,7 +46,8 @@ class RankTensors:
         self._made = made
         self._ranks = {rank: rank for rank in ranks}
         self._refuse = refuse
-        self._meshes: dict[int, tuple[int, ...]] = {}
+        self._grids: dict[int, list[int]] = {}  # the ranks of meshes, by their `id`
+        self._meshes: dict[int, tuple[int, ...]] = {}  # those that have a file, -1 for others
         self._known: dict[Any, torch.Tensor] = {}  # by what they are made of
 
     def of(self, key: str, leaves: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -121,14 +122,14 @@ class RankTensors:
             try:
                 parts = views(spec, rank, local, key)
             except LoadMismatchError as error:
-                raise self._refuse(key, str(error)) from error
+                raise self._refuse(key, str(error).removeprefix(f"{key}: ")) from error
             for box, view in parts:
                 if box in shards:
                     self._compare(key, shards[box], (rank, view))
                 else:
                     shards[box] = rank, view
         if sum(box.numel for box in shards) != spec.numel:
-            raise self._refuse(key, _lacking(leaves))
+            raise self._refuse(key, self._lacking(leaves))
         filed = [
             Filed(elements_of(view, self._source), _in_bytes(box, view))
             for box, (_, view) in shards.items()
@@ -151,10 +152,11 @@ class RankTensors:
             shard = leaf._local_tensor
             if not self._is_plain(shard) or shard.device.type != "cpu":
                 raise self._refuse(key, f"its shard on rank {rank} is no plain tensor")
+            self._know(leaf.device_mesh, rank)
             try:
                 held = holding(leaf, key, rank, self._ranks, self._meshes)
             except LoadMismatchError as error:
-                raise self._refuse(key, str(error)) from error
+                raise self._refuse(key, str(error).removeprefix(f"{key}: ")) from error
             locals_[rank], specs[rank] = held.local, held.spec
         first = min(specs)
         for rank, spec in specs.items():
@@ -165,6 +167,27 @@ class RankTensors:
         one = _mesh(specs[first])._replace(grids=tuple(grids), right_first=right_first)
         return locals_, {rank: replace(spec, held=one) for rank, spec in specs.items()}
 
+    def _know(self, mesh: Any, rank: int) -> None:
+        """Find out the ranks of a mesh, which torch tells of a part of one only in a job."""
+        if id(mesh) in self._grids:
+            return
+        layout, ranks = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+        if layout is None or ranks is None:  # of an older torch: the mesh keeps them
+            grid = mesh.mesh
+        else:
+            parts = layout.remap_to_tensor(ranks)
+            grid = next((part for part in parts if rank in part), parts[0])
+        self._grids[id(mesh)] = in_place(grid.tolist())
+        self._meshes[id(mesh)] = tuple(self._ranks.get(one, -1) for one in self._grids[id(mesh)])
+
+    def _lacking(self, leaves: dict[int, Any]) -> str:
+        """Say which ranks' files would be needed."""
+        needed = {rank for leaf in leaves.values() for rank in self._grids[id(leaf.device_mesh)]}
+        lacking = sorted(needed - leaves.keys())
+        if not lacking:
+            return "the shards do not make it up"
+        return f"shards are missing, those of rank {', '.join(map(str, lacking))}"
+
 
 def _mesh(spec: TensorSpec) -> Mesh:
     held: Any = spec.held  # of a DTensor
@@ -173,15 +196,6 @@ def _mesh(spec: TensorSpec) -> Mesh:
 
 def _likeness(spec: TensorSpec) -> tuple[Any, ...]:
     return spec.shape, spec.dtype, _mesh(spec).shape, _mesh(spec).splits
-
-
-def _lacking(leaves: dict[int, Any]) -> str:
-    """Say which ranks' files would be needed."""
-    needed = {int(rank) for leaf in leaves.values() for rank in leaf.device_mesh.mesh.flatten()}
-    lacking = sorted(needed - leaves.keys())
-    if not lacking:
-        return "the shards do not make it up"
-    return f"shards are missing, those of rank {', '.join(map(str, lacking))}"
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -46,6 +47,9 @@ def verify_rank_folder(
         for problem in report.problems:
             findings.add(replace(problem, file=name))
         findings.found += report.found - len(report.problems)
+        if report.status == "unreadable" and _is_empty(os.path.join(path, name)):
+            findings.add(Problem("truncated", "the file is empty", file=name))
+            continue
         if report.status == "unreadable":
             result.reason = f"{name}: {report.notes[-1]}"
             continue
@@ -60,6 +64,15 @@ def verify_rank_folder(
         for item, files in found.items.items():
             _check_shards(path, item, files, findings)
     return result
+
+
+def _is_empty(path: str) -> bool:
+    """Return whether a file was cut to nothing. (Alone, it may be no checkpoint at all.)"""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and not found.st_size
 
 
 def _check_ranks(path: str, found: RankFolder, findings: Findings) -> None:
