@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -77,7 +78,7 @@ def test_every_placement(saved: dict[int, Path], count: int, tmp_path: Path) -> 
     for key, tensor in found.items():
         assert type(tensor) is torch.Tensor
         seed = int(key.split()[0])
-        shape = [9, 4] if "half of" in key else list(tensor.shape)
+        shape = [9, 4] if "on half" in key else list(tensor.shape)
         assert same_bytes(tensor, noise(shape, tensor.dtype, seed)), key
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
 
@@ -172,6 +173,29 @@ def test_a_flipped_bit(saved: dict[int, Path], tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=re.escape(str(folder / "placed_1.pt"))):
         convert(folder, tmp_path / "refused.pt", verify=True)
     assert sorted(os.listdir(tmp_path)) == ["c"]
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_memory(name: str, tmp_path: Path) -> None:
+    """The peak of resident memory does not follow the size, 256 MiB here."""
+    folder = tmp_path / "c"
+    ranks.run("rank_folders", 2, folder, "large")
+    convert(write(tmp_path / "w", "m", {"a": torch.ones(3)}), tmp_path / f"w{name}", key="m")
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    convert(folder, tmp_path / name, key="large")
+    assert status("VmHWM") - before < 96 << 20
+    assert (tmp_path / name).stat().st_size > 256 << 20
+    for path in (*folder.iterdir(), tmp_path / name):
+        path.unlink()
+
+
+def status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(name)
 
 
 # -- everything else -------------------------------------------------------------------------------
