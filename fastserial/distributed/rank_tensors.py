@@ -14,7 +14,7 @@ from fastserial.distributed.assembled import Assembled
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
 from fastserial.distributed.pieces import Mesh, TensorSpec, as_dtensor, holding, in_place, views
-from fastserial.errors import LoadMismatchError
+from fastserial.errors import FastserialError, LoadMismatchError
 from fastserial.memory.storages import is_plain
 
 __all__ = ["RankTensors"]
@@ -146,18 +146,13 @@ class RankTensors:
         locals_: dict[int, torch.Tensor] = {}
         specs: dict[int, TensorSpec] = {}
         for rank, leaf in leaves.items():
-            saver = getattr(leaf.device_mesh, "_rank", None)
-            if saver not in (None, rank):
-                raise self._refuse(key, f"the file of rank {rank} was saved by rank {saver}")
-            shard = leaf._local_tensor
-            if not self._is_plain(shard) or shard.device.type != "cpu":
-                raise self._refuse(key, f"its shard on rank {rank} is no plain tensor")
-            self._know(leaf.device_mesh, rank)
             try:
-                held = holding(leaf, key, rank, self._ranks, self._meshes)
-            except LoadMismatchError as error:
-                raise self._refuse(key, str(error).removeprefix(f"{key}: ")) from error
-            locals_[rank], specs[rank] = held.local, held.spec
+                locals_[rank], specs[rank] = self._holding(key, rank, leaf)
+            except (FastserialError, OSError, MemoryError):
+                raise
+            except Exception as error:  # what a made-up DTensor may raise
+                what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise self._refuse(key, f"it is no DTensor that torch makes ({what})") from error
         first = min(specs)
         for rank, spec in specs.items():
             if _likeness(spec) != _likeness(specs[first]):
@@ -166,6 +161,23 @@ class RankTensors:
         right_first = all(_mesh(spec).right_first for spec in specs.values())
         one = _mesh(specs[first])._replace(grids=tuple(grids), right_first=right_first)
         return locals_, {rank: replace(spec, held=one) for rank, spec in specs.items()}
+
+    def _holding(self, key: str, rank: int, leaf: Any) -> tuple[torch.Tensor, TensorSpec]:
+        saver = getattr(leaf.device_mesh, "_rank", None)
+        if saver not in (None, rank):
+            raise self._refuse(key, f"the file of rank {rank} was saved by rank {saver}")
+        shard = leaf._local_tensor
+        if not self._is_plain(shard) or shard.device.type != "cpu":
+            raise self._refuse(key, f"its shard on rank {rank} is no plain tensor")
+        for entry in getattr(leaf._spec, "shard_order", None) or ():
+            if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+                raise self._refuse(key, "its mesh dimensions shard it in an order of their own")
+        self._know(leaf.device_mesh, rank)
+        try:
+            held = holding(leaf, key, rank, self._ranks, self._meshes)
+        except LoadMismatchError as error:
+            raise self._refuse(key, str(error).removeprefix(f"{key}: ")) from error
+        return held.local, held.spec
 
     def _know(self, mesh: Any, rank: int) -> None:
         """Find out the ranks of a mesh, which torch tells of a part of one only in a job."""
