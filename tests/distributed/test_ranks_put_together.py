@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from support import ranks
 from support.damage import flip
 from support.sharded import noise, same_bytes
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastserial import convert, verify
 from fastserial.errors import ConvertError, CorruptCheckpointError
@@ -161,6 +164,128 @@ def test_replicas_that_differ(saved: dict[int, Path], tmp_path: Path) -> None:
         torch.save(value, file)
     refused(folder, r"'placed\.5 on a line 0': ranks 0 and 1 have different values")
     assert verify(folder).ok
+
+
+KEY, SQUARE = "0 on a line 1", "0 in a square 11"  # by rows, both
+
+
+def edited(saved: Path, folder: Path, edit: Callable[[dict[str, Any], int], None]) -> Path:
+    """Copy an item; each rank's part of it is changed."""
+    copy(saved, folder, "placed")
+    for path in folder.iterdir():
+        rank = int(path.stem.rpartition("_")[2])
+        whole = torch.load(path, weights_only=False)
+        names = [KEY, "0 on a line 0", "0 on a line 2", SQUARE]
+        value = {name: whole[name] for name in names if name in whole}
+        edit(value, rank)
+        with path.open("wb") as file:
+            torch.save(value, file)
+    return folder
+
+
+def another(tensor: Any, local: torch.Tensor, device: str = "cpu") -> Any:
+    """Return a DTensor that is placed like one, with a shard of its own."""
+    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    made = make(type(tensor), tensor.shape, dtype=tensor.dtype, device=device)
+    made._spec, made._local_tensor = tensor._spec, local
+    return made
+
+
+def without_spec(value: dict[str, Any], rank: int) -> None:
+    del value[KEY]._spec
+
+
+def with_a_number(value: dict[str, Any], rank: int) -> None:
+    value[KEY]._local_tensor = 3
+
+
+def on_one_rank(value: dict[str, Any], rank: int) -> None:
+    value[KEY] = value[KEY]._local_tensor if rank else value[KEY]
+
+
+def in_two_ways(value: dict[str, Any], rank: int) -> None:
+    value[KEY] = value[f"0 on a line {rank}"]
+
+
+def too_small(value: dict[str, Any], rank: int) -> None:
+    value[KEY]._local_tensor = value[KEY]._local_tensor[:3].clone()
+
+
+def doubled(value: dict[str, Any], rank: int) -> None:
+    if rank:
+        value[KEY]._local_tensor = value[KEY]._local_tensor.double()
+
+
+def a_sum(value: dict[str, Any], rank: int) -> None:
+    value[KEY]._spec.placements = (Partial(),)
+
+
+def on_meta(value: dict[str, Any], rank: int) -> None:
+    value[KEY]._local_tensor = value[KEY]._local_tensor.to("meta")
+
+
+MADE_UP = {
+    without_spec: r"no DTensor that torch makes \(AttributeError",
+    with_a_number: "no DTensor that torch makes",
+    on_one_rank: "it is a DTensor, but not on rank 1",
+    in_two_ways: "ranks 0 and 1 have it in different ways",
+    too_small: r"shard of rank 0 has the shape \(3, 12\)",
+    doubled: "ranks 0 and 1 have it in different ways",
+    a_sum: "a sum that no rank has; redistribute it first",
+    on_meta: "its shard on rank 0 is no plain tensor",
+}
+
+
+@pytest.mark.parametrize("edit", MADE_UP, ids=lambda edit: edit.__name__)
+def test_shards_that_make_no_tensor(
+    edit: Callable[[dict[str, Any], int], None], saved: dict[int, Path], tmp_path: Path
+) -> None:
+    folder = edited(saved[2], tmp_path / "c", edit)
+    refused(folder, rf"entry 'placed\.{KEY}': .*{MADE_UP[edit]}")
+    assert len(converted(folder, "placed.0 on a line 2")) == 8
+
+
+def test_tied_shards_stay_tied(saved: dict[int, Path], tmp_path: Path) -> None:
+    def tie(value: dict[str, Any], rank: int) -> None:
+        local = value[KEY]._local_tensor
+        value["tied"] = another(value[KEY], local.detach())
+        value["half tied"] = another(value[KEY], local.detach() if rank else local.clone())
+
+    found = converted(edited(saved[2], tmp_path / "c", tie))["placed"]
+    assert found["tied"].data_ptr() == found[KEY].data_ptr()
+    assert found["half tied"].data_ptr() != found[KEY].data_ptr()
+    for key in (KEY, "tied", "half tied"):
+        assert same_bytes(found[key], noise([8, 12], torch.float32, 0))
+
+
+def test_shards_that_lie_apart_and_of_a_gpu(saved: dict[int, Path], tmp_path: Path) -> None:
+    def move(value: dict[str, Any], rank: int) -> None:
+        padded = torch.zeros(8, 9)
+        local = value["0 on a line 2"]._local_tensor
+        padded[:, : local.shape[1]] = local
+        value["0 on a line 2"]._local_tensor = padded[:, : local.shape[1]]
+        turned = value["0 on a line 0"]._local_tensor.t().contiguous().t()
+        value["0 on a line 0"]._local_tensor = turned
+        value[KEY] = another(value[KEY], value[KEY]._local_tensor, "cuda:0")
+
+    found = converted(edited(saved[2], tmp_path / "c", move))["placed"]
+    for tensor in found.values():
+        assert tensor.device.type == "cpu"
+        assert same_bytes(tensor, noise([8, 12], torch.float32, 0))
+
+
+@pytest.mark.skipif(
+    "shard_order" not in DTensorSpec.__dataclass_fields__,
+    reason="DTensors of this torch have no shard_order",
+)
+def test_mesh_dimensions_in_an_order_of_their_own(saved: dict[int, Path], tmp_path: Path) -> None:
+    def reorder(value: dict[str, Any], rank: int) -> None:
+        (entry,) = value[SQUARE]._spec.shard_order
+        assert entry.mesh_dims == (0, 1)
+        value[SQUARE]._spec.shard_order = (entry._replace(mesh_dims=(1, 0)),)
+
+    folder = edited(saved[4], tmp_path / "c", reorder)
+    refused(folder, "its mesh dimensions shard it in an order of their own")
 
 
 def test_a_flipped_bit(saved: dict[int, Path], tmp_path: Path) -> None:
