@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.folder_inspection import inspect_folder
 from fastserial.checkpoints.inspection import Inspection, StorageUse
+from fastserial.checkpoints.rank_folder import find_rank_folder
+from fastserial.checkpoints.rank_folder_inspection import inspect_rank_folder
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
@@ -31,7 +33,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
     """Read a checkpoint's structure and pickle; the bytes of its tensors are not read.
 
     Args:
-        path: the file, or a folder of torch.distributed.checkpoint.
+        path: the file, or a folder of torch.distributed.checkpoint or torch_checkpointing.
         limits: what reading the pickle may take (bytes, seconds).
 
     Raises:
@@ -52,6 +54,9 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
     if is_dcp_folder(name):
         return inspect_folder(name)
+    folder = find_rank_folder(name)
+    if folder is not None:
+        return inspect_rank_folder(name, folder, lambda path: inspect(path, limits))
     found, size = checkpoint_format(fd, name), os.fstat(fd).st_size
     if found is Format.ZIP:
         return _inspect_zip(name, fd, size, limits)

@@ -7,7 +7,9 @@ by its address in the mapping.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
+import logging
 import os
 import pickle
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ from fastserial.patching.install import get_original
 __all__ = ["Mapped", "map_checkpoint"]
 
 _PROTOCOL = 2  # torch's default
+_DTENSORS = b"torch.distributed.tensor"
 _BIG_ENDIAN = "the file was written on a big-endian machine: load and save it with torch"
 
 
@@ -121,7 +124,8 @@ def _map_zip(
     load = get_original("_load")
     more = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
     reader = torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
-    with _unpickling(fd, path, pickled.data_offset):
+    _know_dtensors(os.pread(fd, pickled.size, pickled.data_offset))
+    with _unpickling(fd, path, pickled.data_offset), _without_groups():
         value = load(
             reader,
             "cpu",
@@ -131,6 +135,24 @@ def _map_zip(
             **more,
         )
     return value, {record.data_offset: record.size for record in directory.records}
+
+
+def _know_dtensors(pickled: bytes) -> None:
+    """Import what a pickle of DTensors needs: only then does `weights_only` allow them."""
+    if _DTENSORS in pickled:
+        with contextlib.suppress(ImportError):  # of a torch without torch.distributed
+            importlib.import_module(_DTENSORS.decode())
+
+
+@contextlib.contextmanager
+def _without_groups() -> Iterator[None]:
+    """Keep torch from saying of each mesh that its process groups are not here."""
+    log = logging.getLogger("torch.distributed.device_mesh")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from fastserial.checkpoints.streaming import FileMemory, Places
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.safetensors import read_metadata
+from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.memory.storages import Memory
 
@@ -56,6 +58,8 @@ class MappedSource:
         self.metadata: dict[str, str] = {}
         self._files = Descriptors()
         self._maps: list[tuple[int, Mapped, FileStamp, str]] = []
+        self._starts: list[tuple[int, int]] = []  # the address of each mapping, and which it is
+        self._checksums: dict[int, dict[int, int]] = {}  # by the place of a record, of each file
 
     def add(self, name: str) -> Mapped:
         """Map a file.
@@ -68,16 +72,34 @@ class MappedSource:
         mapped = map_checkpoint(fd, name)
         if mapped.container == "safetensors":
             self.metadata.update(read_metadata(fd))
+        bisect.insort(self._starts, (mapped.whole.data_ptr(), len(self._maps)))
         self._maps.append((fd, mapped, before, name))
         return mapped
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
         """Return where bytes of a storage come from, None if it is in no mapping."""
-        for fd, mapped, _, _ in self._maps:
-            offset = mapped.offset_of(storage)
-            if offset is not None:
-                return FileMemory(fd, offset + start, nbytes)
-        return None
+        found = self._place(storage)
+        return None if found is None else FileMemory(found[0], found[2] + start, nbytes)
+
+    def crc_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the CRC-32 of a storage as its file tells it, None if it tells none."""
+        found = self._place(storage)
+        if found is None or found[1].container != "zip":
+            return None
+        fd, mapped, offset = found
+        if fd not in self._checksums:
+            records = read_places(fd, mapped.whole.nbytes()).records
+            self._checksums[fd] = {record.data_offset: record.crc for record in records}
+        return self._checksums[fd].get(offset) or None
+
+    def _place(self, storage: torch.UntypedStorage) -> tuple[int, Mapped, int] | None:
+        """Return in which file a storage is, and where (bytes), None if it is in no mapping."""
+        at = bisect.bisect_right(self._starts, (storage.data_ptr(), len(self._maps))) - 1
+        if at < 0:
+            return None
+        fd, mapped, _, _ = self._maps[self._starts[at][1]]
+        offset = mapped.offset_of(storage)
+        return None if offset is None else (fd, mapped, offset)
 
     def in_order(self, _: torch.Tensor) -> Memory | None:
         """Return None: they are read from the mapping."""

@@ -31,6 +31,7 @@ __all__ = [
     "FileMemory",
     "Places",
     "StreamWriter",
+    "elements_of",
     "flat_tensors",
     "memory_of",
     "refuse_shared",
@@ -202,7 +203,7 @@ def write_safetensors(
     extents: list[Extent] = []
     at = 0
     for _, tensor in order:
-        memory = _in_order(tensor, writer.places)
+        memory = elements_of(tensor, writer.places)
         if memory.nbytes:
             extents.append(Extent(at, memory.nbytes, Data(memory, memory.nbytes, None)))
             at += memory.nbytes
@@ -289,7 +290,7 @@ def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
             stop, owner = end, key
 
 
-def _in_order(tensor: torch.Tensor, places: Places) -> Memory:
+def elements_of(tensor: torch.Tensor, places: Places) -> Memory:
     """Return a tensor's bytes in the order of its elements."""
     if not tensor.numel():
         return HostMemory(0, 0, None)

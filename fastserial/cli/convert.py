@@ -30,7 +30,7 @@ def convert(
         Path,
         typer.Argument(
             help="A zip, legacy or safetensors checkpoint, an index of safetensors files, "
-            "or a DCP folder."
+            "or a folder of DCP or torch_checkpointing."
         ),
     ],
     target: Annotated[Path, typer.Argument(help="The new file or folder.")],

@@ -1,4 +1,4 @@
-"""`fastserial.convert`: between files, and folders of torch.distributed.checkpoint."""
+"""`fastserial.convert`: between files and the folders that many ranks save to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 from fastserial.checkpoints.convert import Converted, container_of, write_source
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.mapped_source import INDEX, Source, open_source
+from fastserial.checkpoints.rank_folder import RankFolder, find_rank_folder
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import ConvertError, CorruptCheckpointError
@@ -37,7 +38,8 @@ def convert(
 
     Args:
         source: a zip, legacy or safetensors file; the index of several safetensors files, or their
-            folder; or a folder of torch.distributed.checkpoint.
+            folder; a folder of torch.distributed.checkpoint or of torch_checkpointing, whose items
+            are the first level of the result.
         target: the new file or folder.
         to: its container; by default safetensors or zip, by the target's name. `dcp` and `packed`
             are the formats of `FastStorageWriter`.
@@ -50,14 +52,16 @@ def convert(
         config: options of the writer; by default those in force.
 
     Raises:
-        ConvertError: a pickle needs more than `weights_only` allows, or something in it cannot
-            be represented in the other container; names the entry.
+        ConvertError: a pickle needs more than `weights_only` allows, something in it cannot be
+            represented in the other container, or what ranks saved each for itself does not go
+            together; names the entry.
         CorruptCheckpointError: the source is damaged, or no checkpoint.
         WriteError: the target cannot be written; what was there is intact.
         OSError: the source cannot be read.
     """
     name, path = os.fspath(source), os.fspath(target)
-    from_folder = is_dcp_folder(name)
+    ranks = None if is_dcp_folder(name) else find_rank_folder(name)
+    from_folder = ranks is not None or is_dcp_folder(name)
     container = container_of(path, to, shard_nbytes)
     if from_folder and container == "legacy" and patched("_legacy_save") is None:
         raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
@@ -66,7 +70,11 @@ def convert(
     folders = from_folder or container in _FOLDERS
     if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")
-    opened = _opened(name, from_folder)
+    if ranks is not None and os.path.realpath(name) == os.path.dirname(os.path.realpath(path)):
+        raise ConvertError(f"{path}: the target is among the files of the source")
+    opened = _opened(name, from_folder, ranks, key)
+    if ranks is not None:
+        key = ""
     try:
         settings = config or current()
         if container in _FOLDERS:
@@ -89,9 +97,13 @@ def convert(
         opened.close()
 
 
-def _opened(name: str, from_folder: bool) -> Source:
+def _opened(name: str, from_folder: bool, ranks: RankFolder | None, key: str) -> Source:
     if not from_folder:
         return open_source(name)
+    if ranks is not None:
+        from fastserial.distributed.rank_source import RankSource
+
+        return RankSource(name, ranks, key)
     from fastserial.distributed.dcp.folder_source import FolderSource
 
     return FolderSource(name)

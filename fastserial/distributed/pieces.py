@@ -31,6 +31,7 @@ __all__ = [
     "boxes_on",
     "fits",
     "holding",
+    "in_place",
     "is_ambiguous",
     "local_bytes",
     "local_of",
@@ -411,13 +412,13 @@ def _mesh(
     splits = tuple([_split(placement, key) for placement in sharded.placements])
     found = known.get(id(mesh)) if known is not None else None
     if found is None:
-        found = tuple(ranks.get(rank, -1) for rank in _in_place(mesh.mesh.tolist()))
+        found = tuple(ranks.get(rank, -1) for rank in in_place(mesh.mesh.tolist()))
         if known is not None:
             known[id(mesh)] = found
     return Mesh(tuple(mesh.shape), (found,), splits)
 
 
-def _in_place(mesh: Any) -> list[int]:
+def in_place(mesh: Any) -> list[int]:
     """Return the ranks of a mesh in the order in which they hold the shards, row-major.
 
     torch gives a rank its shard by its rank in the process group of a mesh dimension, and a group

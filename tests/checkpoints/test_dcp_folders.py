@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
 from fastserial import convert, inspect, options, verify
+from fastserial.checkpoints.streaming import FileMemory
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
@@ -334,7 +335,7 @@ def test_a_tensor_from_its_parts(turned: bool, tmp_path: Path) -> None:
     for case in range(20):
         shape = [chance.randrange(1, 7) for _ in range(chance.randrange(1, 4))]
         whole = torch.randint(0, 2**15, shape, dtype=torch.int16)
-        axis, parts = chance.randrange(len(shape)), []
+        axis, parts, opened = chance.randrange(len(shape)), [], []
         for number, part in enumerate(whole.split(chance.randrange(1, 5), axis)):
             order = list(range(part.dim()))
             chance.shuffle(order)
@@ -347,7 +348,8 @@ def test_a_tensor_from_its_parts(turned: bool, tmp_path: Path) -> None:
             offsets[axis] = number * whole.split(parts[0].box.sizes[axis], axis)[0].shape[axis] \
                 if parts else 0  # fmt: skip
             box = Box((*offsets, 0), (*part.shape, 2))
-            parts.append(Filed(os.open(path, os.O_RDONLY), 4, box, strides))
+            opened.append(os.open(path, os.O_RDONLY))
+            parts.append(Filed(FileMemory(opened[-1], 4, part.numel() * 2), box, strides))
         memory = ChunkedMemory((*shape, 2), parts)
         data = whole.numpy().tobytes()
         for _ in range(10):
@@ -356,8 +358,8 @@ def test_a_tensor_from_its_parts(turned: bool, tmp_path: Path) -> None:
             out = torch.zeros(length, dtype=torch.uint8)
             memory.copy_to(out.data_ptr(), first, length)
             assert out.numpy().tobytes() == data[first : first + length]
-        for filed in parts:
-            os.close(filed.fd)
+        for fd in opened:
+            os.close(fd)
 
 
 def test_memory_stays_small(tmp_path: Path) -> None:

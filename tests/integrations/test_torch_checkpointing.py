@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import ranks
 from support.told import tell, told
 
 import fastserial
@@ -91,6 +92,38 @@ def test_a_manager_saves_and_loads_and_finds_damage(tmp_path: Path) -> None:
         one.load(str(tmp_path / "1"), {"model": None})
     assert str(file) in str(caught.value)
     one.close()
+
+
+@pytest.mark.parametrize("storage", ["its own", "ours"])
+def test_the_tools_know_its_folders(storage: str, tmp_path: Path) -> None:
+    """Of one rank, as many leave them that train on one GPU."""
+    its_own = package.storage.filesystem.LocalFileSystemStorageConfig(use_direct_io=False)
+    one = manager("sync", **({} if storage == "ours" else {"storage_config": its_own}))
+    one.save(str(tmp_path / "1"), {"model": state(), "step_1": 3})
+    one.close()
+    report = fastserial.verify(tmp_path / "1")
+    assert (report.status, report.format) == ("ok", "torch_checkpointing")
+    found = fastserial.inspect(tmp_path / "1")
+    assert [tensor.key for tensor in found.tensors] == ["model.weights", "model.small"]
+    fastserial.convert(tmp_path / "1", tmp_path / "file.pt")
+    loaded = torch.load(tmp_path / "file.pt")
+    assert loaded["step_1"] == 3
+    assert same(loaded["model"], state())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_its_folders_of_many_ranks(count: int, tmp_path: Path) -> None:
+    """FSDP2 and its optimizer, by managers that agree on the folder."""
+    ranks.run("rank_folders", count, tmp_path / "c", "manager")
+    assert len(os.listdir(tmp_path / "c")) == 5 * count
+    assert fastserial.verify(tmp_path / "c").ok
+    assert f"ranks 0 to {count - 1}" in fastserial.inspect(tmp_path / "c").hints
+    ranks.run("rank_folders", 1, tmp_path / "alone", "stream")
+    for key in ("model", "optimizer", "plain.steps.0"):
+        for folder in ("c", "alone"):
+            fastserial.convert(tmp_path / folder, tmp_path / f"{folder}.pt", key=key)
+        one, other = (torch.load(tmp_path / f"{folder}.pt") for folder in ("c", "alone"))
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.skipif(

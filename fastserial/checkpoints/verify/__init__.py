@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from time import perf_counter
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
+from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.checkpoints.verify.folder import FolderResult, verify_folder
 from fastserial.checkpoints.verify.legacy import verify_legacy
+from fastserial.checkpoints.verify.rank_folder import verify_rank_folder
 from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
 from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
 from fastserial.config import Config, current
@@ -36,7 +38,8 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     """Check a checkpoint: CRC-32 of every record, and the structure of the container.
 
     A legacy file has no checksums; its structure is checked, which the report says. In a folder of
-    torch.distributed.checkpoint every item of every file is checked.
+    torch.distributed.checkpoint every item of every file is checked, in one of torch_checkpointing
+    the file of every item and rank.
 
     Args:
         path: the file, or the folder.
@@ -67,10 +70,10 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
             elif found is Format.LEGACY:
                 kind = "legacy"
                 result.records = verify_legacy(fd, size, findings)
-            elif found is Format.FOLDER and is_dcp_folder(name):
-                result = folder = verify_folder(name, config or current(), findings)
-                kind, size, seen = folder.format, folder.nbytes, None
-                changed = folder.changed
+            elif found is Format.FOLDER and (checked := _folder(name, config, findings)):
+                result = checked
+                kind, size, seen = checked.format, checked.nbytes, None
+                changed, reason = checked.changed, checked.reason
             else:
                 reason = _REASONS.get(found, found.value)
             changed = changed or (seen is not None and not seen.holds_for(fd))
@@ -101,8 +104,18 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     )
 
 
+def _folder(name: str, config: Config | None, findings: Findings) -> FolderResult | None:
+    """Check a folder; None if it is no checkpoint."""
+    if is_dcp_folder(name):
+        return verify_folder(name, config or current(), findings)
+    found = find_rank_folder(name)
+    if found is None:
+        return None
+    return verify_rank_folder(name, found, lambda path: verify(path, config), findings)
+
+
 def refuse_damaged(path: str | os.PathLike[str]) -> None:
-    """Verify a checkpoint file.
+    """Verify a checkpoint.
 
     Raises:
         CorruptCheckpointError: it is damaged; tells the first problem.
@@ -110,15 +123,16 @@ def refuse_damaged(path: str | os.PathLike[str]) -> None:
     report = verify(path)
     if report.problems:
         first = report.problems[0]
-        raise CorruptCheckpointError(first.message, path=report.path, record=first.record)
+        where = os.path.join(report.path, first.file) if first.file else report.path
+        raise CorruptCheckpointError(first.message, path=where, record=first.record)
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the checkpoints in a directory and those below, sorted.
 
     Checkpoints are what starts as one, and what is called like one, and the folders of
-    torch.distributed.checkpoint. Symbolic links are not followed; temporary files and other formats
-    are passed over.
+    torch.distributed.checkpoint and torch_checkpointing (whose files are not yielded then).
+    Symbolic links are not followed; temporary files and other formats are passed over.
 
     Raises:
         OSError: a directory cannot be read.
@@ -129,9 +143,13 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
 
     for parent, folders, files in os.walk(folder, onerror=refuse):
         folders.sort()
+        its: set[str] = set()
         if is_dcp_folder(parent):
             yield parent
-        for name in sorted(files):
+        elif (found := find_rank_folder(parent)) is not None:
+            its.update(found.files)
+            yield parent
+        for name in sorted(set(files) - its):
             path = os.path.join(parent, name)
             if not os.path.islink(path) and os.path.isfile(path) and _is_checkpoint(path):
                 yield path

@@ -35,12 +35,13 @@ class FolderResult:
     """What came of a folder.
 
     Attributes:
-        format: `dcp` or `dcp packed`, None if there is no `.metadata` that can be read.
+        format: such as `dcp`, None if there is no `.metadata` that can be read.
         records: how many items there are.
         checked_bytes: bytes whose CRC-32 was compared, also where it differs.
         unchecked: items without one.
         nbytes: of all files.
         changed: another checkpoint was completed meanwhile.
+        reason: why it cannot be told whether it is whole, None if it can.
     """
 
     format: str | None = None
@@ -49,6 +50,7 @@ class FolderResult:
     unchecked: int = 0
     nbytes: int = 0
     changed: bool = False
+    reason: str | None = None
 
 
 def verify_folder(path: str, config: Config, findings: Findings) -> FolderResult:

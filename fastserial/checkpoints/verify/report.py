@@ -57,11 +57,11 @@ class VerifyReport:
     """The verification of one checkpoint.
 
     Attributes:
-        path: the file, or the folder of torch.distributed.checkpoint.
+        path: the file, or the folder of torch.distributed.checkpoint or torch_checkpointing.
         status: `ok`: whole, and a checkpoint or another archive of torch; `damaged`: some reader
             gets other bytes than were written, or torch cannot load it; `unreadable` if it cannot
             be told (no permission, or no checkpoint: an archive like that is checked all the same).
-        format: `zip`, `legacy`, `dcp`, `dcp packed` or None.
+        format: `zip`, `legacy`, `dcp`, `dcp packed`, `torch_checkpointing` or None.
         bytes: size of the file, or of the folder's files.
         seconds: time it took.
         records: number of records (zip), storages (legacy) or items (DCP).

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from fastserial.checkpoints.streaming import FileMemory
 from fastserial.distributed.boxes import Box, boxes_of_range, intersect, run_of
 from fastserial.distributed.dcp.tensor_bytes import outermost_first
 from fastserial.errors import CorruptCheckpointError
+from fastserial.memory.storages import Memory
 
 __all__ = ["ChunkedMemory", "Filed"]
 
@@ -20,15 +20,14 @@ class Filed(NamedTuple):
     """A part of a tensor in a file.
 
     Attributes:
-        fd, offset: where its bytes begin.
+        memory: its bytes.
         box: which part; a last dimension counts the bytes of an element.
         strides: in which order its elements lie there, None: in their own.
     """
 
-    fd: int
-    offset: int
+    memory: Memory
     box: Box
-    strides: tuple[int, ...] | None
+    strides: tuple[int, ...] | None = None
 
 
 class ChunkedMemory:
@@ -92,10 +91,9 @@ def _read_box(filed: Filed, shape: list[int], box: Box, target: torch.Tensor) ->
             _read_box(filed, shape, one, target.narrow(dim, index, 1))
         return
     first, stop = run
-    memory = FileMemory(filed.fd, filed.offset + first, stop - first)
     if target.is_contiguous():
-        memory.copy_to(target.data_ptr(), 0, stop - first)
+        filed.memory.copy_to(target.data_ptr(), first, stop - first)
         return
     scratch = torch.empty(box.sizes, dtype=torch.uint8, device="cpu")
-    memory.copy_to(scratch.data_ptr(), 0, stop - first)
+    filed.memory.copy_to(scratch.data_ptr(), first, stop - first)
     target.copy_(scratch)

@@ -13,10 +13,10 @@ import torch
 
 from fastserial.checkpoints.dcp_folder import one_metadata
 from fastserial.checkpoints.streaming import FileMemory
+from fastserial.distributed.assembled import Assembled
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
 from fastserial.distributed.dcp.item_structure import Content, Structures
-from fastserial.distributed.untouched import Untouched
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.dcp import Item, Metadata, Stored
@@ -43,10 +43,8 @@ class FolderSource:
         self._path = path
         self._files = Descriptors()
         self._opened: dict[str, tuple[int, FileStamp]] = {}
-        self._sources: dict[int, Memory] = {}  # by the address of the storage
-        self._rows: dict[int, Memory] = {}
+        self._made = Assembled()
         self._structures = Structures()
-        self._untouched: Untouched | None = None
         try:
             found = one_metadata(path)
             self.container = "dcp packed" if found.packed else "dcp"
@@ -57,14 +55,11 @@ class FolderSource:
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
         """Return where bytes of a storage come from, None if it has them itself."""
-        found = self._sources.get(storage.data_ptr())
-        if found is None or (start == 0 and nbytes == found.nbytes):
-            return found
-        return _Part(found, start, nbytes)
+        return self._made.part_of(storage, start, nbytes)
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return where the bytes of a tensor come from, in the order of its elements."""
-        return self._rows.get(tensor.untyped_storage().data_ptr())
+        return self._made.in_order(tensor)
 
     def check_unchanged(self) -> None:
         """Raise if a file was written to, which no save does.
@@ -89,20 +84,16 @@ class FolderSource:
             items.setdefault(item.key, []).append(item)
         if found.missing:
             raise self._damaged(found.missing[0], "`.metadata` does not tell its place")
-        sizes = [_nbytes(stored) for stored in found.tensors.values()]
-        self._untouched = untouched = Untouched(sum(sizes), len(sizes))
         flat: dict[str, Any] = {}
         for key, stored in found.tensors.items():
-            flat[key] = self._tensor(key, stored, items.get(key, []), untouched)
+            flat[key] = self._tensor(key, stored, items.get(key, []))
         for key in found.values:
             flat[key] = self._value(items[key][0])
         order = [*found.paths, *flat]
         ordered = {key: flat[key] for key in dict.fromkeys(order) if key in flat}
         return _nested(ordered, found.paths)
 
-    def _tensor(
-        self, key: str, stored: Stored, items: list[Item], untouched: Untouched
-    ) -> torch.Tensor:
+    def _tensor(self, key: str, stored: Stored, items: list[Item]) -> torch.Tensor:
         dtype = getattr(torch, stored.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ConvertError(f"entry {key!r}: this torch has no dtype {stored.dtype}")
@@ -110,17 +101,10 @@ class FolderSource:
         filed = [self._filed(item, dtype) for item in items if item.nbytes]
         if sum(part.box.numel for part in filed) != nbytes:
             raise self._damaged(key, "its parts do not make it up")
-        memory: Memory = ChunkedMemory((*stored.shape, dtype.itemsize), filed)
-        strides = contiguous_stride(stored.shape)
-        storage = untouched.storage(nbytes)
-        rows = memory
+        rows = ChunkedMemory((*stored.shape, dtype.itemsize), filed)
         if len(filed) == 1 and filed[0].strides is not None:  # as it was saved
-            strides = filed[0].strides
-            memory = FileMemory(filed[0].fd, filed[0].offset, nbytes)
-        if nbytes:
-            self._sources[storage.data_ptr()] = memory
-            self._rows[storage.data_ptr()] = rows
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, stored.shape, strides)
+            return self._made.tensor(stored.shape, dtype, rows, filed[0].strides, filed[0].memory)
+        return self._made.tensor(stored.shape, dtype, rows)
 
     def _filed(self, item: Item, dtype: torch.dtype) -> Filed:
         fd = self._open(item)
@@ -134,7 +118,8 @@ class FolderSource:
         last = dtype.itemsize
         box = Box((*chunk.offsets, 0), (*chunk.sizes, last))
         plain = content.strides == contiguous_stride(chunk.sizes)
-        return Filed(fd, item.offset + content.start, box, None if plain else content.strides)
+        memory = FileMemory(fd, item.offset + content.start, nbytes)
+        return Filed(memory, box, None if plain else content.strides)
 
     def _content(self, fd: int, item: Item, dtype: torch.dtype) -> Content | None:
         if item.is_extended:
@@ -194,19 +179,6 @@ class FolderSource:
 
     def _damaged(self, record: str, message: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(message, path=self._path, record=record)
-
-
-class _Part:
-    """Some of a memory's bytes."""
-
-    def __init__(self, whole: Memory, start: int, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._whole = whole
-        self._start = start
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy bytes [start, start + length) to host memory at `address`."""
-        self._whole.copy_to(address, self._start + start, length)
 
 
 def _nbytes(stored: Stored) -> int:

@@ -1,0 +1,142 @@
+"""Folders of torch_checkpointing: which they are, and which file is which rank's.
+
+Its `CheckpointManager` makes a folder for each checkpoint, and in it a file for each item and rank,
+`model_0.pt`: what `torch.save` writes to a stream. Nothing else says what the folder is, unless an
+item can be resharded: then `metadata.pkl` tells how many ranks there were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.byte_stream import ByteStream
+from fastserial.formats.dcp import METADATA_NAME
+from fastserial.formats.pickles import Mapping, decode
+from fastserial.formats.zip.directory import read_exactly
+from fastserial.formats.zip.structs import LOCAL, LOCAL_SIGNATURE
+from fastserial.interrupts import Descriptors
+
+__all__ = ["RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]
+
+RANK_FOLDER = "torch_checkpointing"
+_METADATA = "metadata.pkl"
+_FILE = re.compile(r"([A-Za-z0-9_-]+)_(0|[1-9][0-9]*)\.pt")
+_NOT_ITS = (".pt", ".pth", ".ckpt", ".bin", ".distcp", ".safetensors", ".safetensors.index.json")
+_OF_A_STREAM = b"archive/"  # so torch calls an archive that has no path
+
+
+class RankFolder(NamedTuple):
+    """What is in a folder.
+
+    Attributes:
+        items: for each item, by name, the file of each rank that has one, by rank.
+        ranks: how many ranks there are.
+        metadata: name of the file that says so, None if there is none.
+        others: names of files that belong to no item, such as those in JSON.
+    """
+
+    items: dict[str, dict[int, str]]
+    ranks: int
+    metadata: str | None
+    others: list[str]
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files of items, item by item."""
+        return [name for files in self.items.values() for name in files.values()]
+
+    @property
+    def notes(self) -> list[str]:
+        """Which ranks have no file of an item. (A program may save it on some ranks only.)"""
+        return [
+            f"{item}: there is no file of rank {', '.join(map(str, sorted(lacking)))}"
+            for item, files in self.items.items()
+            if (lacking := set(range(self.ranks)) - files.keys())
+        ]
+
+
+def find_rank_folder(path: str | os.PathLike[str]) -> RankFolder | None:
+    """Return what is in a folder that torch_checkpointing saved to; None if it is none of these.
+
+    In such a folder every checkpoint file is called `{item}_{rank}.pt` and was saved to a stream;
+    one item has files of all ranks, which are counted from 0 without a gap. (With a `metadata.pkl`,
+    some may be missing.)
+    """
+    found = _by_name(os.fspath(path))
+    if found is None:
+        return None
+    seen: set[bool] = set()
+    for name in found.files:
+        head = _head(os.path.join(path, name))
+        if head is not None:
+            seen.add(head)
+    return found if seen == {True} else None
+
+
+def _by_name(path: str) -> RankFolder | None:
+    try:
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in entries if not entry.is_dir())
+    except OSError:
+        return None
+    items: dict[str, dict[int, str]] = {}
+    others: list[str] = []
+    for name in names:
+        match = _FILE.fullmatch(name)
+        if match is not None:
+            items.setdefault(match[1], {})[int(match[2])] = name
+        elif name.lower().endswith(_NOT_ITS) or METADATA_NAME.fullmatch(name):
+            return None
+        elif name != _METADATA:
+            others.append(name)
+    metadata = _METADATA if _METADATA in names else None
+    ranks = {rank for files in items.values() for rank in files}
+    count = max(ranks, default=-1) + 1
+    whole = any(len(files) == count for files in items.values())
+    if not (whole if metadata is None else 2 * len(ranks) > count):
+        return None
+    items = {item: dict(sorted(files.items())) for item, files in items.items()}
+    return RankFolder(items, count, metadata, others)
+
+
+def _head(path: str) -> bool | None:
+    """Return whether a file starts as what was saved to a stream, None if that cannot be told."""
+    try:
+        with Descriptors() as files:
+            fd = files.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            head = os.pread(fd, LOCAL.size + len(_OF_A_STREAM), 0)
+    except OSError:
+        return None
+    if not head.startswith(LOCAL_SIGNATURE) or len(head) < LOCAL.size + len(_OF_A_STREAM):
+        return None
+    return head.endswith(_OF_A_STREAM)
+
+
+def ranks_said(path: str, found: RankFolder) -> int | None:
+    """Return how many ranks saved, as `metadata.pkl` says; None if there is none.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        PickleLimitError: it takes too long to read.
+        OSError: it cannot be read.
+    """
+    if found.metadata is None:
+        return None
+    name = os.path.join(path, found.metadata)
+    try:
+        with Descriptors() as files:
+            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+            size = os.fstat(fd).st_size
+            stream = ByteStream(lambda offset, length: read_exactly(fd, offset, length), 0, size)
+            value = decode(stream).value
+    except CorruptCheckpointError as error:
+        error.path = name
+        raise
+    pairs = value.items if isinstance(value, Mapping) else []
+    said = next((number for key, number in pairs if key == "world_size"), None)
+    if type(said) is not int or said < 1:
+        raise CorruptCheckpointError("it does not say how many ranks there are", path=name)
+    return said
