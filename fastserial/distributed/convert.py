@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, container_of, write_source
@@ -18,6 +19,7 @@ __all__ = ["Container", "Converted", "convert"]
 
 Container = Literal["zip", "legacy", "safetensors", "dcp", "packed"]
 _FOLDERS = ("dcp", "packed")
+_SHOWN = 5  # names of files
 
 
 def convert(
@@ -103,6 +105,11 @@ def _opened(name: str, from_folder: bool, ranks: RankFolder | None, key: str) ->
     if ranks is not None:
         from fastserial.distributed.rank_source import RankSource
 
+        if ranks.others and not key:
+            files = ", ".join(ranks.others[:_SHOWN])
+            more = len(ranks.others) - _SHOWN
+            text = f"{name}: not converted, as no files of torch.save: {files}"
+            warnings.warn(text + (f" and {more} more" if more > 0 else ""), stacklevel=3)
         return RankSource(name, ranks, key)
     from fastserial.distributed.dcp.folder_source import FolderSource
 

@@ -431,3 +431,14 @@ def test_a_target_among_the_sources(tmp_path: Path) -> None:
         convert(folder, folder, "dcp")
     assert (folder / "m_0.pt").read_bytes() == before
     assert os.listdir(folder) == ["m_0.pt"]
+
+
+def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / "saved", "model", {"weight": torch.ones(5)}, {"weight": torch.ones(5)}
+    )
+    for index in range(7):
+        (folder / f"config_{index}.json").write_text("{}")
+    with pytest.warns(UserWarning, match="saved: not converted.*config_0.json,.* and 2 more"):
+        assert list(converted(folder)) == ["model"]
+    assert list(converted(folder, "model")) == ["weight"]  # the only one that was asked for
