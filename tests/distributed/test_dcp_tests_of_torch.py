@@ -20,7 +20,19 @@ FOLDER = os.environ.get("FASTSERIAL_TORCH_TESTS")
 FILES = sorted(Path(FOLDER).rglob("test_*.py")) if FOLDER else []
 
 # What a test of torch looks at that only stock has, and why ours has it not.
-KNOWN: dict[str, str] = {}
+_KEPT = "looks at the plans that stock keeps, in attributes of SavePlanner; ours keeps others"
+_LEFT = (
+    "saves into one folder again and again, by other placements: Hugging Face's storage leaves the "
+    "files of earlier saves there, and reads them; in some orders stock's planner fails by it, too"
+)
+KNOWN = {
+    "test_planner::test_local_plan_with_caching": _KEPT,
+    "test_planner::test_global_plan_with_caching": _KEPT,
+    "test_planner::test_finish_plan_with_caching": _KEPT,
+    "test_hf_safetensor_e2e::test_1d_to_2d_reshard_mesh_change": _LEFT,
+    "test_hf_safetensor_e2e::test_2d_to_1d_reshard_mesh_change": _LEFT,
+    "test_hf_safetensor_e2e::test_2d_to_2d_reshard_placement_change": _LEFT,
+}
 
 
 def outcomes(file: Path, who: str, log: Path, **environment: str) -> dict[str, str]:
@@ -36,6 +48,7 @@ def outcomes(file: Path, who: str, log: Path, **environment: str) -> dict[str, s
             "PYTHONPATH": os.pathsep.join(path),
             "FASTSERIAL_IN_PLACE": who,
             "FASTSERIAL_IN_PLACE_LOG": str(log),
+            "OMP_NUM_THREADS": "1",  # several ranks on few cores; forked ones have no pool
             **environment,
         },
         capture_output=True,
@@ -61,5 +74,8 @@ def test_what_passes_with_stock_passes_with_ours(file: Path, format: str, tmp_pa
     log = tmp_path / "ours.log"
     used = Counter(log.read_text().splitlines() if log.exists() else [])
     print(f"{len(passed)} of {len(stock)} pass with stock; of ours were used: {dict(used)}")
+    assert not used["plans a save as stock does"], "it is stock's plans that were tested"
     failed = {name: ours.get(name, "missing") for name in passed if ours.get(name) != "passed"}
-    assert failed.keys() <= KNOWN.keys(), "\n".join(f"{a}: {b}" for a, b in failed.items())
+    new = {name: how for name, how in failed.items() if f"{file.stem}::{name}" not in KNOWN}
+    print(f"known to differ: {sorted(failed.keys() - new.keys())}")
+    assert not new, "\n".join(f"{name}: {how}" for name, how in new.items())

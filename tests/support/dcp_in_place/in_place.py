@@ -1,4 +1,8 @@
-"""Our storage and planners, made as stock's are."""
+"""Our storage and planners, made as stock's are.
+
+Each tells that it is used, where nothing of ours looks at who overrides or calls what: a planner
+that overrides `finish_plan` plans as stock does.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +40,25 @@ class FileSystemWriter(FastStorageWriter):
     def __init__(self, path: Any, *_: Any, overwrite: bool = True, **__: Any) -> None:
         super().__init__(path, format=_FORMAT, overwrite=overwrite)
 
-    def finish(self, metadata: Any, results: Any) -> None:
-        super().finish(metadata, results)
-        _told("saved")
+    def set_up_storage_writer(self, *args: Any, **named: Any) -> None:
+        _told("saves")
+        super().set_up_storage_writer(*args, **named)
 
 
 class FileSystemReader(FastStorageReader):
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        _told("loaded")
-        return super().read_data(plan, planner)
+    def set_up_storage_reader(self, *args: Any, **named: Any) -> None:
+        _told("loads")
+        super().set_up_storage_reader(*args, **named)
 
 
 class DefaultSavePlanner(FastSavePlanner):
-    def finish_plan(self, new_plan: Any) -> Any:
-        _told("planned a save")
-        return super().finish_plan(new_plan)
+    def set_up_planner(self, *args: Any, **named: Any) -> None:
+        unlike = type(self) is DefaultSavePlanner and self._plans_as_stock
+        _told("plans a save as stock does" if unlike else "plans a save")
+        super().set_up_planner(*args, **named)
 
 
 class DefaultLoadPlanner(FastLoadPlanner):
-    def finish_plan(self, new_plan: Any) -> Any:
-        _told("planned a load")
-        return super().finish_plan(new_plan)
+    def set_up_planner(self, *args: Any, **named: Any) -> None:
+        _told("plans a load")
+        super().set_up_planner(*args, **named)

@@ -1,11 +1,12 @@
 """Our storage and planners under stock's names, in every process that has this on its path.
 
 For torch's own tests of DCP. `FASTSERIAL_IN_PLACE`: `ours`; `stock` changes nothing of DCP. With
-both, tests that ask for several GPUs run on the CPU.
+both, tests that ask for several GPUs run on the CPU, and ranks are forked: they need not import.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from typing import Any
 
@@ -15,8 +16,10 @@ _DCP = "torch.distributed.checkpoint"
 _OURS = os.environ.get("FASTSERIAL_IN_PLACE") == "ours"
 
 
-def _no_gpu_needed(module: Any) -> None:
+def _without_gpu_and_import(module: Any) -> None:
     module.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
+    forked = multiprocessing.get_context("fork").Process
+    module.MultiProcessTestCase._spawn_processes = lambda test: test._start_processes(forked)
 
 
 def _substitute(dcp: Any) -> None:
@@ -38,6 +41,6 @@ def _substitute(dcp: Any) -> None:
                 setattr(module, name, getattr(in_place, name))
 
 
-when_imported("torch.testing._internal.common_distributed", _no_gpu_needed)
+when_imported("torch.testing._internal.common_distributed", _without_gpu_and_import)
 if _OURS:
     when_imported(_DCP, _substitute)
