@@ -115,3 +115,16 @@ def test_a_storage_that_torch_cannot_read(tmp_path: Path) -> None:
         opened(path)
     with pytest.raises((CorruptCheckpointError, UnreadableTensorError)):
         filled(path)
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_verify_finds_the_flags_that_torch_refuses(bit: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    data = bytearray(rewritten(checkpoint(), compression=zipfile.ZIP_DEFLATED))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        at = archive.start_dir + 8  # the flags of the first entry
+    data[at + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    refused = both(lambda: torch.load(path), *WAYS).error is not None
+    assert refused is (bit in (0, 5, 6, 13))
+    assert fastserial.verify(path).ok is not refused

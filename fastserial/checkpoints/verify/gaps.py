@@ -104,7 +104,7 @@ def _difference(record: RecordEntry, header: LocalHeader) -> str | None:
     """Return how a reader that goes by the local header gets something else, or None."""
     if header.name != record.full_name:
         return "its local header has a different name"
-    if header.method != record.method or (header.flags ^ record.flags) & structs.ENCRYPTED:
+    if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
         return "its local header has another compression than the directory"
     if header.flags & HAS_DESCRIPTOR:
         return None  # sizes and CRC follow the data

@@ -17,7 +17,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.formats.zip import structs
-from fastserial.formats.zip.structs import CENTRAL, DEFLATED, ENCRYPTED, LOCAL, STORED, U16, U32
+from fastserial.formats.zip.structs import CENTRAL, DEFLATED, LOCAL, REFUSED, STORED, U16, U32
 
 __all__ = [
     "MAX_DIRECTORY_BYTES",
@@ -75,12 +75,12 @@ class RecordEntry(NamedTuple):
     @property
     def is_stored(self) -> bool:
         """Whether the data lies in the file as it is."""
-        return self.method == STORED and not self.flags & ENCRYPTED
+        return self.method == STORED and not self.flags & REFUSED
 
     @property
     def is_readable(self) -> bool:
         """Whether torch can read it: some ways to compress it, and encryption, are beyond it."""
-        return self.method in (STORED, DEFLATED) and not self.flags & ENCRYPTED
+        return self.method in (STORED, DEFLATED) and not self.flags & REFUSED
 
     @property
     def has_descriptor(self) -> bool:
@@ -322,7 +322,7 @@ def _entry(
     problem = None
     if header + LOCAL.size + len(name) + packed > end.directory_offset:
         problem = "the record goes past the end of the records"
-    elif method == STORED and size != packed and not flags & ENCRYPTED:
+    elif method == STORED and size != packed and not flags & REFUSED:
         problem = f"stored with sizes {packed} and {size}, which differ"
     elif method == DEFLATED and size > packed * structs.MOST_INFLATED:
         problem = f"{size} bytes cannot come from {packed} in the file"

@@ -6,7 +6,8 @@ import struct
 
 U16, U32 = 0xFFFF, 0xFFFFFFFF  # also: "the value is in the zip64 record"
 STORED, DEFLATED = 0, 8
-ENCRYPTED, HAS_DESCRIPTOR, UTF8 = 0x0001, 0x0008, 0x0800
+HAS_DESCRIPTOR, UTF8 = 0x0008, 0x0800
+REFUSED = 0x2061  # by torch: encrypted (three flags), or compressed as a patch
 MOST_INFLATED = 1040  # deflate makes at most 1032 bytes from one
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
