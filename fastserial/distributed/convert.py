@@ -62,8 +62,9 @@ def convert(
         OSError: the source cannot be read.
     """
     name, path = os.fspath(source), os.fspath(target)
-    ranks = None if is_dcp_folder(name) else find_rank_folder(name)
-    from_folder = ranks is not None or is_dcp_folder(name)
+    is_dcp = is_dcp_folder(name)
+    ranks = None if is_dcp else find_rank_folder(name)
+    from_folder = is_dcp or ranks is not None
     container = container_of(path, to, shard_nbytes)
     if from_folder and container == "legacy" and patched("_legacy_save") is None:
         raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
