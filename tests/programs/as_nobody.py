@@ -1,24 +1,52 @@
-"""Saves by another user, into each of several folders: `FORMAT SCENE...`; exceptions come back."""
+"""Saves by another user, into each of several folders: `FORMAT SCENE...`; exceptions come back.
+
+That user may not be able to read Python's environment or this checkout (both may be in root's
+home), so everything that a save needs is imported, and the patch built, before.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from support.children import answer, arguments, raised, save
 from support.identity import fast, stock
 
-args = arguments()
-Path("warm").mkdir()
-for side in (stock, fast):  # imports what it will need while it still may
-    with side():
-        save("warm/up.pt", args[0])
-os.setgroups([]), os.setgid(65534), os.setuid(65534)
-result = {}
-for scene in args[1:]:
-    for side in ("stock", "fast"):
-        with (stock if side == "stock" else fast)():
-            error = raised(save, f"{scene}/{side}/a.pt", args[0])
-        mro = [kind.__name__ for kind in type(error).__mro__]
-        result[f"{scene}/{side}"] = [mro, str(error), getattr(error, "errno", None)]
-answer(result)
+fmt, *scenes = arguments()
+
+
+def become_nobody() -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+
+
+def outcomes(side: str) -> dict[str, Any]:
+    """Save to every scene, as nobody."""
+    warm = Path(f"warm-{side}")
+    warm.mkdir()
+    result = {}
+    with {"stock": stock, "fast": fast}[side]():
+        save(warm / "up.pt", fmt)
+        raised(save, warm / "missing" / "up.pt", fmt)
+        become_nobody()
+        for scene in scenes:
+            error = raised(save, f"{scene}/{side}/a.pt", fmt)
+            mro = [kind.__name__ for kind in type(error).__mro__]
+            result[f"{scene}/{side}"] = [mro, str(error), getattr(error, "errno", None)]
+        return result
+
+
+found: dict[str, Any] = {}
+for side in ("stock", "fast"):  # forked: the legacy format's keys are the same in both
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, json.dumps(outcomes(side)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        found |= json.loads(pipe.read())
+    os.wait()
+answer(found)
