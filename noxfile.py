@@ -239,6 +239,40 @@ def python(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or [*PARALLEL, "tests"]))
 
 
+# What depends on other packages than torch: the command line, checksums, their file formats.
+LOWEST_TESTS = [
+    "tests/cli",
+    "tests/test_config.py",
+    "tests/patching",
+    "tests/saving/test_writer.py",
+    "tests/checkpoints/test_verification.py",
+    "tests/checkpoints/test_inspection.py",
+    "tests/checkpoints/test_convert.py",
+    "tests/integrations/test_safetensors.py",
+]
+FRAMEWORK_TESTS = [
+    "tests/integrations/test_lightning.py",
+    "tests/integrations/test_transformers.py",
+]
+
+
+@nox.session
+@nox.parametrize("part", ["package", "frameworks"])
+def lowest(session: nox.Session, part: str) -> None:
+    """The lowest version of each dependency that pyproject.toml allows (of torch: `patches`)."""
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    extras = project["optional-dependencies"]
+    package = [*project["dependencies"], *extras["test"]]
+    frameworks = [*extras["lightning"], *extras["transformers"]]
+    pinned, tests = (package, LOWEST_TESTS) if part == "package" else (frameworks, FRAMEWORK_TESTS)
+    exact = [word.replace(">=", "==") for word in pinned if not word.startswith("torch>")]
+    install(session, TORCH, "test")
+    session.install(f"torch=={TORCH}", *exact)
+    # the newest packages beside them have deprecated what the lowest use
+    deprecated = ("-W", "default::DeprecationWarning", "-W", "default::PendingDeprecationWarning")
+    session.run("pytest", *deprecated, *(session.posargs or [*PARALLEL, *tests]))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, format and strict types."""
