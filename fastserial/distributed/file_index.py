@@ -154,7 +154,8 @@ class _Outliner:
         new = self._made[id(value)] = copy.copy(value)
         new.clear()
         if isinstance(value, MutableMapping):
-            new.update((key, self.without_bytes(item)) for key, item in value.items())
+            for key, item in value.items():  # a Counter's `update` would count
+                new[key] = self.without_bytes(item)
         else:
             new.extend(map(self.without_bytes, value))
         return new

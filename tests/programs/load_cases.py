@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -74,6 +75,22 @@ def values_are_replaced_where_they_can_be() -> None:
     assert (into["n"], into["l"], into["t"][1]) == (7, [1, {"x": "y"}], 2.5)
     assert torch.equal(tensor, rows(5))
     assert torch.equal(inner, rows(3))
+
+
+@case
+def counters_keep_their_counts() -> None:
+    model = nn.Linear(2, 2)
+    schedulers = [
+        torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters()), [2, 4, 4])
+        for _ in range(2)
+    ]
+    counts = Counter({"a": 3, ("b", 1): -1})
+    path = written("counters", {"s": schedulers[0].state_dict(), "n": counts, "e": Counter()})
+    into: dict[str, Any] = {"s": None, "n": None, "e": None}
+    load(path, into)
+    assert (type(into["n"]), into["n"], into["e"]) == (Counter, counts, Counter())
+    assert into["s"]["milestones"] == Counter({2: 1, 4: 2})
+    assert into["s"] == schedulers[1].state_dict()
 
 
 @case
