@@ -18,6 +18,7 @@ from fastserial.errors import (
     REMEDIES,
     ConfigError,
     CorruptCheckpointError,
+    TornSnapshotError,
     WriteError,
     write_error,
 )
@@ -49,12 +50,16 @@ def _too_small(path: str, keep: int, needed: int, free: int) -> WriteError:
     return found
 
 
+def _is_torn(error: BaseException) -> bool:
+    """Tell whether tensors changed on this rank; of several, a `DistributedError` tells of it."""
+    return any(isinstance(one, TornSnapshotError) for one in (error, error.__cause__))
+
+
 class Checkpointer:
     """Saves the state of a training run beside it, and finds it again.
 
     Each checkpoint is one ordinary torch file, `step-00000100.pt`, written whole or not at all.
-    Parameters and optimizer states are read while training goes on; a step of an optimizer waits
-    until what it changes is taken, or it is copied. Everything else is copied at the call.
+    `save` copies the tensors, and the file is written while training goes on.
 
     In a job of several ranks all of them make one, and call the same methods in the same order;
     they write one file together, and agree on what they resume from.
@@ -67,7 +72,7 @@ class Checkpointer:
         *,
         keep: int = 3,
         every: int | None = None,
-        snapshot: Kind = "in_place",
+        snapshot: Kind = "copy",
         snapshot_budget: int | None = None,
         rng: bool = True,
         weights_only: bool = True,
@@ -84,7 +89,8 @@ class Checkpointer:
                 saved as `distributed.save` does; of everything else rank 0's.
             keep: how many checkpoints to keep; older ones go once a new one is in place.
             every: save only each so many steps; None: at each call of `save`.
-            snapshot, snapshot_budget: as `save_async`.
+            snapshot, snapshot_budget: as `save_async`. `in_place` reads only what these optimizers
+                own where it is, and copies the rest; after a `TornSnapshotError` all is copied.
             rng: save and restore the random generators (Python, torch, NumPy, CUDA), each rank's.
             weights_only: as `torch.load`. Several ranks load no other files.
             group: the ranks that save together; by default all, if torch.distributed is in use.
@@ -116,7 +122,8 @@ class Checkpointer:
         self._asked = False  # this process
         self._agreed = False  # all ranks have heard of one that is
         os.makedirs(self._folder.path, exist_ok=True)
-        guard.hold(self)
+        if snapshot == "in_place":
+            guard.hold(self)
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -179,8 +186,18 @@ class Checkpointer:
             Exception: it failed.
         """
         last, self._last = self._last, None
-        if last is not None:
-            last.wait()
+        error = last.exception() if last is not None else None
+        if error is None:
+            return
+        if self._kind == "in_place" and _is_torn(error):
+            self._kind = "copy"
+            guard.unhold(self)
+            text = (
+                f"{self._folder.path}: tensors were changed while a checkpoint read them in place; "
+                'later checkpoints copy them, as with snapshot="copy"'
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        raise error
 
     def check(self) -> int | None:
         """Try at the start what would go wrong later: saving the state, resuming, room for it.

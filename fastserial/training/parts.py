@@ -59,22 +59,16 @@ def put(objects: Mapping[str, Any], name: str, state: Any, path: str) -> None:
 def steady(objects: Mapping[str, Any]) -> set[int]:
     """Return the identities of the storages that change in an optimizer's step only.
 
-    These are what belongs to optimizers, and the parameters of modules that they train. A forward
-    pass changes buffers; and whatever else there is may change at any time, as averages do. Without
-    an optimizer among the objects, all modules are taken for trained.
+    These are what optimizers own. A forward pass changes buffers; and whatever else there is may
+    change at any time, as averages do.
     """
-    modules = [value for value in objects.values() if isinstance(value, torch.nn.Module)]
     storages: set[int] = set()
     for value in objects.values():
         if isinstance(value, torch.optim.Optimizer):
             storages.update(storages_of_optimizer(value))
-    stepped = frozenset(storages)
-    for module in modules:
-        parameters = set(all_storages(module.parameters()))
-        if not (stepped and stepped.isdisjoint(parameters)):
-            storages |= parameters
-    for module in modules:
-        storages.difference_update(all_storages(module.buffers()))
+    for value in objects.values():
+        if isinstance(value, torch.nn.Module):
+            storages.difference_update(all_storages(value.buffers()))
     return storages
 
 

@@ -77,29 +77,34 @@ class Together:
         began: float,
     ) -> PendingSave:
         traffic = traffic_of(self._group, self._timeout)
-        self._gather(own)
+        kind = self._gather(own, kind)
         state = {**_saved(objects), OWN: own if traffic.rank == 0 else None}
         saving = Saving(traffic, path, "all", None, began)
         return start_save(
             state, saving, traffic, kind, budget, began=began, steady=steady(objects), then=then
         )
 
-    def _gather(self, own: dict[str, Any]) -> None:
-        """Put the generators of all ranks into rank 0's file; make sure that all mean one step."""
+    def _gather(self, own: dict[str, Any], kind: Kind) -> Kind:
+        """Put the generators of all ranks into rank 0's file; make sure that all mean one step.
+
+        Returns:
+            How they save: from copies if any rank does.
+        """
         step = own["step"]
 
         def decide(messages: list[bytes]) -> bytes:
             told = [pickle.loads(message) for message in messages]
-            for rank, (other, _) in enumerate(told):
+            for rank, (other, _, _) in enumerate(told):
                 if other != step:
                     text = f"it saves step {other}, rank 0 step {step}"
                     raise traffic.fail(rank, text)
-            own["rng"] = [generators for _, generators in told]
-            return b""
+            own["rng"] = [generators for _, generators, _ in told]
+            return b"copy" if any(how == "copy" for _, _, how in told) else b""
 
         traffic = self._talk()
         with traffic.together():
-            traffic.consult(pickle.dumps((step, portable(own.pop("rng", None)))), decide)
+            message = pickle.dumps((step, portable(own.pop("rng", None)), kind))
+            return "copy" if traffic.consult(message, decide) else "in_place"
 
     def steps(self, folder: CheckpointFolder) -> list[int]:
         traffic = self._talk()

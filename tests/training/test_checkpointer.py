@@ -77,7 +77,7 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, kind: Any) -> No
 def test_a_step_waits_for_the_checkpoint(tmp_path: Path, gate: Gate) -> None:
     run = Run()
     run.step()
-    checkpointer = Checkpointer(tmp_path, run.state)
+    checkpointer = Checkpointer(tmp_path, run.state, snapshot="in_place")
     checkpointer.save(1)
     expected = [run.step() for _ in range(3)]
     gate.open.set()
@@ -314,7 +314,8 @@ def test_averages_may_change_right_after_a_save(tmp_path: Path, gate: Gate) -> N
     run.step()
     average = torch.optim.swa_utils.AveragedModel(run.model)
     expected = [found.clone() for found in average.parameters()]
-    with Checkpointer(tmp_path, {**run.state, "averages": average}) as checkpointer:
+    state = {**run.state, "averages": average}
+    with Checkpointer(tmp_path, state, snapshot="in_place") as checkpointer:
         checkpointer.save(1)
         assert gate.stopped.wait(60)
         average.update_parameters(run.model)
@@ -325,6 +326,77 @@ def test_averages_may_change_right_after_a_save(tmp_path: Path, gate: Gate) -> N
         checkpointer.wait()
     found = torch.load(tmp_path / "step-00000001.pt")["averages"]
     assert all(map(torch.equal, expected, [found[name] for name, _ in average.named_parameters()]))
+
+
+def first_step(model: nn.Module) -> None:
+    """As SAM climbs before its second pass."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.sign(), alpha=0.1)
+
+
+def merge(model: nn.Module) -> None:
+    """As PEFT merges an adapter: torch counts no such change."""
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+
+
+def load_best(model: nn.Module) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [first_step, merge, load_best])
+def test_all_may_change_after_a_save(
+    tmp_path: Path, gate: Gate, change: Callable[[nn.Module], None]
+) -> None:
+    run = Run()
+    run.step()
+    expected = {name: found.clone() for name, found in run.model.state_dict().items()}
+    with Checkpointer(tmp_path, run.state) as checkpointer:
+        checkpointer.save(1)
+        assert gate.stopped.wait(60)
+        change(run.model)
+        gate.open.set()
+    found = torch.load(tmp_path / "step-00000001.pt")["model"]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_in_place_copies_what_no_optimizer_owns(tmp_path: Path, gate: Gate) -> None:
+    """A momentum encoder inside the trained module, as in BYOL and MoCo."""
+    trained, momentum = nn.Linear(300, 300), nn.Linear(300, 300)
+    model = nn.ModuleDict({"trained": trained, "momentum": momentum})
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    expected = momentum.weight.detach().clone()
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(tmp_path, state, snapshot="in_place") as checkpointer:
+        checkpointer.save(1)
+        assert gate.stopped.wait(60)
+        momentum.weight.data.lerp_(trained.weight.data, 0.5)
+        gate.open.set()
+    assert torch.equal(
+        torch.load(tmp_path / "step-00000001.pt")["model"]["momentum.weight"], expected
+    )
+
+
+def test_after_a_torn_snapshot_tensors_are_copied(tmp_path: Path, gate: Gate) -> None:
+    run = Run()
+    checkpointer = Checkpointer(tmp_path, run.state, snapshot="in_place")
+    checkpointer.save(1)
+    assert gate.stopped.wait(60)
+    first_step(run.model)
+    gate.open.set()
+    with (
+        pytest.warns(RuntimeWarning, match="later checkpoints copy them"),
+        pytest.raises(fastserial.TornSnapshotError, match=r"step-00000001\.pt.*nothing was saved"),
+    ):
+        checkpointer.save(2)
+    assert not guard.is_registered()
+    saving = checkpointer.save(2)
+    first_step(run.model)
+    checkpointer.close()
+    assert saving is not None
+    assert saving.wait().snapshot.kind == "copy"
+    assert names(tmp_path) == ["step-00000002.pt"]
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
