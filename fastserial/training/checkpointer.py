@@ -261,6 +261,7 @@ class Checkpointer:
 
         Raises:
             FileNotFoundError: there is none of that step.
+            DistributedError: some ranks see checkpoints, but there is none that all see.
             CorruptCheckpointError: it is damaged, or all are.
             LoadMismatchError: it is a checkpoint of other objects.
         """

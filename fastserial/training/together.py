@@ -42,6 +42,7 @@ __all__ = ["Together"]
 
 _USE = "checkpointer"
 _FSDP_1 = "FullyShardedDataParallel"
+_SHOWN = 8  # ranks in an error
 _PERIOD = 1.0  # seconds: about so often the ranks ask each other whether a signal came
 _log = logging.getLogger("fastserial")
 
@@ -110,19 +111,23 @@ class Together:
         traffic = self._talk()
 
         def decide(messages: list[bytes]) -> bytes:
-            seen: list[dict[int, int]] = [pickle.loads(message) for message in messages]
-            common = set.intersection(*(set(files.items()) for files in seen))
-            if missed := sorted(set(seen[0].items()) - common):
+            told = [pickle.loads(message) for message in messages]
+            seen: list[set[tuple[int, int]]] = [set(files.items()) for _, files in told]
+            common, missed = set.intersection(*seen), set.union(*seen)
+            if missed and not common:
+                rank, text = _nothing_in_common([path for path, _ in told], seen)
+                raise traffic.fail(rank, text)
+            missed -= common
+            if missed:
                 _log.warning(
                     "%s: not all ranks see the same file of step %s; it is passed over",
                     folder.path,
-                    ", ".join(str(step) for step, _ in missed),
+                    ", ".join(str(step) for step in sorted({step for step, _ in missed})),
                 )
             return pickle.dumps(sorted((step for step, _ in common), reverse=True))
 
         with traffic.together():
-            mine = folder.sizes()
-            answer = traffic.consult(pickle.dumps(mine), decide)
+            answer = traffic.consult(pickle.dumps((folder.path, folder.sizes())), decide)
         found: list[int] = pickle.loads(answer)
         return found
 
@@ -180,6 +185,25 @@ class Together:
 
     def _talk(self) -> Traffic:
         return traffic_of(self._group, self._timeout, _USE)
+
+
+def _nothing_in_common(paths: list[str], seen: list[set[tuple[int, int]]]) -> tuple[int, str]:
+    """Return which rank is to blame for it that no checkpoint is seen by all, and the error's text.
+
+    Args:
+        paths: each rank's folder.
+        seen: the steps and bytes of the files in it.
+    """
+    blamed = min(range(len(seen)), key=lambda rank: len(seen[rank]))
+    there = [
+        f"rank {rank} sees {f'step {max(files)[0]}' if files else 'none'} in {path}"
+        for rank, (path, files) in enumerate(zip(paths, seen, strict=True))
+    ]
+    shown = "; ".join(there[:_SHOWN]) + ("; ..." if len(there) > _SHOWN else "")
+    return blamed, (
+        f"the ranks have no checkpoint in common to resume from: {shown}. Mount the same folder on "
+        "all nodes; to start anew, move the checkpoints away"
+    )
 
 
 def holds_shards(objects: Mapping[str, Any]) -> bool:
