@@ -35,7 +35,7 @@ def save(
     Args:
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
         prefix: what is put before the records' names in the archive; by default, and where torch
-            writes the file itself, the file's name.
+            writes the file itself, the file's name. As for `open_zip_writer`.
         config: options; by default those in force.
 
     Returns:

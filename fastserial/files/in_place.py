@@ -84,11 +84,13 @@ def open_target(target: Target, durable: bool) -> Destination:
         reason, sequential = found.reason, found.sequential
     except OSError as error:
         directory = os.path.dirname(target.path) or os.curdir
-        if target.mode is None or error.errno != errno.ENOSPC:
+        if target.mode is None or error.errno != errno.ENOSPC or os.path.islink(target.path):
             raise
         if not linux.is_out_of_inodes(directory):
             raise
         reason, sequential = "no inode is free for a new file, so the old one is overwritten", False
+    if os.path.islink(target.path):  # to be replaced; the file it leads to is not ours to overwrite
+        raise OSError(errno.EPERM, f"The link cannot be replaced: {reason}")
     return InPlaceFile(InPlaceTarget(target.name, reason, sequential), durable)
 
 

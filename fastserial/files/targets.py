@@ -33,6 +33,7 @@ __all__ = [
 
 _METHODS = frozenset({"write"})  # whoever puts one in its place watches or changes the bytes
 _MAX_LINKS = 40  # as the kernel's own limit
+_LINK_MODE = 0o777  # which the kernel gives to every symbolic link
 _MOST_WITHOUT_PROC = 1024  # descriptors
 _RACES = 8  # so often links may be changed, or the file replaced, while we look
 
@@ -42,7 +43,8 @@ class PathTarget(NamedTuple):
 
     Attributes:
         name: the path as the user gave it.
-        path: where the file is or will be, symbolic links followed; relative if `name` is.
+        path: where the file is or will be, symbolic links followed (unless the link itself is to
+            be replaced); relative if `name` is.
         mode: permission bits of the file that is there, None if there is none.
         owner: its user and group.
         size: its bytes, 0 if there is none.
@@ -277,8 +279,11 @@ def file_target(file: Any) -> FileTarget | StockWay:
     return FileTarget(file_name(raw, fd), raw, fd, offset)
 
 
-def target_of(target: Any) -> Target | StockWay:
+def target_of(target: Any, replace_link: bool = False) -> Target | StockWay:
     """Decide how to write to what was given to `torch.save`, a path or a file object.
+
+    Args:
+        replace_link: a symbolic link at the path is replaced, not the file that it leads to.
 
     Raises:
         WriteError: nothing can be written there.
@@ -286,6 +291,8 @@ def target_of(target: Any) -> Target | StockWay:
     if not isinstance(target, str | os.PathLike):
         return file_target(target)
     name = os.fspath(target)
+    if replace_link and os.path.islink(name):
+        return PathTarget(os.fsdecode(name), os.fsdecode(name), _LINK_MODE, None)
     return path_target(name) if isinstance(name, str) else StockWay("its path is bytes, not text")
 
 

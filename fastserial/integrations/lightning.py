@@ -27,7 +27,6 @@ from fastserial.checkpoints.save import save
 from fastserial.config import current
 from fastserial.errors import ConfigError
 from fastserial.files.durable import sync_folders
-from fastserial.files.links import part_from_link
 from fastserial.import_hook import when_imported
 from fastserial.overlap.asynchronous import KINDS, Kind, start_save
 from fastserial.overlap.pending import PendingSave
@@ -66,7 +65,7 @@ class FastCheckpointIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; a file that is there is replaced as a whole.
+        """Write a checkpoint; a file or link that is there is replaced as a whole.
 
         Raises:
             WriteError: the file cannot be written; the previous one is intact.
@@ -77,7 +76,6 @@ class FastCheckpointIO:
             self._save_elsewhere(checkpoint, path, storage_options)
             return
         make_folder(place)
-        part_from_link(place)
         self._write(checkpoint, place)
 
     def load_checkpoint(

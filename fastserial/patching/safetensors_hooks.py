@@ -8,16 +8,17 @@ own: they map the file.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from fastserial.config import current
-from fastserial.files.links import part_from_link
 from fastserial.files.targets import StockWay, Target, target_of
 from fastserial.formats.legacy.layout import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
@@ -35,7 +36,8 @@ _FUNCTION = "serialize_file"
 _log = logging.getLogger("fastserial")
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _wanted = False
-_stock: Callable[..., None] | None = None
+_stock: Callable[..., None] | None = None  # what `_ours` replaced
+_ours: Callable[..., None] | None = None
 _ranks: Mapping[str, int] = {}  # by dtype: in which order tensors are written
 
 
@@ -48,18 +50,20 @@ def switch_on() -> None:
 
 
 def switch_off() -> None:
-    """Give safetensors its own function back, unless somebody else replaced it, too."""
-    global _wanted, _stock
+    """Give safetensors its own function back, unless somebody else replaced it, too.
+
+    Whoever holds ours gets stock behaviour from it.
+    """
+    global _wanted
     _wanted = False
-    module = importlib.import_module(_MODULE) if _stock is not None else None
-    if module is not None and getattr(module, _FUNCTION, None) is _serialize_file:
+    module = sys.modules.get(_MODULE)
+    if _ours is not None and getattr(module, _FUNCTION, None) is _ours:
         setattr(module, _FUNCTION, _stock)
-        _stock = None
 
 
 def _imported(module: ModuleType) -> None:
-    global _stock, _ranks
-    if not _wanted or getattr(module, _FUNCTION, None) is _serialize_file:
+    global _stock, _ours, _ranks
+    if not _wanted or (_ours is not None and getattr(module, _FUNCTION, None) is _ours):
         return
     try:
         ranks = _learn_order(importlib.import_module("safetensors"))
@@ -67,8 +71,8 @@ def _imported(module: ModuleType) -> None:
     except Exception as error:  # must not break the import; older releases hand over copies
         _log.warning("safetensors stays as it is; fastserial needs release 0.8 or later: %r", error)
         return
-    _ranks, _stock = ranks, stock
-    setattr(module, _FUNCTION, _serialize_file)
+    _ranks, _stock, _ours = ranks, stock, functools.partial(_serialize_file, stock)
+    setattr(module, _FUNCTION, _ours)
 
 
 def _learn_order(package: Any) -> dict[str, int]:
@@ -98,6 +102,7 @@ def _learn_order(package: Any) -> dict[str, int]:
 
 
 def _serialize_file(
+    stock: Callable[..., None],
     tensor_dict: Mapping[str, Any],
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
@@ -110,15 +115,13 @@ def _serialize_file(
         WriteError: the file cannot be written; the previous one is intact.
         Exception: whatever safetensors raises.
     """
-    target = _target(filename) if current().safetensors else None
+    target = _target(filename) if _wanted and current().safetensors else None
     prepared = _prepare(tensor_dict, metadata) if target is not None else None
     if target is None or prepared is None:
-        if _stock is not None:
-            _stock(tensor_dict, filename, metadata=metadata)
+        stock(tensor_dict, filename, metadata=metadata)
         return
     header, memories = prepared
-    part_from_link(os.fspath(filename))
-    with FastFileWriter(_target(filename), container="safetensors") as writer:
+    with FastFileWriter(target, container="safetensors") as writer:
         writer.write(header)
         extents = storage_extents(batch_of(memories), [b""] * len(memories))
         writer.write_layout(extents, sum(memory.nbytes for memory in memories))
@@ -131,7 +134,8 @@ def _target(filename: str | os.PathLike[str]) -> Target | None:
     Raises:
         WriteError: nothing can be written there.
     """
-    found = target_of(filename) if isinstance(filename, str | os.PathLike) else None
+    is_path = isinstance(filename, str | os.PathLike)
+    found = target_of(filename, replace_link=True) if is_path else None
     if isinstance(found, StockWay):
         SAVES.add_torchs(found.reason)
         return None

@@ -57,6 +57,8 @@ def open_zip_writer(target: Any, prefix: str | None = None) -> AbstractContextMa
     Args:
         target: a path or a file object.
         prefix: what is put before the records' names; by default the file's name, as torch does.
+            With one, a symbolic link at the path is replaced, as by programs that pickle into
+            memory and rename a file over the path (Lightning), not the file that it leads to.
 
     Raises:
         WriteError: the target cannot be written.
@@ -68,7 +70,7 @@ def open_zip_writer(target: Any, prefix: str | None = None) -> AbstractContextMa
         return ZipArchive(target, "archive", owns_writer=False)
     if SequentialWriter.accepts(target) and not torch.serialization._serialization_tls.skip_data:
         return ZipArchive(SequentialWriter(target), "archive", owns_writer=False)
-    found = _classify(target)
+    found = _classify(target, replace_link=prefix is not None)
     if isinstance(found, PathTarget | InPlaceTarget):
         archive = archive_name(found.name) if prefix is None else prefix
         if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
@@ -147,8 +149,8 @@ def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:
     return _BODILESS.isdisjoint(device_types(storages))
 
 
-def _classify(target: Any) -> Target | None:
-    found = target_of(target)
+def _classify(target: Any, replace_link: bool = False) -> Target | None:
+    found = target_of(target, replace_link)
     if isinstance(found, StockWay):
         _log.debug("torch writes %r itself: %s", target, found.reason)
         SAVES.add_torchs(found.reason)

@@ -61,7 +61,7 @@ class ZipArchive:
         Args:
             writer: where the archive goes.
             archive: the name torch puts before the records' names.
-            owns_writer: close the writer at the end, and discard it on an exception.
+            owns_writer: close the writer at the end. An exception discards it in any case.
             alignment: of the records' data (bytes); by default the one torch would use.
 
         Raises:
@@ -143,8 +143,7 @@ class ZipArchive:
         if error is not None:
             self._pause.end()
             name_in(error, self._writer.name)
-            if self._owns_writer:
-                self._writer.abort()
+            self._writer.abort()
             return
         try:
             self.write_end_of_file()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from time import perf_counter
@@ -50,7 +51,8 @@ class FastFileWriter:
 
     A path is replaced as a whole when the writer is closed: until then, and after an error, the
     previous file is there. A file object of the caller's is written from its position on, and
-    positioned at the end of what was written. Leaving a `with` block by an exception discards.
+    positioned at the end of what was written. Leaving a `with` block by an exception discards, and
+    so does a `torch.save` into the writer that fails: `close` then does nothing.
     """
 
     _closed = True  # until there is something to close
@@ -76,7 +78,7 @@ class FastFileWriter:
             WriteError: the target cannot be written (it is an `OSError` and a `RuntimeError`).
             TypeError: neither or both of `target` and `file_path` are given.
         """
-        self._failed = False
+        self._discarded = False
         if (target is None) is (file_path is None):
             raise TypeError("give a FastFileWriter one target")
         given: Any = target if target is not None else file_path
@@ -205,11 +207,16 @@ class FastFileWriter:
         return length
 
     def flush(self) -> None:
-        """Do nothing: bytes reach the file in whole blocks, the last ones at `close`.
+        """Write nothing: bytes reach the file in whole blocks, the last ones at `close`.
 
-        After an error neither: torch flushes then, too, and another error would hide the first.
+        Where torch leaves its `with` block by an error, what it wrote is no checkpoint: all is
+        discarded. After an error nothing is raised, which would hide the first.
         """
-        if not self._failed:
+        error = _error_of_callers_block()
+        if error is not None:
+            name_in(error, self.name)
+            self.abort()
+        if not self._discarded:
             self._check_open()
         self._statistics.flush += 1
 
@@ -280,10 +287,16 @@ class FastFileWriter:
     def close(self) -> None:
         """Write the rest, sync, and put the new file in its place. Idempotent.
 
+        Discards if a `torch.save` into the writer failed, or if nothing was written and an
+        exception is under way: `finally: writer.close()`.
+
         Raises:
             WriteError: the disk is full or failed; the previous file is intact.
         """
         if self._closed:
+            return
+        if not self.tell() and sys.exc_info()[1] is not None:
+            self.abort()
             return
         self._statistics.close += 1
         self._needed = max(self._needed or 0, self.tell())
@@ -311,7 +324,7 @@ class FastFileWriter:
         """Discard what was written; a path keeps its previous file. Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._discarded = True
         if os.getpid() != self._pid:
             return  # a forked child must not touch what its parent is writing
         finish(self._out.close, self._bar.close, self._place.discard)
@@ -396,11 +409,11 @@ class FastFileWriter:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError("I/O operation on closed file.")
+            what = f": what it held for {self.name} was discarded" if self._discarded else "."
+            raise ValueError(f"I/O operation on closed file{what}")
 
     def _give_up(self, error: BaseException) -> None:
         """Discard everything because of an error, and raise it as a `WriteError` if it is one."""
-        self._failed = True
         name_in(error, self.name)
         try:
             self.abort()
@@ -431,6 +444,19 @@ class FastFileWriter:
             complete=Latency.of(out.complete_seconds),
         )
         publish_save(self._report, config.on_report)
+
+
+def _error_of_callers_block() -> BaseException | None:
+    """Return the error by which a `with` block is left whose `__exit__` called our caller.
+
+    Its traceback begins in the frame of the block; that of an error which is handled further out,
+    such as the one that makes a program save at its end, does not.
+    """
+    error = sys.exc_info()[1]
+    frame = sys._getframe(1).f_back
+    block = frame.f_back if frame is not None else None
+    trace = error.__traceback__ if error is not None else None
+    return error if trace is not None and trace.tb_frame is block else None
 
 
 class _Guarded:

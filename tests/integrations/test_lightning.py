@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.limits import file_size_limit
 
 import fastserial
 from fastserial import trace
@@ -122,6 +123,23 @@ def test_a_link_is_replaced_not_what_it_leads_to(
     assert not last.is_symlink()
     assert (weight(old), weight(last)) == (1.0, 2.0)
     assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "last.ckpt"]
+
+
+def test_a_save_that_fails_leaves_the_link(any_io: Any, tmp_path: Path, other_device: Path) -> None:
+    """Nothing is removed before the new file is whole, wherever the link leads to."""
+    old, last = other_device / "epoch=0.ckpt", tmp_path / "last.ckpt"
+    any_io.save_checkpoint(state(1.0), old)
+    any_io.teardown()
+    last.symlink_to(old)
+    with file_size_limit(1 << 20), pytest.raises(OSError, match="large"):
+        any_io.save_checkpoint({"x": torch.zeros(4_000_000)}, last)
+        any_io.teardown()
+    assert os.readlink(last) == str(old)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    any_io.save_checkpoint(state(2.0), last)
+    any_io.teardown()
+    assert not last.is_symlink()
+    assert (weight(old), weight(last)) == (1.0, 2.0)
 
 
 def test_what_lightning_refuses(any_io: Any, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file, save_model  # bound before `install`
+from support.limits import file_size_limit
 
 import fastserial
 from fastserial import reports
@@ -107,13 +107,8 @@ def test_a_save_that_fails_leaves_the_old_file(fast: Callable[[], int], tmp_path
     path = tmp_path / "a"
     save_file({"a": torch.zeros(10)}, path)
     before = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        with pytest.raises(fastserial.WriteError, match=str(path)):
-            save_file({"a": torch.zeros(4_000_000)}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(1 << 20), pytest.raises(fastserial.WriteError, match=str(path)):
+        save_file({"a": torch.zeros(4_000_000)}, path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["a"]
 
@@ -147,6 +142,46 @@ def test_a_link_is_replaced(fast: Callable[[], int], tmp_path: Path) -> None:
         assert blob.read_bytes() == b"blob"
         assert not link.is_symlink()
         assert load_file(link)["a"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_save_that_fails_leaves_the_link(
+    fast: Callable[[], int], there: bool, tmp_path: Path, other_device: Path
+) -> None:
+    """The new file is whole before the link goes, also where no hard link can take its place."""
+    blob, link = other_device / "blob", tmp_path / "a"
+    if there:
+        stock(save_file, {"a": torch.ones(3)}, blob)
+    link.symlink_to(blob)
+    with file_size_limit(1 << 20), pytest.raises(fastserial.WriteError, match=str(link)):
+        save_file({"a": torch.zeros(4_000_000)}, link)
+    assert os.readlink(link) == str(blob)
+    assert os.listdir(tmp_path) == ["a"]
+    (tmp_path / ".a.fastserial-0.tmp").touch()  # of a process that was killed before the rename
+    save_file({"a": torch.zeros(3)}, link)
+    assert load_file(link)["a"].tolist() == [0.0] * 3
+    assert os.listdir(tmp_path) == ["a"]
+    assert not link.is_symlink()
+    assert not there or load_file(blob)["a"].tolist() == [1.0] * 3
+
+
+def test_the_function_held_beyond_uninstall(tmp_path: Path) -> None:
+    """Taken while installed: it writes, then as safetensors does; and again once installed."""
+    fastserial.install(safetensors=True)
+    held = safetensors.torch.serialize_file
+    fastserial.uninstall()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors.torch, "serialize_file", held)
+        reports.SAVES.clear()
+        save_file({"a": torch.arange(3)}, tmp_path / "a")
+        assert load_file(tmp_path / "a")["a"].tolist() == [0, 1, 2]
+        assert reports.SAVES.count == 0
+        fastserial.install(safetensors=True)  # around the one that is held
+        save_file({"a": torch.arange(4)}, tmp_path / "a")
+        assert load_file(tmp_path / "a")["a"].tolist() == [0, 1, 2, 3]
+        assert reports.SAVES.count == 1
+        fastserial.uninstall()
+    assert safetensors.torch.serialize_file is _stock
 
 
 def test_other_targets_are_left_to_safetensors(fast: Callable[[], int]) -> None:

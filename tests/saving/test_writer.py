@@ -282,6 +282,75 @@ def test_an_exception_keeps_the_old_file(tmp_path: Path) -> None:
         writer.write(b"more")
 
 
+class _Unpicklable:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> str:
+        raise self.error
+
+
+@pytest.mark.parametrize("use_zip", [True, False])
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt("^C")])
+def test_close_after_a_failed_save_keeps_the_old_file(
+    tmp_path: Path, use_zip: bool, installed: bool, error: BaseException
+) -> None:
+    """DeepSpeed's way to use its writer: `try: torch.save(...) finally: writer.close()`."""
+    path = tmp_path / "x.pt"
+    torch.save("old", path)
+    if installed:
+        fastserial.install()
+    writer = FastFileWriter(path)
+    try:
+        with pytest.raises(type(error), match=str(error).replace("^", r"\^")):
+            try:
+                state = [torch.ones(300_000), _Unpicklable(error)]
+                torch.save(state, writer, _use_new_zipfile_serialization=use_zip)
+            finally:
+                writer.close()
+        with pytest.raises(ValueError, match=r"for .*x\.pt was discarded"):
+            torch.save("new", writer, _use_new_zipfile_serialization=use_zip)
+        writer.close()
+    finally:
+        fastserial.uninstall()
+    assert torch.load(path) == "old"
+    assert names_in(tmp_path) == ["x.pt"]
+
+
+def test_close_before_the_first_save_keeps_the_old_file(tmp_path: Path) -> None:
+    """What was to be saved could not be made. A file that is meant to be empty is."""
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    writer = FastFileWriter(path)
+    with pytest.raises(KeyError):
+        try:
+            raise KeyError("no state")
+        finally:
+            writer.close()
+    assert path.read_bytes() == b"old"
+    FastFileWriter(path).close()
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("use_zip", [True, False])
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_save_while_an_error_is_handled(tmp_path: Path, use_zip: bool, installed: bool) -> None:
+    """The last save of a program that was interrupted."""
+    if installed:
+        fastserial.install()
+    writer = FastFileWriter(tmp_path / "x.pt")
+    try:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            torch.save([1, torch.ones(3)], writer, _use_new_zipfile_serialization=use_zip)
+            writer.close()
+    finally:
+        fastserial.uninstall()
+    assert torch.load(tmp_path / "x.pt")[0] == 1
+
+
 def test_a_forgotten_writer_saves_nothing(tmp_path: Path) -> None:
     writer = FastFileWriter(tmp_path / "f")
     writer.write(b"x")
