@@ -23,9 +23,11 @@ from fastserial.checkpoints.index import is_little_endian
 from fastserial.errors import ConvertError, CorruptCheckpointError, FastserialError
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
+from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.safetensors import read_header
 from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.zip.records import PICKLE, read_places
+from fastserial.formats.zip.records import PICKLE, read_places, read_record
+from fastserial.formats.zip.structs import MOST_INFLATED
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import new_storage
 from fastserial.patching.install import get_original
@@ -124,8 +126,10 @@ def _map_zip(
     load = get_original("_load")
     more = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
     reader = torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
-    _know_dtensors(os.pread(fd, pickled.size, pickled.data_offset))
-    with _unpickling(fd, path, pickled.data_offset), _without_groups():
+    data = read_record(fd, pickled, size * MOST_INFLATED)
+    refuse_nested(data)
+    _know_dtensors(data)
+    with _unpickling(data[:2], path), _without_groups():
         value = load(
             reader,
             "cpu",
@@ -156,12 +160,11 @@ def _without_groups() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unpickling(fd: int, path: str, offset: int) -> Iterator[None]:
-    """Say in our words why torch refuses the pickle at `offset`."""
+def _unpickling(start: bytes, path: str) -> Iterator[None]:
+    """Say in our words why torch refuses a pickle, which begins with an opcode and its protocol."""
     try:
         yield
     except pickle.UnpicklingError as error:
-        start = os.pread(fd, 2, offset)  # an opcode and the protocol
         if start[:1] == pickle.PROTO and start[1] > _PROTOCOL:
             raise ConvertError(
                 f"{path}: it was pickled with protocol {start[1]}, which weights_only does not "
@@ -226,10 +229,12 @@ def _map_legacy(fd: int, path: str, whole: torch.UntypedStorage) -> Any:
 
     def persistent_load(pid: Any) -> Any:
         kind, *data = pid
-        if kind != "storage":
-            raise pickle.UnpicklingError(f"weights_only does not allow {kind!r} entries")
+        if type(kind) is not str or kind != "storage":
+            raise pickle.UnpicklingError("weights_only allows no entries but storages")
         storage_type, key, _, _, view = data
         dtype = storage_type.dtype
+        if type(key) is not str:
+            raise pickle.UnpicklingError("the key of a storage is no string")
         place = places[key]
         if (key, dtype) not in known:
             known[key, dtype] = typed(slices[place.data_offset : place.data_end], dtype)
@@ -237,6 +242,8 @@ def _map_legacy(fd: int, path: str, whole: torch.UntypedStorage) -> Any:
         if view is None:
             return root
         view_key, first, count = view
+        if type(view_key) is not str or type(first) is not int or type(count) is not int:
+            raise pickle.UnpicklingError("a part of a storage is none")
         if view_key not in known:
             start = place.data_offset + first * dtype.itemsize
             stop = min(place.data_end, start + count * dtype.itemsize)
@@ -247,5 +254,5 @@ def _map_legacy(fd: int, path: str, whole: torch.UntypedStorage) -> Any:
         stream.seek(file.object_offset)
         unpickler: Any = _weights_only_unpickler.Unpickler(stream, encoding="utf-8")
         unpickler.persistent_load = persistent_load
-        with _unpickling(fd, path, file.object_offset):
+        with _unpickling(os.pread(fd, 2, file.object_offset), path):
             return unpickler.load()

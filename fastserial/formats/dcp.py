@@ -208,7 +208,7 @@ def parse(data: bytes, path: str) -> Metadata:
     except CorruptCheckpointError as error:
         error.path = path
         raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             "it is damaged, or no metadata of torch.distributed.checkpoint", path=path
         ) from error
@@ -252,8 +252,10 @@ def _contents(
     places: _Places = {}
     for index, place in _pairs(whole.get("storage_data") or Mapping()):
         named = _attributes(index, "MetadataIndex")
-        offset = named.get("offset")
-        places[named["fqn"], None if offset is None else _size(offset)] = _place(place)
+        key, offset = named["fqn"], named.get("offset")
+        if type(key) is not str:  # before it is hashed: a tuple nested deep enough ends the process
+            raise TypeError("a key is no string")
+        places[key, None if offset is None else _size(offset)] = _place(place)
     version = whole.get("version")
     paths = _paths(whole.get("planner_data"))
     return tensors, values, paths, places, version if type(version) is str else None
@@ -288,9 +290,9 @@ def _place(value: Any) -> _Place:
     if type(ours) is tuple and len(ours) == len(Known._fields):
         start, crc, strides = ours
         sound = (start is None or _is_size(start)) and (crc is None or _is_size(crc))
-        if not sound or not (strides is None or all(map(_is_size, strides))):
+        if not sound:
             raise TypeError("what the writer knew is damaged")
-        known = Known(start, crc, strides)
+        known = Known(start, crc, None if strides is None else _size(strides))
     return file, offset, length, known, bool(fields.get("transform_descriptors"))
 
 
@@ -298,13 +300,14 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]]:
     """Return where keys are in the nested state; other planners keep what they like."""
     if type(value) is not Mapping:
         return {}
+    count = len(value.items)  # no list is longer: each of its entries has a key
     return {
         key: path
         for key, path in value.items
         if type(key) is str
         and type(path) is tuple
         and path
-        and all(type(part) in (str, int) for part in path)
+        and all(type(part) is str or (_is_size(part) and part < count) for part in path)
     }
 
 

@@ -46,9 +46,10 @@ def format_of_head(fd: int) -> Format | None:
         return Format.ZIP
     stream = ByteStream(lambda offset, length: head[offset : offset + length], 0, len(head))
     try:
-        return Format.LEGACY if decode(stream).value == MAGIC else None
+        value = decode(stream).value
     except CorruptCheckpointError:
         return None
+    return Format.LEGACY if type(value) is int and value == MAGIC else None
 
 
 def detect(fd: int, name: str) -> Format:

@@ -302,7 +302,11 @@ def _strided(
 def _pending(arguments: tuple[Any, ...], at: int) -> tuple[str, ...]:
     metadata = arguments[at] if at < len(arguments) else None
     items = metadata.items[:_MOST_METADATA] if type(metadata) is Mapping else ()
-    return tuple(name for name, flag in items if name in ("conj", "neg") and flag is True)
+    return tuple(
+        name
+        for name, flag in items
+        if type(name) is str and name in ("conj", "neg") and flag is True
+    )
 
 
 def _without_storage(visit: _Visit, arguments: tuple[Any, ...], at: int, found: Outline) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fastserial import convert, inspect, verify
 from fastserial.cli.main import app
-from fastserial.distributed import FastStorageWriter
+from fastserial.distributed import FastStorageReader, FastStorageWriter
 from fastserial.errors import ConvertError
 
 
@@ -151,3 +151,25 @@ def test_what_a_folder_cannot_hold(name: str, to: Any, tmp_path: Path) -> None:
         convert(tmp_path / "file.pt", target, to)
     assert os.listdir(tmp_path) == ["file.pt"], "something is left of the target"
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("who", ["stock", "dcp"])
+def test_a_value_larger_than_one_call_moves(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel moves 2 GiB at most in one call; here, 1 MiB."""
+    state: dict[str, Any] = {"text": "x" * 3_000_000, "tensor": torch.ones(3)}
+    save(state, tmp_path / "folder", who)
+    most = 1 << 20
+    pread, pwrite = os.pread, os.pwrite
+    monkeypatch.setattr(os, "pread", lambda fd, count, at: pread(fd, min(count, most), at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[:most], at))
+    report = verify(tmp_path / "folder")
+    assert (report.status, report.problems) == ("ok", ())
+    convert(tmp_path / "folder", tmp_path / "one.pt")
+    assert torch.load(tmp_path / "one.pt")["text"] == state["text"]
+    found = {"text": "", "tensor": torch.zeros(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.load(found, storage_reader=FastStorageReader(tmp_path / "folder"))
+    assert found["text"] == state["text"]

@@ -17,6 +17,7 @@ from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.dcp import Item, Metadata
 from fastserial.formats.tensors import zip_outline
+from fastserial.formats.zip.directory import read_exactly
 from fastserial.formats.zip.records import read_places
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
@@ -273,8 +274,6 @@ class _Folder:
 
     def _check_archive(self, fd: int, item: Item, data: bytes | None) -> None:
         """Check an item that is an archive of `torch.save`."""
-        if data is None and item.chunk is None:
-            data = os.pread(fd, item.length, item.offset)  # whoever loads a value reads it whole
         found = Findings()
 
         def feed(
@@ -309,7 +308,9 @@ class _Folder:
         if item.chunk is None:
             if known is not None and known.crc is not None:
                 size = os.fstat(copy).st_size
-                crc = crc32(os.pread(copy, size, 0))
+                crc = 0
+                for at in range(0, size, _SMALL):
+                    crc = crc32(read_exactly(copy, at, min(_SMALL, size - at)), crc)
                 if crc != known.crc:
                     self._add(item, "checksum", f"{_OF_ANOTHER}: its CRC-32 is {crc:08x}")
             return
@@ -344,16 +345,23 @@ def _says_itself(item: Item) -> bool:
 
 @contextmanager
 def _as_file(fd: int, item: Item, data: bytes | None) -> Iterator[int]:
-    """Give an item as a file of its own; of a large one only its ends, with nothing between."""
+    """Give an item as a file of its own; of a large tensor only its ends, with nothing between."""
     copy = os.memfd_create("fastserial item", os.MFD_CLOEXEC)
     try:
+        os.ftruncate(copy, item.length)
         if data is not None:
             os.pwrite(copy, data, 0)
+        elif item.chunk is None:  # what is where in a value is not known; it may be larger than
+            for first in range(0, item.length, _SMALL):  # what one call reads (2 GiB)
+                _copy(fd, copy, item, first, _SMALL)
         else:
-            os.ftruncate(copy, item.length)
-            for first in (0, max(0, item.length - _EDGE)):
-                count = min(_EDGE, item.length - first)
-                os.pwrite(copy, os.pread(fd, count, item.offset + first), first)
+            _copy(fd, copy, item, 0, _EDGE)
+            _copy(fd, copy, item, max(0, item.length - _EDGE), _EDGE)
         yield copy
     finally:
         os.close(copy)
+
+
+def _copy(fd: int, copy: int, item: Item, first: int, most: int) -> None:
+    """Copy the bytes of an item from `first` on, at most `most` of them."""
+    os.pwrite(copy, os.pread(fd, min(most, item.length - first), item.offset + first), first)

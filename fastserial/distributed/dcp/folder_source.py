@@ -20,7 +20,10 @@ from fastserial.distributed.dcp.item_structure import Content, Structures
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.dcp import Item, Metadata, Stored
+from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.storages import contiguous_stride
+from fastserial.formats.zip.directory import read_exactly
+from fastserial.formats.zip.records import PICKLE
 from fastserial.interrupts import Descriptors
 from fastserial.memory.storages import Memory
 
@@ -155,8 +158,9 @@ class FolderSource:
             raise ConvertError(
                 f"entry {item.name!r} went through an extension: load it with dcp.load"
             )
-        data = os.pread(self._open(item), item.length, item.offset)
+        data = read_exactly(self._open(item), item.offset, item.length)
         try:
+            refuse_nested(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record(PICKLE))
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             what = str(error).partition("\n")[0]

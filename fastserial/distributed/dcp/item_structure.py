@@ -19,6 +19,7 @@ from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import read_places, read_record
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
+from fastserial.saving.buffered import write_all
 
 __all__ = ["Content", "Structures", "check_archive"]
 
@@ -148,10 +149,10 @@ def _as_file(peek: Peek, length: int, edge: int) -> Iterator[int]:
     try:
         os.ftruncate(fd, length)
         head = min(edge, length)
-        os.pwrite(fd, peek(0, head), 0)
+        write_all(fd, [memoryview(peek(0, head))], 0)
         tail = min(edge, length - head)
         if tail:
-            os.pwrite(fd, peek(length - tail, tail), length - tail)
+            write_all(fd, [memoryview(peek(length - tail, tail))], length - tail)
         yield fd
     finally:
         os.close(fd)

@@ -75,9 +75,11 @@ def read_legacy(fd: int, size: int | None = None, limits: Limits | None = None) 
     if size is None:
         size = os.fstat(fd).st_size
     stream = ByteStream(lambda offset, length: read_exactly(fd, offset, length), 0, size)
-    if decode(stream, limits).value != MAGIC:
+    magic = decode(stream, limits).value
+    if type(magic) is not int or magic != MAGIC:
         raise CorruptCheckpointError("the magic number is wrong", offset=0)
-    if decode(stream, limits).value != PROTOCOL:
+    protocol = decode(stream, limits).value
+    if type(protocol) is not int or protocol != PROTOCOL:
         raise CorruptCheckpointError("the protocol version is not 1001")
     little = _byte_order(decode(stream, limits).value)
     object_offset = stream.tell()
@@ -91,9 +93,8 @@ def read_legacy(fd: int, size: int | None = None, limits: Limits | None = None) 
 def _byte_order(system: object) -> bool:
     if type(system) is Mapping:
         for name, value in system.items:
-            # a text never meets bytes here: `python -b` warns of that
-            key = b"little_endian" if type(name) is bytes else "little_endian"
-            if name == key and type(value) is bool:
+            text = name.decode("ascii", "replace") if type(name) is bytes else name
+            if type(text) is str and text == "little_endian" and type(value) is bool:
                 return value
     raise CorruptCheckpointError("the description of the system that wrote it is damaged")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
 from fastserial.formats.byte_stream import ByteStream
-from fastserial.formats.pickles.machine import Limits, Machine
+from fastserial.formats.pickles.machine import MOST_NESTED_TUPLES, Limits, Machine
 from fastserial.formats.pickles.opcodes import TABLE
 from fastserial.formats.pickles.symbols import Call, Elided, Global, Mapping, Persistent
 
@@ -25,7 +25,10 @@ __all__ = [
     "Mapping",
     "Persistent",
     "decode",
+    "refuse_nested",
 ]
+
+_TUPLES = (b"t", b"\x85", b"\x86", b"\x87")  # the opcodes that make one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +66,16 @@ def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
             f"damaged pickle ({type(error).__name__}: {error})", offset=stream.tell()
         ) from error
     return Decoded(value, frozenset(machine.globals), machine.persistents, stream.tell())
+
+
+def refuse_nested(data: bytes) -> None:
+    """Refuse a pickle whose tuples are nested so deep that hashing one would end the process.
+
+    To be called before a real unpickler, which uses what it made as keys, gets an untrusted pickle.
+
+    Raises:
+        CorruptCheckpointError, PickleLimitError: it does, or it is none.
+    """
+    if sum(map(data.count, _TUPLES)) > MOST_NESTED_TUPLES:  # a limit from above, quickly found
+        stream = ByteStream(lambda at, length: data[at : at + length], 0, len(data))
+        decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0, kept=len(data)))

@@ -11,11 +11,12 @@ from fastserial.errors import CorruptCheckpointError, PickleLimitError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles.symbols import Elided, Global, Persistent
 
-__all__ = ["CONTAINER_BYTES", "PUSH_BYTES", "Limits", "Machine", "Stop"]
+__all__ = ["CONTAINER_BYTES", "MOST_NESTED_TUPLES", "PUSH_BYTES", "Limits", "Machine", "Stop"]
 
 CHECK_EVERY = 4096  # opcodes between looks at the clock
 PUSH_BYTES = 96  # what one opcode's value costs, roughly
 CONTAINER_BYTES = 200
+MOST_NESTED_TUPLES = 50_000  # to hash some 130,000 takes a thread's whole stack of 8 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Limits:
         seconds: time.
         kept: strings and numbers longer than this many bytes are left out (`Elided`).
         depth: how deep values may be nested in each other, for those who walk them.
+        tuples: how deep tuples may be nested in each other: hashing one takes stack for each.
         visits: how many values they may look at, roughly.
     """
 
@@ -34,6 +36,7 @@ class Limits:
     seconds: float = 60.0
     kept: int = 64 * 1024
     depth: int = 1000
+    tuples: int = MOST_NESTED_TUPLES
     visits: int = 20_000_000
 
 
@@ -50,6 +53,7 @@ class Machine:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
+        self._nested: dict[int, tuple[tuple[Any, ...], int]] = {}  # tuples with tuples in them
         self.globals: set[Global] = set()
         self.persistents: list[Persistent] = []
         self.budget = limits.memory
@@ -91,6 +95,24 @@ class Machine:
         items = self.stack
         self.stack = self.marks.pop()
         return items
+
+    def push_tuple(self, items: list[Any]) -> None:
+        """Push a tuple.
+
+        Raises:
+            PickleLimitError: it is nested too deep.
+        """
+        made = tuple(items)
+        depths = [self._nested.get(id(part), (part, 1))[1] for part in made if type(part) is tuple]
+        if depths:
+            depth = 1 + max(depths)
+            if depth > self.limits.tuples:
+                raise PickleLimitError(
+                    f"tuples are nested more than {self.limits.tuples} deep in a pickle"
+                )
+            self.budget -= CONTAINER_BYTES
+            self._nested[id(made)] = made, depth
+        self.stack.append(made)
 
     def text(self, length: int, kind: str) -> bytes | Elided:
         """Return the next `length` bytes, or leave them out if they are too many."""

@@ -209,8 +209,7 @@ def _frozen_set(machine: Machine) -> None:
 
 @_opcode(b"t")
 def _tuple(machine: Machine) -> None:
-    items = machine.pop_mark()
-    machine.stack.append(tuple(items))
+    machine.push_tuple(machine.pop_mark())
 
 
 def _tuple_of(code: bytes, count: int) -> None:
@@ -219,7 +218,9 @@ def _tuple_of(code: bytes, count: int) -> None:
         stack = machine.stack
         if len(stack) < count:
             raise CorruptCheckpointError("too few values", offset=machine.stream.tell())
-        stack[-count:] = [tuple(stack[-count:])]
+        items = stack[-count:]
+        del stack[-count:]
+        machine.push_tuple(items)
 
 
 _tuple_of(b"\x85", 1)
