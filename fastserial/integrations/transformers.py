@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fastserial.checkpoints.verify.file_list import MARK
 from fastserial.errors import FastserialError
 from fastserial.files.durable import replace_text, sync_folders
 
@@ -38,7 +39,6 @@ else:
 
 __all__ = ["MARK", "CheckpointCallback", "IncompleteCheckpointError", "is_complete", "resume_from"]
 
-MARK = "fastserial_complete.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _VERSION = 1
 _LAST_WRITTEN = "trainer_state.json"
