@@ -59,10 +59,11 @@ def verify_file_list(fd: int, path: str, findings: Findings) -> int:
     key = "files" if os.path.basename(path) == MARK else "weight_map"
     try:
         entries: Any = json.loads(text)[key]
-        sound = isinstance(entries, dict)
     except (ValueError, KeyError, TypeError, RecursionError):
-        sound = False
-    if not sound:
+        entries = ""
+    if entries is None:  # `CheckpointCallback`: since the folder is written anew
+        raise CorruptCheckpointError("a save to this folder was begun and not completed")
+    if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"it is no list of files: it has no object {key!r}")
     if key == "files":
         _check_sizes(folder, entries, findings)
