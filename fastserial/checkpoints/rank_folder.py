@@ -1,8 +1,9 @@
 """Folders of torch_checkpointing: which they are, and which file is which rank's.
 
 Its `CheckpointManager` makes a folder for each checkpoint, and in it a file for each item and rank,
-`model_0.pt`: what `torch.save` writes to a stream. Nothing else says what the folder is, unless an
-item can be resharded: then `metadata.pkl` tells how many ranks there were.
+`model_0.pt`: what `torch.save` writes to a stream. Two things say what the folder is: the shards of
+DTensors, and `metadata.pkl` (how many ranks there were), which an item that can be resharded gets.
+Without them, the files may as well be those of epochs that a program saved to streams.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import os
 import re
 from typing import NamedTuple
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, PickleLimitError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.dcp import METADATA_NAME
 from fastserial.formats.pickles import Mapping, decode
-from fastserial.formats.zip.directory import read_exactly
+from fastserial.formats.tensors import zip_outline
+from fastserial.formats.zip.directory import read_directory, read_exactly
 from fastserial.formats.zip.structs import LOCAL, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 
-__all__ = ["RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]
+__all__ = ["LOCAL_TENSOR", "RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]
 
 RANK_FOLDER = "torch_checkpointing"
 _METADATA = "metadata.pkl"
 _FILE = re.compile(r"([A-Za-z0-9_-]+)_(0|[1-9][0-9]*)\.pt")
 _NOT_ITS = (".pt", ".pth", ".ckpt", ".bin", ".distcp", ".safetensors", ".safetensors.index.json")
+LOCAL_TENSOR = "._local_tensor"  # in a DTensor
+_UNSURE = "nothing in the folder says that its files are of ranks, and not of steps, say"
 _OF_A_STREAM = b"archive/"  # so torch calls an archive that has no path
 
 
@@ -36,12 +40,14 @@ class RankFolder(NamedTuple):
         ranks: how many ranks there are.
         metadata: name of the file that says so, None if there is none.
         others: names of files that belong to no item, such as those in JSON.
+        is_sure: something says that these are files of ranks.
     """
 
     items: dict[str, dict[int, str]]
     ranks: int
     metadata: str | None
     others: list[str]
+    is_sure: bool = True
 
     @property
     def files(self) -> list[str]:
@@ -50,8 +56,8 @@ class RankFolder(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """Which ranks have no file of an item. (A program may save it on some ranks only.)"""
-        return [
+        """What is not sure, and which ranks have no file of an item, as a program may save it."""
+        return [_UNSURE] * (not self.is_sure) + [
             f"{item}: there is no file of rank {', '.join(map(str, sorted(lacking)))}"
             for item, files in self.items.items()
             if (lacking := set(range(self.ranks)) - files.keys())
@@ -63,7 +69,7 @@ def find_rank_folder(path: str | os.PathLike[str]) -> RankFolder | None:
 
     In such a folder every checkpoint file is called `{item}_{rank}.pt` and was saved to a stream;
     one item has files of all ranks, which are counted from 0 without a gap. (With a `metadata.pkl`,
-    some may be missing.)
+    some may be missing.) They may still be those of epochs: see `is_sure`.
     """
     found = _by_name(os.fspath(path))
     if found is None:
@@ -73,7 +79,25 @@ def find_rank_folder(path: str | os.PathLike[str]) -> RankFolder | None:
         head = _head(os.path.join(path, name))
         if head is not None:
             seen.add(head)
-    return found if seen == {True} else None
+    if seen != {True}:
+        return None
+    return found._replace(is_sure=found.metadata is not None or _has_shards(path, found))
+
+
+def _has_shards(path: str | os.PathLike[str], found: RankFolder) -> bool:
+    """Return whether an item has DTensors, in the first of its files that can be read."""
+    for files in found.items.values():
+        for name in files.values():
+            try:
+                with Descriptors() as opened:
+                    fd = opened.open(os.path.join(path, name), os.O_RDONLY | os.O_NONBLOCK)
+                    outline = zip_outline(fd, read_directory(fd, os.fstat(fd).st_size))
+            except (OSError, CorruptCheckpointError, PickleLimitError):
+                continue
+            if outline and any(entry.key.endswith(LOCAL_TENSOR) for entry in outline.tensors):
+                return True
+            break
+    return False
 
 
 def _by_name(path: str) -> RankFolder | None:

@@ -47,6 +47,9 @@ def convert(
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Check every checksum first.")
     ] = True,
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Files such as model_0.pt of a folder are of ranks.")
+    ] = False,
 ) -> None:
     """Write a checkpoint in another container. Runs no code of untrusted pickles.
 
@@ -67,6 +70,7 @@ def convert(
         copy_shared=copy_shared,
         shard_nbytes=parse_size(shard_size) if shard_size else None,
         verify=verify,
+        ranks=ranks,
     )
     say(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
     if done.dropped:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,9 +37,13 @@ def verify(
 ) -> None:
     """Check every checksum and the structure of checkpoints. Executes nothing in them.
 
+    In a folder also whether the files are there that an index of shards names, or
+    fastserial_complete.json. safetensors and legacy files have no checksums: structure only.
+
     Exit status: 0 all are whole, 1 one is damaged, 2 one cannot be checked, or is no checkpoint.
     """
     from fastserial.checkpoints.verify import verify as check
+    from fastserial.checkpoints.verify.file_list import file_lists_in
 
     config = current(**({"threads": threads} if threads else {}))
     reports: list[VerifyReport] = []
@@ -45,7 +51,7 @@ def verify(
     nothing: list[str] = []
     for path in paths:
         found = False
-        for name in files_of(path):
+        for name in chain(files_of(path), file_lists_in(path)):
             found = True
             report = check(name, config)
             reports.append(report)
@@ -76,12 +82,13 @@ def files_of(path: Path) -> Iterator[str]:
     """Yield a checkpoint, or those in a folder."""
     from fastserial.checkpoints.verify import checkpoints_in
 
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike `Path.is_dir`, never an error
         yield from checkpoints_in(path)
     else:
         yield str(path)
 
 
+_UNITS = {"dcp": "item", "dcp packed": "item", "safetensors": "tensor", "file list": "file"}
 _COLORS = {"ok": "green", "damaged": "red", "unreadable": "yellow"}
 
 
@@ -89,7 +96,7 @@ def _print_report(console: Console, report: VerifyReport) -> None:
     color = _COLORS[report.status]
     facts: list[str] = []
     if report.format is not None:
-        records = counted(report.records, "item" if "dcp" in report.format else "record")
+        records = counted(report.records, _UNITS.get(report.format, "record"))
         facts = [report.format, records, format_bytes(report.bytes), *_speed([report])]
     console.print(
         f"[{color}]{report.status:10}[/] {escape(report.path)}  {', '.join(facts)}".rstrip(),

@@ -31,6 +31,7 @@ def convert(
     copy_shared: bool = False,
     shard_nbytes: int | None = None,
     verify: bool = False,
+    ranks: bool = False,
     config: Config | None = None,
 ) -> Converted:
     """Write a checkpoint in another container; the target is replaced as a whole, or not at all.
@@ -51,6 +52,8 @@ def convert(
         shard_nbytes: write several safetensors files with an index to a new folder, none with more
             than so many bytes of tensors, if one tensor has not more.
         verify: check every CRC-32 of the source first (zip, folders).
+        ranks: in a folder of files such as `model_0.pt` they are of ranks, although nothing in it
+            says so (neither shards of DTensors nor a `metadata.pkl`).
         config: options of the writer; by default those in force.
 
     Raises:
@@ -63,8 +66,13 @@ def convert(
     """
     name, path = os.fspath(source), os.fspath(target)
     is_dcp = is_dcp_folder(name)
-    ranks = None if is_dcp else find_rank_folder(name)
-    from_folder = is_dcp or ranks is not None
+    folder = None if is_dcp else find_rank_folder(name)
+    if folder is not None and not (folder.is_sure or ranks):
+        raise ConvertError(
+            f"{name}: {', '.join(folder.files[:_SHOWN])}: nothing in them says whether they are of "
+            "ranks, to be put together (ranks=True, --ranks), or of steps: then give one of them"
+        )
+    from_folder = is_dcp or folder is not None
     container = container_of(path, to, shard_nbytes)
     if from_folder and container == "legacy" and patched("_legacy_save") is None:
         raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
@@ -73,10 +81,10 @@ def convert(
     folders = from_folder or container in _FOLDERS
     if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")
-    if ranks is not None and os.path.realpath(name) == os.path.dirname(os.path.realpath(path)):
+    if folder is not None and os.path.realpath(name) == os.path.dirname(os.path.realpath(path)):
         raise ConvertError(f"{path}: the target is among the files of the source")
-    opened = _opened(name, from_folder, ranks, key)
-    if ranks is not None:
+    opened = _opened(name, from_folder, folder, key)
+    if folder is not None:
         key = ""
     try:
         settings = config or current()

@@ -7,7 +7,8 @@
 
 A checkpoint of the Trainer is a folder of several files. The callback waits until all of them are
 on the device, of all ranks, and then puts a mark into the folder, with their names and sizes.
-`resume_from` passes over folders without a mark, or with other files than it names.
+`resume_from` passes over folders with other files than their mark names. Of folders without one,
+which the Trainer wrote without the callback, it takes those whose files are whole.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fastserial.checkpoints.verify import checkpoints_in, verify
+from fastserial.checkpoints.verify.file_list import MARK, file_lists_in
 from fastserial.errors import FastserialError
 from fastserial.files.durable import replace_text, sync_folders
 
@@ -38,9 +41,9 @@ else:
 
 __all__ = ["MARK", "CheckpointCallback", "IncompleteCheckpointError", "is_complete", "resume_from"]
 
-MARK = "fastserial_complete.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _VERSION = 1
+_BEGUN = json.dumps({"version": _VERSION, "files": None})  # is the mark while a folder is written
 _LAST_WRITTEN = "trainer_state.json"
 # What `JITCheckpointCallback` puts into a folder while it writes there.
 _SENTINEL = "checkpoint-is-incomplete.txt"
@@ -55,12 +58,13 @@ class CheckpointCallback(CallbackBase):
     """Marks `checkpoint-N` when all its files are on the device.
 
     It also takes over `save_total_limit`: the Trainer removes old checkpoints before the new one is
-    on the device; the callback does it after the mark.
+    on the device; the callback does it after the mark. What has no mark is never removed.
     """
 
     def __init__(self) -> None:
         self._limit: int | None = None
         self._states: dict[Path, tuple[int, int] | None] = {}
+        self._taken: tuple[Path, str | None] | None = None  # a folder's mark, out of force
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Take over the removal of old checkpoints; see which there are."""
@@ -69,9 +73,24 @@ class CheckpointCallback(CallbackBase):
         self._states = {one: _version(one) for one in _checkpoints(Path(args.output_dir))}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Take the mark of a run before away: its folder may be written anew now."""
+        """Mark a folder of a run before as begun: it may be written anew now."""
         folder = _folder_of(args, state)
         if folder in self._states and state.is_world_process_zero:
+            mark = folder / MARK
+            self._taken = folder, mark.read_text("utf-8") if mark.exists() else None
+            replace_text(str(mark), _BEGUN)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Give a folder the mark back that it had, if it was not written anew."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._taken is None:
+            return
+        (folder, text), self._taken = self._taken, None
+        if text is not None:
+            replace_text(str(folder / MARK), text)
+        else:
             (folder / MARK).unlink(missing_ok=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -89,6 +108,7 @@ class CheckpointCallback(CallbackBase):
             folder = Path(args.output_dir) / f"checkpoint-{step}"
             if _anywhere(state.is_world_process_zero and self._is_new(folder)):
                 self._complete(args, state, folder)
+        self._give_back()
         if self._limit is not None:
             args.save_total_limit, self._limit = self._limit, None
 
@@ -110,6 +130,7 @@ class CheckpointCallback(CallbackBase):
             raise failure or IncompleteCheckpointError(f"{folder}: another rank could not sync it")
         if folder.is_dir() and state.is_world_process_zero:
             _mark(folder)
+            self._taken = None
             self._states.pop(folder, None)
             if self._limit is not None and self._limit > 0:
                 _remove_old(folder, self._limit, state.best_model_checkpoint)
@@ -119,36 +140,67 @@ def resume_from(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the newest complete `checkpoint-N` in a folder; None if there is none.
 
     Give it to `trainer.train(resume_from_checkpoint=...)`. Incomplete ones are passed over, with
-    a warning that names them; so are those that were written without a `CheckpointCallback`.
+    a warning that names them. One that was written without a `CheckpointCallback` is read (every
+    checksum) and taken if its files are whole, with a warning, too: that all ranks had written
+    theirs cannot be told.
     """
     passed = []
+    found: Path | None = None
     for folder in _checkpoints(Path(output_dir)):
-        if is_complete(folder):
-            found: str | None = str(folder)
+        unmarked = not (folder / MARK).exists()
+        if _is_whole(folder) if unmarked else is_complete(folder):
+            found = folder
             break
         passed.append(folder.name)
-    else:
-        found = None
     if passed:
-        instead = f"{os.path.basename(found)} is used" if found else "training starts anew"
+        instead = f"{found.name} is used" if found else "training starts anew"
         text = (
-            f"{os.fspath(output_dir)}: {', '.join(passed)}: not marked as complete; {instead}. "
+            f"{os.fspath(output_dir)}: {', '.join(passed)}: not complete; {instead}. "
             "To use one nevertheless, give its path to `train(resume_from_checkpoint=...)`"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return found
+    if found and unmarked:
+        text = (
+            f"{found}: it is used though it has no mark of `CheckpointCallback`: its files are "
+            "whole; that none is missing cannot be told"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return str(found) if found else None
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
     """Tell whether a checkpoint has its mark, and the files that it names, with their sizes."""
     if os.path.exists(os.path.join(folder, _SENTINEL)):
         return False
+    files = _marked_files(folder)
+    try:
+        return files is not None and all(
+            os.path.getsize(os.path.join(folder, name)) == size for name, size in files.items()
+        )
+    except OSError:
+        return False
+
+
+def _marked_files(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the sizes of the files that a mark names (bytes), None if it names none."""
     try:
         with open(os.path.join(folder, MARK), encoding="utf-8") as file:
             files = json.load(file)["files"]
-        return all(os.path.getsize(os.path.join(folder, name)) == files[name] for name in files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return files if isinstance(files, dict) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Tell whether the Trainer came to the end of a checkpoint, and all of its files are whole."""
+    try:
+        state = json.loads((folder / _LAST_WRITTEN).read_text("utf-8"))
+        whole = folder.name == f"checkpoint-{state['global_step']}"
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    names = [*checkpoints_in(folder), *file_lists_in(folder)]
+    whole = whole and bool(names) and not (folder / _SENTINEL).exists()
+    return whole and all(verify(name).ok for name in names)
 
 
 def _mark(folder: Path) -> None:
@@ -213,9 +265,9 @@ def _sync(folder: Path) -> None:
 
 
 def _remove_old(newest: Path, limit: int, best: str | None) -> None:
-    """Remove the oldest checkpoints beyond the limit, but neither the newest nor the best."""
+    """Remove the oldest marked checkpoints beyond the limit, but not the newest or the best."""
     kept = {newest, Path(best)} if best else {newest}
-    there = _checkpoints(newest.parent)
+    there = [one for one in _checkpoints(newest.parent) if _marked_files(one) is not None]
     surplus = len(there) - max(limit, len(kept))
     for folder in reversed(there):
         if surplus <= 0:

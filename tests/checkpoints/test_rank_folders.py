@@ -20,7 +20,7 @@ from fastserial import convert, inspect, verify
 from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
 
 
 def put(path: Path, value: Any = 3) -> Path:
@@ -34,6 +34,13 @@ def folder_of(path: Path, *names: str) -> Path:
     path.mkdir(parents=True)
     for name in names:
         put(path / name, {"w": torch.arange(3000), "step": 3})
+    return path
+
+
+def said(folder: Path, count: int) -> Path:
+    """Write what says how many ranks there were; return its path."""
+    path = folder / "metadata.pkl"
+    path.write_bytes(pickle.dumps({"metadata": {}, "world_size": count, "version": "2.0"}))
     return path
 
 
@@ -77,6 +84,8 @@ def test_its_folders(name: str, tmp_path: Path) -> None:
     assert {item: set(files) for item, files in found.items.items()} == expected
     assert sorted(found.files) == sorted(names)
     assert found.others == ["config_0.json"]
+    assert [*checkpoints_in(tmp_path)] == [str(folder / one) for one in sorted(names)]
+    said(folder, 1 + max(max(ranks) for ranks in expected.values()))
     assert [*checkpoints_in(tmp_path)] == [str(folder)]
     report = verify(folder)
     assert (report.status, report.format) == ("ok", "torch_checkpointing")
@@ -107,6 +116,24 @@ def test_files_that_were_saved_to_a_path(tmp_path: Path) -> None:
     for epoch in range(3):
         (tmp_path / f"epoch_{epoch}.pt").write_bytes(b"")
     assert find_rank_folder(tmp_path) is None
+
+
+def test_files_that_are_of_epochs_for_all_that_is_known(tmp_path: Path) -> None:
+    """Saved to streams; put together, they would be one checkpoint that nobody saved."""
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for epoch in range(3):
+        put(folder / f"epoch_{epoch}.pt", {"frozen": torch.ones(3), f"head {epoch}": epoch})
+    with pytest.raises(ConvertError, match=r"epoch_0\.pt, epoch_1\.pt, .*ranks=True"):
+        convert(folder, tmp_path / "x.pt")
+    assert not (tmp_path / "x.pt").exists()
+    done = run("verify", folder)
+    assert (done.exit_code, "3 checkpoints: 3 ok" in done.output) == (0, True)
+    assert run("inspect", folder).output.count("epoch_") == 3
+    for report in (verify(folder), inspect(folder)):
+        assert any("not of steps" in note for note in report.notes)
+    assert run("convert", "--ranks", folder, tmp_path / "x.pt").exit_code == 0
+    assert len(torch.load(tmp_path / "x.pt")["epoch"]) == 4
 
 
 def test_folders_of_others(tmp_path: Path) -> None:
@@ -146,6 +173,7 @@ def test_links_and_what_is_no_file(tmp_path: Path) -> None:
 
 def test_damage_is_named(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "c", "a_0.pt", "a_1.pt", "b_0.pt", "b_1.pt")
+    said(folder, 2)
     size = (folder / "b_1.pt").stat().st_size
     flip(folder / "b_1.pt", size // 2)
     os.truncate(folder / "a_1.pt", size // 2)
@@ -183,19 +211,18 @@ def test_all_heads_may_be_damaged_but_one(tmp_path: Path) -> None:
 def test_metadata_tells_of_missing_files(tmp_path: Path) -> None:
     """With it, the folder is known by fewer files."""
     folder = folder_of(tmp_path / "c", "a_0.pt", "a_2.pt", "b_0.pt", "b_2.pt")
-    said = folder / "metadata.pkl"
-    said.write_bytes(pickle.dumps({"metadata": {}, "world_size": 3, "version": "2.0"}))
+    told = said(folder, 3)
     report = verify(folder)
     assert [(one.file, one.kind) for one in report.problems] == [("metadata.pkl", "missing")]
     assert report.problems[0].message == "it was saved by 3 ranks, and there are files of 2"
     put(folder / "a_1.pt")
     put(folder / "b_1.pt")
     assert verify(folder).ok
-    said.write_bytes(pickle.dumps({"metadata": {}, "world_size": 4, "version": "2.0"}))
+    said(folder, 4)
     assert verify(folder).status == "damaged"
     assert "metadata.pkl: it was saved by 4 ranks" in inspect(folder).notes
     for data in (b"", b"\x80\x04}q", pickle.dumps([1]), pickle.dumps({"world_size": "3"})):
-        said.write_bytes(data)
+        told.write_bytes(data)
         report = verify(folder)
         assert [(one.file, one.kind) for one in report.problems] == [("metadata.pkl", "pickle")]
         with pytest.raises(CorruptCheckpointError, match=r"metadata\.pkl"):
@@ -226,6 +253,7 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
 def test_what_is_in_a_folder(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "c", "model_0.pt", "model_1.pt")
     put(folder / "step_0.pt", torch.ones(2))
+    said(folder, 2)
     found = inspect(folder)
     assert (found.path, found.format) == (str(folder), "torch_checkpointing")
     assert [(one.key, one.kind, one.storage) for one in found.tensors] == [

@@ -56,14 +56,14 @@ def write(folder: Path, item: str, *values: Any) -> Path:
 
 def converted(folder: Path, key: str = "") -> Any:
     target = folder.parent / "converted.pt"
-    convert(folder, target, key=key)
+    convert(folder, target, key=key, ranks=True)
     return torch.load(target)
 
 
 def refused(folder: Path, match: str, key: str = "") -> None:
     target = folder.parent / "refused.pt"
     with pytest.raises(ConvertError, match=match) as caught:
-        convert(folder, target, key=key)
+        convert(folder, target, key=key, ranks=True)
     assert str(folder) in str(caught.value)
     assert not target.exists()
     assert not list(folder.parent.glob("refused*"))
@@ -305,7 +305,9 @@ def test_memory(name: str, tmp_path: Path) -> None:
     """The peak of resident memory does not follow the size, 256 MiB here."""
     folder = tmp_path / "c"
     ranks.run("rank_folders", 2, folder, "large")
-    convert(write(tmp_path / "w", "m", {"a": torch.ones(3)}), tmp_path / f"w{name}", key="m")
+    convert(
+        write(tmp_path / "w", "m", {"a": torch.ones(3)}), tmp_path / f"w{name}", key="m", ranks=True
+    )
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = status("VmRSS")
@@ -344,7 +346,7 @@ def test_keys_are_united(tmp_path: Path) -> None:
     assert found["all"] == {"x": 1, "y": 2}
     assert converted(tmp_path / "c", "model.1").tolist() == [0, 0, 0, 0]
     with pytest.raises(ConvertError, match="no '2' in 'model'"):
-        convert(tmp_path / "c", tmp_path / "x.pt", key="model.2")
+        convert(tmp_path / "c", tmp_path / "x.pt", key="model.2", ranks=True)
 
 
 ODD = {
@@ -411,7 +413,7 @@ def test_one_value_of_a_rank(tmp_path: Path) -> None:
     assert found["step"] == 3
     refused_key = r"there is no 'layer' in it; there are: 'layer_1', 'step'"
     with pytest.raises(ConvertError, match=refused_key):
-        convert(folder, tmp_path / "x.pt", key="layer.0")
+        convert(folder, tmp_path / "x.pt", key="layer.0", ranks=True)
 
 
 def test_a_pickle_that_needs_more_than_weights_only(tmp_path: Path) -> None:
@@ -426,9 +428,9 @@ def test_a_target_among_the_sources(tmp_path: Path) -> None:
     before = (folder / "m_0.pt").read_bytes()
     for target in (folder / "m_0.pt", folder / "m.pt"):
         with pytest.raises(ConvertError, match="the target is among the files of the source"):
-            convert(folder, target)
+            convert(folder, target, ranks=True)
     with pytest.raises(ConvertError, match="are the same"):
-        convert(folder, folder, "dcp")
+        convert(folder, folder, "dcp", ranks=True)
     assert (folder / "m_0.pt").read_bytes() == before
     assert os.listdir(folder) == ["m_0.pt"]
 

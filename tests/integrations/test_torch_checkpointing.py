@@ -105,7 +105,7 @@ def test_the_tools_know_its_folders(storage: str, tmp_path: Path) -> None:
     assert (report.status, report.format) == ("ok", "torch_checkpointing")
     found = fastserial.inspect(tmp_path / "1")
     assert [tensor.key for tensor in found.tensors] == ["model.weights", "model.small"]
-    fastserial.convert(tmp_path / "1", tmp_path / "file.pt")
+    fastserial.convert(tmp_path / "1", tmp_path / "file.pt", ranks=True)
     loaded = torch.load(tmp_path / "file.pt")
     assert loaded["step_1"] == 3
     assert same(loaded["model"], state())
@@ -121,7 +121,7 @@ def test_its_folders_of_many_ranks(count: int, tmp_path: Path) -> None:
     ranks.run("rank_folders", 1, tmp_path / "alone", "stream")
     for key in ("model", "optimizer", "plain.steps.0"):
         for folder in ("c", "alone"):
-            fastserial.convert(tmp_path / folder, tmp_path / f"{folder}.pt", key=key)
+            fastserial.convert(tmp_path / folder, tmp_path / f"{folder}.pt", key=key, ranks=True)
         one, other = (torch.load(tmp_path / f"{folder}.pt") for folder in ("c", "alone"))
         torch.testing.assert_close(one, other)
 

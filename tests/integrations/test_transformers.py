@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from fastserial import verify
 
 pytest.importorskip("transformers", reason="transformers is not installed: nox -s integrations")
 
@@ -61,7 +65,7 @@ def test_the_newest_complete_one(tmp_path: Path) -> None:
     ten = training.save(10)
     assert resume_from(tmp_path) == str(ten)
     training.write(20)
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-20: not marked .*; checkpoint-10"):
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-20: not complete; checkpoint-10"):
         assert resume_from(tmp_path) == str(ten)
 
 
@@ -111,6 +115,64 @@ def test_a_checkpoint_that_is_written_anew_is_not_complete_meanwhile(tmp_path: P
     assert is_complete(tmp_path / "checkpoint-10")
     training.tell("on_step_end")
     assert is_complete(tmp_path / "checkpoint-10")
+
+
+def stocks(folder: Path, step: int) -> Path:
+    """Make what the Trainer leaves without the callback."""
+    found = folder / f"checkpoint-{step}"
+    found.mkdir(parents=True)
+    torch.save({"w": torch.ones(3000)}, found / "optimizer.pt")
+    (found / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return found
+
+
+def test_the_callback_is_adopted_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    """Stock's newest whole checkpoint is offered, and none of its is ever removed."""
+    stocks(tmp_path, 10)
+    twenty = stocks(tmp_path, 20)
+    os.truncate(stocks(tmp_path, 30) / "optimizer.pt", 5000)
+    (stocks(tmp_path, 40) / "trainer_state.json").unlink()  # killed before its end
+    with pytest.warns(RuntimeWarning) as caught:
+        assert resume_from(tmp_path) == str(twenty)
+    said = [str(one.message) for one in caught]
+    assert "checkpoint-40, checkpoint-30: not complete; checkpoint-20 is used" in said[0]
+    assert "checkpoint-20: it is used though it has no mark" in said[1]
+    before = set(os.listdir(tmp_path))
+    training = Training(tmp_path, limit=1)
+    for step in (21, 22):
+        training.save(step)
+    assert set(os.listdir(tmp_path)) == before | {"checkpoint-22"}
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_checkpoint_that_a_killed_run_began_to_write_anew(tmp_path: Path, marked: bool) -> None:
+    """Some of its files are the old ones and some are new: all of them whole."""
+    folder = stocks(tmp_path, 10)
+    if marked:
+        Training(tmp_path).save(10)
+        (folder / "trainer_state.json").write_text('{"global_step": 10}')
+    training = Training(tmp_path)
+    training.state.global_step = 10
+    training.tell("on_step_end")
+    torch.save({"w": torch.zeros(3000)}, folder / "optimizer.pt")  # and killed
+    assert not is_complete(folder)
+    assert verify(folder / MARK).status == "damaged"
+    with pytest.warns(RuntimeWarning, match="checkpoint-10: not complete; training starts anew"):
+        assert resume_from(tmp_path) is None
+
+
+def test_a_step_that_saves_nothing_leaves_an_old_checkpoint_as_it_was(tmp_path: Path) -> None:
+    stocks(tmp_path, 5)
+    ten = Training(tmp_path).save(10)
+    mark = (ten / MARK).read_text()
+    training = Training(tmp_path)
+    for step in (5, 10):
+        training.state.global_step = step
+        training.tell("on_step_end")
+        assert not is_complete(ten) or step == 5
+        training.tell("on_step_begin" if step == 5 else "on_train_end")
+    assert (ten / MARK).read_text() == mark
+    assert not (tmp_path / "checkpoint-5" / MARK).exists()
 
 
 def test_a_torn_checkpoint_of_an_earlier_run_is_not_marked_at_the_end(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from time import perf_counter
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.rank_folder import find_rank_folder
+from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import FolderResult, verify_folder
 from fastserial.checkpoints.verify.legacy import verify_legacy
 from fastserial.checkpoints.verify.rank_folder import verify_rank_folder
 from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
+from fastserial.checkpoints.verify.safetensors import verify_safetensors
 from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
@@ -24,22 +26,21 @@ from fastserial.interrupts import Descriptors
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
 
-_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 _REASONS = {
     Format.FOLDER: "a directory: verify the files in it (`checkpoints_in`)",
     Format.SHARD: f"{Format.SHARD.value}: verify its folder",
-    Format.SAFETENSORS: "neither a zip nor a legacy checkpoint",
-    Format.OTHER: "neither a zip nor a legacy checkpoint",
 }
-_OTHERS = (".distcp", ".npz", ".safetensors", ".zip", ".whl", ".jar", ".tmp")
+_OTHERS = (".distcp", ".npz", ".zip", ".whl", ".jar", ".tmp")
 
 
 def verify(path: str | os.PathLike[str], config: Config | None = None) -> VerifyReport:
     """Check a checkpoint: CRC-32 of every record, and the structure of the container.
 
-    A legacy file has no checksums; its structure is checked, which the report says. In a folder of
-    torch.distributed.checkpoint every item of every file is checked, in one of torch_checkpointing
-    the file of every item and rank.
+    Legacy and safetensors files have no checksums; their structure is checked, which the report
+    says. In a folder of torch.distributed.checkpoint every item of every file is checked, in one of
+    torch_checkpointing the file of every item and rank. Of a list of files (an index of shards,
+    `fastserial_complete.json`) it is checked whether they are there.
 
     Args:
         path: the file, or the folder.
@@ -70,6 +71,12 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
             elif found is Format.LEGACY:
                 kind = "legacy"
                 result.records = verify_legacy(fd, size, findings)
+            elif found is Format.SAFETENSORS:
+                kind = "safetensors"
+                result.records = verify_safetensors(fd, findings)
+            elif found is Format.OTHER and is_file_list(name):
+                kind = FILE_LIST
+                result.records = verify_file_list(fd, name, findings)
             elif found is Format.FOLDER and (checked := _folder(name, config, findings)):
                 result = checked
                 kind, size, seen = checked.format, checked.nbytes, None
@@ -131,28 +138,31 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the checkpoints in a directory and those below, sorted.
 
     Checkpoints are what starts as one, and what is called like one, and the folders of
-    torch.distributed.checkpoint and torch_checkpointing (whose files are not yielded then).
-    Symbolic links are not followed; temporary files and other formats are passed over.
-
-    Raises:
-        OSError: a directory cannot be read.
+    torch.distributed.checkpoint and torch_checkpointing (whose files are not yielded then, if
+    something says that they are files of ranks).
+    Directories that cannot be read are yielded, too: `verify` says why. Links to directories are
+    not followed, and links to files only out of the directory; temporary files and other formats
+    are passed over.
     """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for parent, folders, files in os.walk(folder, onerror=refuse):
+    unread: list[OSError] = []
+    inside = os.path.join(os.path.realpath(folder), "")
+    for parent, folders, files in os.walk(folder, onerror=unread.append):
         folders.sort()
         its: set[str] = set()
         if is_dcp_folder(parent):
             yield parent
-        elif (found := find_rank_folder(parent)) is not None:
+        elif (found := find_rank_folder(parent)) is not None and found.is_sure:
             its.update(found.files)
             yield parent
         for name in sorted(set(files) - its):
             path = os.path.join(parent, name)
-            if not os.path.islink(path) and os.path.isfile(path) and _is_checkpoint(path):
+            if os.path.exists(path):
+                twice = os.path.islink(path) and os.path.realpath(path).startswith(inside)
+                if twice or not os.path.isfile(path):
+                    continue
+            if _is_checkpoint(path):
                 yield path
+    yield from sorted(str(error.filename) for error in unread)
 
 
 def _is_checkpoint(path: str) -> bool:

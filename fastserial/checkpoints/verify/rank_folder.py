@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from fastserial.checkpoints.rank_folder import RANK_FOLDER, RankFolder, ranks_said
+from fastserial.checkpoints.rank_folder import LOCAL_TENSOR, RANK_FOLDER, RankFolder, ranks_said
 from fastserial.checkpoints.verify.folder import FolderResult
 from fastserial.checkpoints.verify.report import Findings, Problem, VerifyReport
 from fastserial.errors import CorruptCheckpointError
@@ -17,8 +17,6 @@ from fastserial.formats.zip.directory import read_directory
 from fastserial.interrupts import Descriptors
 
 __all__ = ["verify_rank_folder"]
-
-_LOCAL = "._local_tensor"  # in a DTensor
 
 
 def verify_rank_folder(
@@ -103,7 +101,7 @@ def _check_shards(path: str, item: str, files: dict[int, str], findings: Finding
             return  # it is none of a DTensor
     tensors = {entry.key: entry for entry in outline.tensors} if outline is not None else {}
     for key, entry in tensors.items():
-        count = _shards(entry, tensors.get(key + _LOCAL))
+        count = _shards(entry, tensors.get(key + LOCAL_TENSOR))
         if count > len(files):
             text = f"{item} is in {count} shards at least, and has {len(files)} files"
             findings.add(Problem("missing", text, None, None, (f"{item}.{key}",), files[rank]))

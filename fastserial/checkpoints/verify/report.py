@@ -57,14 +57,17 @@ class VerifyReport:
     """The verification of one checkpoint.
 
     Attributes:
-        path: the file, or the folder of torch.distributed.checkpoint or torch_checkpointing.
+        path: the file, the folder of torch.distributed.checkpoint or torch_checkpointing, or the
+            list of files.
         status: `ok`: whole, and a checkpoint or another archive of torch; `damaged`: some reader
             gets other bytes than were written, or torch cannot load it; `unreadable` if it cannot
             be told (no permission, or no checkpoint: an archive like that is checked all the same).
-        format: `zip`, `legacy`, `dcp`, `dcp packed`, `torch_checkpointing` or None.
+        format: `zip`, `legacy`, `safetensors`, `dcp`, `dcp packed`, `torch_checkpointing`,
+            `file list` or None.
         bytes: size of the file, or of the folder's files.
         seconds: time it took.
-        records: number of records (zip), storages (legacy) or items (DCP).
+        records: number of records (zip), storages (legacy), tensors (safetensors), items (DCP) or
+            files (file list).
         checked_bytes: bytes whose CRC-32 was compared with the one in the file, damaged or not.
         unchecked: records without a checksum.
         problems: what is wrong, at most 1000.

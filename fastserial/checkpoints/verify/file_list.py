@@ -1,0 +1,115 @@
+"""Lists of the files that belong together: whether all of them are there.
+
+`fastserial_complete.json` (of `CheckpointCallback`) names the files of a checkpoint with their
+sizes; the index of Hugging Face's shards names the file of each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastserial.checkpoints.verify.report import Findings, Problem
+from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.safetensors import read_header
+from fastserial.interrupts import Descriptors
+
+__all__ = ["FILE_LIST", "MARK", "file_lists_in", "is_file_list", "verify_file_list"]
+
+FILE_LIST = "file list"
+MARK = "fastserial_complete.json"
+_INDICES = (".safetensors.index.json", ".bin.index.json")
+_MOST = 1 << 30  # bytes of a list
+
+
+def is_file_list(path: str) -> bool:
+    """Return whether a file is called like a list of files."""
+    name = os.path.basename(path)
+    return name == MARK or name.endswith(_INDICES)
+
+
+def file_lists_in(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield the lists in a folder and those below, sorted."""
+    for parent, folders, files in os.walk(folder):
+        folders.sort()
+        yield from (os.path.join(parent, name) for name in sorted(files) if is_file_list(name))
+
+
+def verify_file_list(fd: int, path: str, findings: Findings) -> int:
+    """Look whether the files that a list names are there, whole as far as the list tells.
+
+    Args:
+        fd: the list.
+        path: its path; the files are in the same folder, or below.
+        findings: where problems go; each names its file.
+
+    Returns:
+        How many files it names.
+
+    Raises:
+        CorruptCheckpointError: it is no such list.
+        OSError: it cannot be read.
+    """
+    with open(fd, "rb", closefd=False) as file:
+        text = file.read(_MOST)
+    folder = os.path.dirname(path)
+    key = "files" if os.path.basename(path) == MARK else "weight_map"
+    try:
+        entries: Any = json.loads(text)[key]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        entries = ""
+    if entries is None:  # `CheckpointCallback`: since the folder is written anew
+        raise CorruptCheckpointError("a save to this folder was begun and not completed")
+    if not isinstance(entries, dict):
+        raise CorruptCheckpointError(f"it is no list of files: it has no object {key!r}")
+    if key == "files":
+        _check_sizes(folder, entries, findings)
+        return len(entries)
+    keys_of: dict[str, list[str]] = {}
+    for tensor, name in entries.items():
+        keys_of.setdefault(str(name), []).append(tensor)
+    for name, keys in sorted(keys_of.items()):
+        _check_shard(folder, name, keys, findings)
+    return len(keys_of)
+
+
+def _check_sizes(folder: str, sizes: Mapping[str, Any], findings: Findings) -> None:
+    for name, size in sorted(sizes.items()):
+        found = _size(folder, name, findings)
+        if found is not None and found != size:
+            kind = "truncated" if type(size) is int and found < size else "unaccounted"
+            text = f"it has {found} bytes, and had {size} when the checkpoint was complete"
+            findings.add(Problem(kind, text, file=name))
+
+
+def _check_shard(folder: str, name: str, keys: list[str], findings: Findings) -> None:
+    if _size(folder, name, findings, keys) is None or not name.endswith(".safetensors"):
+        return
+    try:
+        with Descriptors() as opened:
+            fd = opened.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+            there = {entry.key for entry in read_header(fd)}
+    except (OSError, CorruptCheckpointError):
+        return  # the file has a report of its own
+    lacking = [key for key in keys if key not in there]
+    if lacking:
+        text = f"{len(lacking)} of the tensors that the index names are not in the file"
+        findings.add(Problem("missing", text, None, None, tuple(lacking), name))
+
+
+def _size(folder: str, name: str, findings: Findings, keys: Sequence[str] = ()) -> int | None:
+    """Return the size of a file (bytes), None if there is none."""
+    tensors = tuple(keys)
+    try:
+        found = os.stat(os.path.join(folder, name))
+    except (OSError, ValueError) as error:
+        what = "it is not there" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
+        findings.add(Problem("missing", what, None, None, tensors, name))
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        findings.add(Problem("missing", "it is no regular file", None, None, tensors, name))
+        return None
+    return found.st_size
