@@ -106,7 +106,11 @@ class Match:
             return
         self.used.add((*path, "param_groups"))
         groups = self._made(there["param_groups"], (*path, "param_groups"))
-        names = live.take_groups(groups)
+        try:
+            names = live.take_groups(groups)
+        except ValueError as error:
+            self.problems.append(f"{path_name(path)}: {error}")
+            return
         if names is None:
             self.problems.append(
                 f"{path_name(path)}: the file numbers its parameters, and there are not as many"
@@ -122,6 +126,8 @@ class Match:
                 if name not in names and (had or there["state"]):
                     self.missing.append(path_name(where))
                 continue
+            if name not in names:
+                self.missing.append(f"{path_name((*path, 'param_groups'))} (settings of {name})")
             state = there["state"][key]
             if name in live.entries or (not _fits(live.parameters[name], state) and live.make()):
                 self._compare(live.entries[name], state, where, None)

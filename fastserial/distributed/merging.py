@@ -2,6 +2,8 @@
 
 Every rank tells its state without the tensors' bytes, and puts all of them together in the order
 of the ranks: a key that several have is the first one's, a tensor that several have is shared.
+Of optimizers, the groups of all ranks are kept; groups with equal settings become one, as in the
+optimizer of the whole model.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from fastserial.distributed.walk import sequence_like
 from fastserial.errors import LoadMismatchError
 
 __all__ = ["merged"]
+
+_OF_AN_OPTIMIZER = {"state", "param_groups"}
+_PLAIN = (int, float, bool, str, tuple, type(None))  # settings that `==` compares
 
 
 def merged(state: Any, traffic: Traffic) -> Any:
@@ -123,9 +128,14 @@ class _Union:
     def _container(self, path: str, first: Any, values: list[Any]) -> Any:
         if isinstance(first, dict):
             others = [value for value in values if isinstance(value, Mapping)]
+            groups = None
+            if all(_is_of_an_optimizer(value) for value in others):
+                groups = _groups([value["param_groups"] for value in others])
             keys = dict.fromkeys(key for value in others for key in value)
             whole = {
-                key: self.of(
+                key: groups
+                if groups is not None and key == "param_groups"
+                else self.of(
                     f"{path}.{key}" if path else str(key), [v[key] for v in others if key in v]
                 )
                 for key in keys
@@ -142,6 +152,42 @@ class _Union:
             first[:] = items
             return first
         return sequence_like(first, items)
+
+
+def _is_of_an_optimizer(state: Mapping[Any, Any]) -> bool:
+    if state.keys() != _OF_AN_OPTIMIZER or not isinstance(state["param_groups"], list):
+        return False
+    return all(isinstance(group, dict) and "params" in group for group in state["param_groups"])
+
+
+def _groups(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the parameter groups of several ranks' optimizers as those of one optimizer.
+
+    A parameter that several ranks have is in the group of the first one.
+    """
+    whole: list[dict[str, Any]] = []
+    seen: set[Any] = set()
+    for group in (group for groups in found for group in groups):
+        names = [name for name in group["params"] if name not in seen]
+        if not names:
+            continue
+        seen.update(names)
+        same = next((one for one in whole if _same_settings(one, group)), None)
+        if same is None:
+            whole.append({**group, "params": names})
+        else:
+            same["params"] += names
+    return whole
+
+
+def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tell whether groups are known to have equal settings; of tensors, only shapes are known."""
+    return one.keys() == other.keys() and all(
+        key == "params"
+        or value is other[key]
+        or (type(value) is type(other[key]) and type(value) in _PLAIN and value == other[key])
+        for key, value in one.items()
+    )
 
 
 def _together(path: str, values: list[Any]) -> Joined:

@@ -114,10 +114,14 @@ class LiveState:
         Returns:
             What the file calls the parameters that it knows, where it numbers them as
             `Optimizer.state_dict` does; None if they are not as many as here.
+
+        Raises:
+            ValueError: parameters of one group here have different settings in the file.
         """
         mine, self._groups = self._groups, groups
         numbers = [key for group in groups for key in group.get("params", ())]
         if not numbers or not all(isinstance(key, int) for key in numbers):
+            self._groups = [_found_group(own, groups) for own in mine] if numbers else groups
             return {name: name for name in numbers}
         names = [list(group["params"]) for group in mine]
         if [len(group["params"]) for group in groups] != [len(group) for group in names]:
@@ -159,6 +163,30 @@ class LiveState:
                 del optimizer.state[parameter]  # torch wants an entry for each
         elif self._loose:
             set_model_state_dict(self._module, dict(self.entries))
+
+
+def _found_group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an optimizer's group with the settings that a file has for its parameters.
+
+    Raises:
+        ValueError: the file has several settings for them.
+    """
+    found: dict[str, Any] | None = None
+    for group in groups:
+        names = set(group.get("params", ())).intersection(own["params"])
+        if not names:
+            continue
+        if found is None:
+            found = group
+            continue
+        for key in found.keys() | group.keys():
+            one, other = found.get(key), group.get(key)
+            if key != "params" and not isinstance(other, torch.Tensor) and one != other:
+                raise ValueError(
+                    f"the parameters of one group here have several values of {key!r} in the file "
+                    f"(that of {min(names)} is {other!r}): give them groups of their own"
+                )
+    return own if found is None else {**found, "params": own["params"]}
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fastserial import distributed
 from fastserial.distributed import FlatShard
-from fastserial.errors import DistributedError
+from fastserial.errors import DistributedError, LoadMismatchError
 
 MIB = 2**20
 
@@ -54,6 +54,71 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
     return found
 
 
+class Stage(torch.nn.Module):
+    """A stage of a pipeline, with the names that its layers have in the whole model."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        for number in numbers:
+            torch.manual_seed(number)
+            self.add_module(str(number), torch.nn.Linear(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def optimizer_of(stage: Stage, rates: list[float]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": layer.parameters(), "lr": rate}
+        for layer, rate in zip(stage.children(), rates, strict=True)
+    ]
+    return torch.optim.AdamW(groups, betas=(0.8, 0.9))
+
+
+def train(stage: Stage, optimizer: torch.optim.Optimizer) -> None:
+    stage(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def optimizers(path: Path, number: int) -> None:
+    """The groups of all stages are in the file, and each parameter gets its own settings again."""
+    stage = Stage([number])
+    optimizer = optimizer_of(stage, [0.1 + number])
+    train(stage, optimizer)
+    distributed.save({"model": stage, "optimizer": optimizer}, path, merge="union")
+    whole = torch.load(path)["optimizer"]["param_groups"]
+    assert [group["lr"] for group in whole] == [0.1, 1.1]
+    assert [group["params"] for group in whole] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+
+    again = Stage([number])
+    settings = optimizer_of(again, [5.0])
+    distributed.load(path, into={"model": again, "optimizer": settings})
+    for each in (stage, optimizer), (again, settings):
+        train(*each)
+    for mine, other in zip(stage.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+    both = Stage([0, 1])
+    settings = optimizer_of(both, [5.0, 6.0])
+    distributed.load(path, into={"model": both, "optimizer": settings})
+    assert [group["lr"] for group in settings.param_groups] == [0.1, 1.1]
+    one_group = torch.optim.AdamW(both.parameters(), lr=5.0)
+    refused = ""
+    try:
+        distributed.load(path, into={"model": both, "optimizer": one_group})
+    except LoadMismatchError as error:
+        refused = str(error)
+    assert "several values of 'lr'" in refused, refused
+
+    optimizer = optimizer_of(stage, [0.5])  # equal on all: one group, as the whole model's
+    distributed.save({"model": stage, "optimizer": optimizer}, path, merge="union")
+    whole = torch.load(path)["optimizer"]["param_groups"]
+    assert [group["params"] for group in whole] == [["0.weight", "0.bias", "1.weight", "1.bias"]]
+
+
 def main() -> None:
     rank, count = join()
     assert count == 4
@@ -70,6 +135,7 @@ def main() -> None:
     assert "union" in told, told
     for _ in range(2):
         distributed.save(state, path, timeout=30, merge="union")
+    optimizers(path.with_name("optimizers.pt"), number)
     if rank == 0:
         model = stage(0, None, mesh)
         for key, value in stage(1, None, mesh).items():
