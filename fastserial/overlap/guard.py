@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ __all__ = ["hold", "is_registered", "protect", "storages_of_optimizer", "tidy", 
 
 _lock = threading.RLock()
 _protected: list[Snapshot] = []
-_holders: set[int] = set()  # who wants the hook to stay
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()  # who wants the hook to stay
 _hook: Any = None
 _came_by: set[int] = set()  # threads whose steps called the hook,
 _inside: set[int] = set()  # and those that are in it
@@ -40,14 +41,14 @@ def protect(snapshot: Snapshot) -> None:
 def hold(holder: object) -> None:
     """Let the hook stay until `unhold`: adding and removing it may make a step compile again."""
     with _lock:
-        _holders.add(id(holder))
+        _holders.add(holder)
         _register()
 
 
 def unhold(holder: object) -> None:
     """End `hold`. Idempotent."""
     with _lock:
-        _holders.discard(id(holder))
+        _holders.discard(holder)
     tidy()
 
 

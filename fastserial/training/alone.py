@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,11 +22,14 @@ __all__ = ["Alone"]
 class Alone:
     """See `Way`."""
 
-    alone = True
     tends = True
 
     def __init__(self, weights_only: bool) -> None:
         self._weights_only = weights_only
+
+    def prepare(self, folder: CheckpointFolder) -> None:
+        os.makedirs(folder.path, exist_ok=True)
+        folder.lock()
 
     def start(
         self,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import operator
 import os
 import signal
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from time import perf_counter
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from fastserial.errors import (
     REMEDIES,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("fastserial")
+# By process, since a forked child has its parent's, and the real path of the folder.
+_live: weakref.WeakValueDictionary[tuple[int, str], Checkpointer] = weakref.WeakValueDictionary()
 
 
 def _too_small(path: str, keep: int, needed: int, free: int) -> WriteError:
@@ -79,10 +83,12 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
     ) -> None:
-        """Make the folder, if there is none.
+        """Connect the ranks; nothing is read or written.
 
         Args:
-            folder: where the files are. What is not called like one of them is left alone.
+            folder: where the files are; the first save makes it. What is not called like one of
+                them is left alone. One Checkpointer at a time saves in a folder: close the one
+                before.
             state: what is saved, by name: modules, optimizers, schedulers, whatever has
                 `state_dict` and `load_state_dict`, tensors and plain values. `resume` puts plain
                 values back into this mapping. Of several ranks, sharded and large tensors are
@@ -97,15 +103,21 @@ class Checkpointer:
             timeout: seconds after which a rank that is not heard from counts as lost.
 
         Raises:
-            OSError: the folder cannot be made.
+            ConfigError: an argument is impossible, or another Checkpointer has the folder.
             DistributedError: a rank does not come.
         """
-        if keep < 1:
-            raise ConfigError(f"keep must be at least 1, not {keep}")
-        if every is not None and every < 1:
-            raise ConfigError(f"every must be at least 1, not {every}")
+        _check_whole("keep", keep, 1)
+        if every is not None:
+            _check_whole("every", every, 1)
         if snapshot not in KINDS:
             raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
+        if snapshot_budget is not None:
+            _check_whole("snapshot_budget", snapshot_budget, 0, " of bytes")
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                "state must be a dictionary of what is saved, by name, such as "
+                f'{{"model": model, "optimizer": optimizer}}, not {type(state).__name__}'
+            )
         if OWN in state:
             raise ConfigError(f"the name {OWN!r} in `state` is taken; use another")
         self._state = state
@@ -114,20 +126,40 @@ class Checkpointer:
         self._kind = snapshot
         self._budget = snapshot_budget
         self._rng = rng
+        self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)))
+        self._key = (os.getpid(), os.path.realpath(self._folder.path))
+        self._refuse_second()
         self._way = _way(state, group, weights_only, timeout)
-        self._folder = CheckpointFolder(os.path.abspath(os.fspath(folder)))
+        self._processes = _processes()
+        self._prepared = False
         self._damaged: set[int] = set()
+        self._stale: set[int] = set()  # another run's
         self._last: PendingSave | None = None
         self._handlers: dict[int, Any] = {}
-        self._asked = False  # this process
-        self._agreed = False  # all ranks have heard of one that is
-        os.makedirs(self._folder.path, exist_ok=True)
+        self._pid = 0  # of the process that the handlers are for
+        self._came: set[int] = set()  # signals to this process that are not answered yet
+        self._answered = False  # one was, by the last call of `save`
+        _live[self._key] = self
         if snapshot == "in_place":
             guard.hold(self)
 
+    def __repr__(self) -> str:
+        every = "" if self._every is None else f", every={self._every}"
+        names = ", ".join(map(str, self._state))
+        return f"<Checkpointer {self._folder.path!r}: {names}; keep={self._keep}{every}>"
+
+    def _refuse_second(self) -> None:
+        if self._key in _live:
+            gc.collect()  # it may be garbage
+        if self._key in _live:
+            raise ConfigError(
+                f"{self._folder.path}: another Checkpointer of this process has this folder, and "
+                "each would remove the other's files. Call its `close()`, or use another folder"
+            )
+
     # -- saving --------------------------------------------------------------------------------
 
-    def save(self, step: int) -> PendingSave | None:
+    def save(self, step: int, *, force: bool = False) -> PendingSave | None:
         """Start a checkpoint of this step, or return None if `every` says that it is not its turn.
 
         Waits for the checkpoint before, if that is still being written. One that a signal asked
@@ -135,27 +167,34 @@ class Checkpointer:
 
         Args:
             step: a whole number, not negative.
+            force: save whatever `every` says, as after the last step. The same on all ranks.
 
         Raises:
+            ConfigError: another process saves in this folder.
             Exception: the checkpoint before failed, or this one cannot be started.
         """
         began = perf_counter()
         step = operator.index(step)  # NumPy's and torch's, too: the file holds Python's
         if step < 0:
             raise ConfigError(f"a step must not be negative, not {step}")
-        asked = self.asked
-        if self._handlers and not self._way.alone and not asked:
-            self._agreed = self._way.is_asked(self._asked)
-        if not asked and self._every is not None and step % self._every:
+        asked = bool(self._handlers) and self._way.is_asked(bool(self._came))
+        self._answered = False
+        if not (asked or force) and self._every is not None and step % self._every:
             return None
         self.wait()
-        folder, damaged, keep, tends = self._folder, self._damaged, self._keep, self._way.tends
+        if not self._prepared:
+            self._prepare()
+            self._look_for_later(step)
+            self._prepared = True
+        folder, damaged, stale = self._folder, self._damaged, self._stale
+        keep, tends = self._keep, self._way.tends
 
         def written() -> None:
             damaged.discard(step)
+            stale.discard(step)
             try:
                 if tends:
-                    folder.prune(step, keep, damaged)
+                    folder.prune(step, keep, damaged, stale)
             except OSError as error:
                 _log.warning("an old checkpoint in %s stays: %s", folder.path, error)
 
@@ -169,9 +208,31 @@ class Checkpointer:
             began,
         )
         if asked:
-            self._asked = self._agreed = False
             self.wait()
+            self._came.clear()
+            self._answered = True
         return save
+
+    def _prepare(self) -> None:
+        if self._processes == 1 < _processes():
+            raise ConfigError(
+                f"{self._folder.path}: this Checkpointer was made before init_process_group(), so "
+                "that each rank would save its own state to the same files. Make it after that"
+            )
+        self._way.prepare(self._folder)
+
+    def _look_for_later(self, step: int) -> None:
+        """Warn of checkpoints that `resume` would take instead of what is saved from now on."""
+        later = {found for found in self._folder.steps() if found > step} - self._damaged
+        if not self._way.tends or later <= self._stale:
+            return
+        self._stale |= later
+        text = (
+            f"{self._folder.path} holds later checkpoints than step {step}'s, up to step "
+            f"{max(later)}. They stay, and `resume()` takes the latest: move them away, or use "
+            "another folder"
+        )
+        warnings.warn(text, UserWarning, stacklevel=3)
 
     def _own(self, step: int) -> dict[str, Any]:
         own: dict[str, Any] = {"version": 1, "step": step}
@@ -207,10 +268,13 @@ class Checkpointer:
 
         Raises:
             WriteError: the folder cannot be written, or is too small for `keep` + 1 checkpoints.
-            ConfigError: `resume` would refuse what is in the state (`weights_only`).
+            ConfigError: `resume` would refuse what is in the state (`weights_only`), or another
+                process saves in this folder.
+            OSError: the folder cannot be made.
             Exception: an object cannot be pickled.
         """
         path = self._folder.path
+        self._prepare()
         nbytes = self._way.size_of(self._state, self._own(0), self._folder.file(0))
         try:
             with tempfile.TemporaryFile(dir=path):
@@ -229,32 +293,44 @@ class Checkpointer:
     def save_on(self, *signals: int) -> None:
         """Let signals ask for a checkpoint: the next `save` makes it, and waits for it.
 
-        A handler that was there is called, too. `asked` tells whether to end the loop after that.
-        Of several ranks it is enough that one gets a signal. They all call this, and `save` after
-        each step; about once a second they ask each other, and `asked` is true on all from the
-        same step on.
+        `asked` tells to end the loop after that. A handler that was there is called, too, and
+        Ctrl-C interrupts as ever when it comes a second time. Of several ranks it is enough that
+        one gets a signal. They all call this, and `save` after each step; about once a second they
+        ask each other in it. Call it in the main thread.
         """
+        self._pid = os.getpid()
         for number in signals:
             before = signal.signal(number, self._ask)
             self._handlers.setdefault(number, before)
 
     @property
     def asked(self) -> bool:
-        """Whether a signal asked for a checkpoint that is not made yet; the same on all ranks."""
-        return self._asked if self._way.alone else self._agreed
+        """Whether the last `save` made a checkpoint because a signal asked for it.
+
+        It is in place then, so a loop that ends loses nothing. The same on all ranks, and true
+        until the next `save`.
+        """
+        return self._answered
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        before: Callable[[int, FrameType | None], object] | Any = self._handlers.get(number)
+        before = self._handlers.get(number)
+        if os.getpid() != self._pid:  # a forked child has inherited the handler
+            _handle(before, number, frame)
+            return
+        again = number in self._came or self._answered
+        self._came.add(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+        elif number == signal.SIGINT and again and before != signal.SIG_IGN:
+            signal.default_int_handler(number, frame)
 
     # -- resuming ------------------------------------------------------------------------------
 
     def resume(self, step: int | None = None) -> int:
         """Put the newest whole checkpoint into the objects, and return its step; 0 if none.
 
-        A damaged one is passed over, with a warning that names it.
+        The newest is that of the highest step. A damaged one is passed over, with a warning that
+        names it. A checkpoint of step 0 makes 0, too; `latest` tells whether there is one.
 
         Args:
             step: take the checkpoint of this step, and no other.
@@ -268,10 +344,11 @@ class Checkpointer:
         self.wait()
         if self._way.tends:
             self._folder.sweep()
+            self._warn_of_links()
         there = self._way.steps(self._folder)
         if step is not None:
             self._load(step)
-            self._warn_of_later(step, there)
+            self._look_for_later(step)
             return step
         for candidate in there:
             try:
@@ -283,6 +360,7 @@ class Checkpointer:
                 text = f"{self._folder.file(candidate)} is damaged; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 continue
+            self._warn_of_newer_run(candidate)
             return candidate
         if self._damaged:
             raise CorruptCheckpointError(
@@ -310,19 +388,31 @@ class Checkpointer:
         if generators is not None:
             restore_generators(generators)
 
-    def _warn_of_later(self, step: int, there: list[int]) -> None:
-        later = [found for found in there if found > step]
-        if later:
+    def _warn_of_links(self) -> None:
+        path = self._folder.path
+        for link in self._folder.dangling():
+            text = f"{link} is a link that leads to no file; it is passed over"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        if not os.path.isdir(os.path.dirname(path)):
             text = (
-                f"{self._folder.path} holds later checkpoints, up to step {later[0]}; they stay, "
-                "and `resume()` takes the latest. Move them away to go on from here"
+                f"{path} does not exist, nor does the folder above it: there is nothing to resume "
+                "from. Check the path, and whether its file system is mounted"
+            )
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+    def _warn_of_newer_run(self, step: int) -> None:
+        newer = self._folder.written_later(step) if self._way.tends else ()
+        if newer:
+            text = (
+                f"{self._folder.file(step)} is resumed from, but step {newer[0]} was written after "
+                f"it, by another run, it seems: `resume(step={newer[0]})` goes on with that one"
             )
             warnings.warn(text, UserWarning, stacklevel=3)
 
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and give signal handlers back. Idempotent.
+        """Wait for the last checkpoint, give signal handlers and the folder back. Idempotent.
 
         Raises:
             Exception: the last checkpoint failed.
@@ -335,6 +425,10 @@ class Checkpointer:
             self.wait()
         finally:
             guard.unhold(self)
+            self._folder.unlock()
+            self._prepared = False
+            if _live.get(self._key) is self:
+                del _live[self._key]
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -348,6 +442,29 @@ class Checkpointer:
             _log.error("the last checkpoint was not saved: %s", another)  # it hides not the first
 
 
+def _check_whole(name: str, value: object, least: int, unit: str = "") -> None:
+    whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    if not whole or operator.index(value) < least:  # type: ignore[arg-type]
+        raise ConfigError(f"{name} must be a whole number{unit}, at least {least}, not {value!r}")
+
+
+def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
+    """Do with a signal what a handler, `SIG_IGN` or `SIG_DFL` would."""
+    if callable(handler):
+        handler(number, frame)
+    elif handler != signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _processes() -> int:
+    """Return how many processes there are in the job's process group; without one, 1."""
+    import torch.distributed
+
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if grouped else 1
+
+
 def _way(
     state: Mapping[str, Any], group: dist.ProcessGroup | None, weights_only: bool, timeout: float
 ) -> Way:
@@ -358,6 +475,13 @@ def _way(
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        count = os.environ.get("WORLD_SIZE", "")
+        if "RANK" in os.environ and count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"this is one of {count} processes (WORLD_SIZE), and each would save its own state "
+                "to the same files: call torch.distributed.init_process_group() before. A process "
+                "that is to save alone removes WORLD_SIZE from os.environ"
+            )
         return Alone(weights_only)
     alone = torch.distributed.get_world_size(group) == 1
     if alone and not weights_only:

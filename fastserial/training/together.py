@@ -24,7 +24,7 @@ from fastserial.distributed.group import Traffic, traffic_of
 from fastserial.distributed.loader import load
 from fastserial.distributed.saver import Saving
 from fastserial.distributed.walk import is_live, is_sharded, leaves
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import ConfigError, CorruptCheckpointError
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.overlap.asynchronous import Kind
@@ -50,8 +50,6 @@ _log = logging.getLogger("fastserial")
 class Together:
     """See `Way`."""
 
-    alone = False
-
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         """Connect the ranks. Collective.
 
@@ -66,6 +64,23 @@ class Together:
         self._calls = 0  # of `is_asked`
         self._next = 1
         self._last = (0, perf_counter())
+
+    def prepare(self, folder: CheckpointFolder) -> None:
+        traffic = self._talk()
+
+        def decide(_: list[bytes]) -> bytes:
+            os.makedirs(folder.path, exist_ok=True)
+            try:
+                folder.lock()
+            except ConfigError as error:
+                return pickle.dumps(error)
+            return pickle.dumps(None)
+
+        with traffic.together():
+            refusal: Exception | None = pickle.loads(traffic.consult(b"", decide))
+            os.makedirs(folder.path, exist_ok=True)  # a network file system has to look again
+        if refusal is not None:
+            raise refusal
 
     def start(
         self,

@@ -17,8 +17,15 @@ OWN = "checkpointer"  # the key of what is not the user's
 class Way(Protocol):
     """What depends on how many processes take part. With several, each method is collective."""
 
-    alone: bool
     tends: bool  # whether this process looks after the folder
+
+    def prepare(self, folder: CheckpointFolder) -> None:
+        """Make the folder, and keep other processes from saving there.
+
+        Raises:
+            ConfigError: another process does.
+            OSError: the folder cannot be made.
+        """
 
     def start(
         self,

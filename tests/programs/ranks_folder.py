@@ -5,14 +5,19 @@ Arguments: folder. Prints one JSON object: what each case came to on this rank.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.ranks import join
 
 from fastserial import Checkpointer
@@ -48,14 +53,54 @@ def not_shared(folder: Path, rank: int) -> Any:
     return found
 
 
-def main() -> None:
-    rank, _ = join()
-    folder = Path(sys.argv[1])
-    cases = (not_shared,)
+def held(folder: Path, rank: int) -> Any:
+    """Save and check where another process than rank 0 has the folder."""
+    if rank:
+        lock = os.open(folder / ".fastserial.lock", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    dist.barrier()
+    with Checkpointer(folder, {"x": 0}, timeout=60) as checkpointer:
+        return outcome(lambda: checkpointer.save(1)) + outcome(checkpointer.check)
+
+
+def signals(folder: Path, rank: int) -> Any:
+    """End loops that look at `asked` at different moments; rank 1 gets the signal in step 3."""
     found = {}
+    for looks in ("after the save", "before the save"):
+        with Checkpointer(folder / looks, {"x": 0}, every=1000, timeout=60) as checkpointer:
+            checkpointer.save_on(signal.SIGUSR1)
+            for step in range(1, 500):
+                time.sleep(0.02)
+                if rank == 1 and step == 3:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                asked = checkpointer.asked
+                checkpointer.save(step)
+                if asked if looks == "before the save" else checkpointer.asked:
+                    break
+            found[looks] = [step, *sorted(os.listdir(folder / looks))]
+            dist.barrier()  # rank 0 removes its lock at the end
+    return found
+
+
+def too_early(folder: Path) -> tuple[Any, Checkpointer]:
+    """Make Checkpointers before there is a process group, with and without torchrun's variables."""
+    refused = outcome(lambda: Checkpointer(folder, {"x": 0}))
+    count = os.environ.pop("WORLD_SIZE")
+    made = Checkpointer(folder, {"x": 0})
+    os.environ["WORLD_SIZE"] = count
+    return refused, made
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    refused, early = too_early(folder / "early")
+    rank, _ = join()
+    found: dict[str, Any] = {"early": refused + outcome(lambda: early.save(1))}
+    cases = (not_shared, held, signals)
     for case in cases:
         mine = folder / case.__name__
         mine.mkdir(exist_ok=True)
+        dist.barrier()
         found[case.__name__] = case(mine, rank)
     print(json.dumps(found))
 

@@ -98,7 +98,6 @@ def main() -> None:
             scheduler.step()
             state["draws"] += 1
             print(step, loss.item().hex(), state["draws"], flush=True)
-            stop = checkpointer.asked
             flags[rank] = 1
             saving = checkpointer.save(step)
             if saving is None:
@@ -108,7 +107,7 @@ def main() -> None:
             while told is not None and pending and pending[0][1].done():
                 at, _ = pending.pop(0)
                 told.write_text(str(at))
-            if stop:
+            if checkpointer.asked:
                 assert saving is not None
                 assert saving.done()
                 print("stopped", step)

@@ -53,7 +53,7 @@ class Run:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
+    return sorted(name for name in os.listdir(folder) if name != ".fastserial.lock")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -221,13 +221,13 @@ def test_signals(tmp_path: Path) -> None:
             checkpointer.save_on(signal.SIGUSR1, signal.SIGTERM)
             assert checkpointer.save(1) is None
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert checkpointer.asked
+            assert not checkpointer.asked  # there is no checkpoint yet
             saving = checkpointer.save(2)
             assert saving is not None
             assert saving.done()
-            assert not checkpointer.asked
-            os.kill(os.getpid(), signal.SIGTERM)
             assert checkpointer.asked
+            assert checkpointer.save(3) is None
+            assert not checkpointer.asked
         assert called == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -400,9 +400,32 @@ def test_after_a_torn_snapshot_tensors_are_copied(tmp_path: Path, gate: Gate) ->
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    for options in ({"keep": 0}, {"every": 0}, {"snapshot": "none"}):
-        with pytest.raises(fastserial.ConfigError):
+    wrong: list[dict[str, Any]] = [
+        {"keep": 0},
+        {"keep": None},
+        {"every": 0},
+        {"every": "10"},
+        {"snapshot": "none"},
+        {"snapshot_budget": "1GB"},
+    ]
+    for options in wrong:
+        with pytest.raises(fastserial.ConfigError, match=f"^{next(iter(options))} must be "):
             Checkpointer(tmp_path, {}, **options)
+    with pytest.raises(fastserial.ConfigError, match=r'\{"model": model, .*, not Linear'):
+        Checkpointer(tmp_path, nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(fastserial.ConfigError, match="checkpointer"):
         Checkpointer(tmp_path, {"checkpointer": 1})
     assert not guard.is_registered()
+
+
+def test_it_shows_what_it_saves(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"model": nn.Linear(1, 1), "n": 0}, every=5) as checkpointer:
+        assert repr(checkpointer) == f"<Checkpointer {str(tmp_path)!r}: model, n; keep=3, every=5>"
+
+
+def test_the_last_step_is_saved_whatever_every_says(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"x": 1}, every=100) as checkpointer:
+        for step in range(1, 151):
+            checkpointer.save(step)
+        assert checkpointer.save(step, force=True) is not None
+    assert names(tmp_path) == ["step-00000100.pt", "step-00000150.pt"]

@@ -1,12 +1,23 @@
-"""Checkpointer and its folder on several ranks, which need not see the same."""
+"""Checkpointer and its folder: other runs' files, other processes, ranks that see others."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import gc
 import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import ranks
+
+from fastserial import Checkpointer, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +36,210 @@ def test_ranks_without_a_common_checkpoint_do_not_start_anew(told: list[dict[str
             assert f"{name}-of-{there}" in error
             assert f"rank {here} sees step {step} in " in error
         assert found["both"] == [10]
+
+
+def test_ranks_whose_folder_is_another_process_are_all_refused(told: list[dict[str, Any]]) -> None:
+    for saved, checked in (rank["held"] for rank in told):
+        assert saved.startswith("ConfigError: "), saved
+        assert "another process saves checkpoints in this folder" in saved
+        assert checked == saved
+
+
+def test_a_signal_to_one_rank_ends_all_with_the_checkpoint(told: list[dict[str, Any]]) -> None:
+    first, second = (rank["signals"] for rank in told)
+    assert first == second
+    for looks, later in (("after the save", 0), ("before the save", 1)):
+        step, *files = first[looks]
+        assert files == [".fastserial.lock", f"step-{step - later:08d}.pt"]
+
+
+def test_a_checkpointer_made_before_the_process_group(told: list[dict[str, Any]]) -> None:
+    for refused, saved in (rank["early"] for rank in told):
+        assert refused.startswith("ConfigError: this is one of 2 processes"), refused
+        assert "ConfigError: " in saved
+        assert "before init_process_group()" in saved
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_second_one_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    folder, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(folder)
+    first = Checkpointer(folder, {"x": 1})
+    for other in (folder, link, f"{tmp_path}/other/../run"):
+        with pytest.raises(ConfigError, match=r"another Checkpointer .* `close\(\)`"):
+            Checkpointer(other, {"x": 1})
+    first.close()
+    second = Checkpointer(link, {"x": 1})
+    first.close()
+    with pytest.raises(ConfigError, match="another Checkpointer"):
+        Checkpointer(folder, {"x": 1})
+    state = {"itself": second}  # garbage that refers to itself
+    state["state"] = state  # type: ignore[assignment]
+    del second, state
+    with Checkpointer(folder, {"x": 1}) as checkpointer:
+        checkpointer.save(1)
+    gc.collect()
+
+
+_OTHER = """
+import sys, fastserial
+with fastserial.Checkpointer(sys.argv[1], {"x": 2}) as checkpointer:
+    print(checkpointer.resume(), flush=True)
+    for call in (checkpointer.check, lambda: checkpointer.save(9).wait()):
+        try:
+            print(bool(call()), flush=True)
+        except fastserial.ConfigError as error:
+            print(error, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def other_process(folder: Path) -> Any:
+    """Another process that resumes, checks and saves there, until a line comes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _OTHER, folder], stdin=-1, stdout=-1, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def test_another_process_is_refused_until_this_one_ends(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        with other_process(tmp_path) as process:
+            said = [process.stdout.readline() for _ in range(3)]
+            process.communicate("\n")
+        assert said[0] == "1\n"  # it may read
+        for text in said[1:]:
+            assert text.startswith(f"{tmp_path}: process {os.getpid()} on ")
+        assert names(tmp_path) == [".fastserial.lock", "step-00000001.pt"]
+    assert names(tmp_path) == ["step-00000001.pt"]
+    with other_process(tmp_path) as process:  # which crashes
+        assert [process.stdout.readline() for _ in range(3)] == ["1\n", "True\n", "True\n"]
+        with (
+            Checkpointer(tmp_path, {"x": 1}) as checkpointer,
+            pytest.raises(ConfigError, match=f"process {process.pid} on"),
+        ):
+            checkpointer.save(2)
+    assert ".fastserial.lock" in names(tmp_path)
+    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
+        checkpointer.save(10)
+    assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (1, 9, 10)]
+
+
+def test_a_forked_child_neither_keeps_nor_ends_the_lock(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, {"x": 1})
+    checkpointer.save(1)
+    checkpointer.wait()
+    held, let_go = os.pipe()
+    child = os.fork()
+    if not child:
+        del checkpointer
+        gc.collect()
+        os.close(let_go)
+        os.read(held, 1)
+        os._exit(0)
+    os.close(held)
+    assert ".fastserial.lock" in names(tmp_path)
+    checkpointer.close()
+    with other_process(tmp_path) as process:
+        assert [process.stdout.readline() for _ in range(3)] == ["1\n", "True\n", "True\n"]
+    os.close(let_go)
+    os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
+        checkpointer.save(1)
+    assert "step-00000001.pt" in names(tmp_path)
+
+
+def test_a_run_in_the_folder_of_another(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"n": 0}, keep=10) as checkpointer:
+        for step in (5, 15, 28, 35):
+            checkpointer.save(step)
+    state = {"n": 1}
+    with Checkpointer(tmp_path, state, keep=2) as checkpointer:
+        with pytest.warns(UserWarning, match=r"later checkpoints than step 10's, up to step 35"):
+            checkpointer.save(10)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpointer.save(20)
+        checkpointer.wait()
+        assert names(tmp_path)[1:] == [f"step-{step:08d}.pt" for step in (10, 20, 28, 35)]
+        checkpointer.save(30)
+        checkpointer.wait()  # 28 is not kept instead of 20
+        assert names(tmp_path)[1:] == [f"step-{step:08d}.pt" for step in (20, 30, 35)]
+    with Checkpointer(tmp_path, state, keep=2) as checkpointer:
+        with pytest.warns(UserWarning, match=r"35\.pt is resumed from, but step 30 was written"):
+            assert checkpointer.resume() == 35
+        with pytest.warns(UserWarning, match="later checkpoints"):
+            assert checkpointer.resume(step=30) == 30
+        checkpointer.save(35)
+        checkpointer.save(40)
+    assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (35, 40)]
+    with warnings.catch_warnings(), Checkpointer(tmp_path, state) as checkpointer:
+        warnings.simplefilter("error")
+        assert checkpointer.resume() == 40
+        checkpointer.save(41)
+
+
+def test_links_are_checkpoints(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere.pt", tmp_path / "run"
+    with Checkpointer(folder, {"x": 1}, keep=1) as checkpointer:
+        checkpointer.save(7)
+    (folder / "step-00000007.pt").rename(elsewhere)
+    (folder / "step-00000007.pt").symlink_to(elsewhere)
+    (folder / "step-00000008.pt").symlink_to(tmp_path / "nowhere.pt")
+    with Checkpointer(folder, {"x": 1}, keep=1) as checkpointer:
+        with pytest.warns(RuntimeWarning, match=r"step-00000008\.pt is a link that leads to no"):
+            assert checkpointer.resume() == 7
+        checkpointer.save(9)
+    assert names(folder) == ["step-00000008.pt", "step-00000009.pt"]
+    assert elsewhere.exists()
+
+
+def test_the_first_save_makes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "typo" / "run"
+    with Checkpointer(folder, {"x": 1}) as checkpointer:
+        with pytest.warns(UserWarning, match=f"^{folder} does not exist, nor does the folder"):
+            assert checkpointer.resume() == 0
+        assert not folder.parent.exists()
+        folder.parent.mkdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert checkpointer.resume() == 0
+        assert checkpointer.latest() is None
+        checkpointer.save(0)
+    with Checkpointer(folder, {"x": 1}) as checkpointer:
+        assert checkpointer.resume() == 0
+        assert checkpointer.latest() == str(folder / "step-00000000.pt")
+
+
+@pytest.mark.parametrize("path", ["file", "file/run"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with Checkpointer(tmp_path / path, {"x": 1}) as checkpointer:
+        for call in (checkpointer.check, lambda: checkpointer.save(1)):
+            with pytest.raises(OSError, match=path):
+                call()
+
+
+def test_a_job_of_one_process_needs_no_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with Checkpointer(tmp_path, {"x": 1}) as checkpointer:
+        assert checkpointer.resume() == 0
