@@ -118,6 +118,8 @@ class FastFileReader:
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
         """Read extents, in the order of the file; returns when all are in their places.
 
+        Raises once no read is under way any more. After a failed read the reader reads no more.
+
         Raises:
             CorruptCheckpointError: an extent goes past the end, or the file changed.
             OSError: the disk failed; `filename` names the file.
@@ -152,8 +154,9 @@ class FastFileReader:
             if self.ring is not None:
                 self.ring.settle()
         except BaseException:
-            if self.ring is not None:
-                blocks.close()  # nothing may be on its way to memory that others use from here on
+            # Nothing may be on its way to memory that others use from here on: torch, which reads
+            # into the same storages instead, or their owner.
+            blocks.close()
             raise
         blocks.expect_nothing()
 

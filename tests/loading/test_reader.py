@@ -6,7 +6,9 @@ import ctypes
 import errno
 import os
 import random
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 import fastserial
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
-from fastserial.engines import Capabilities, threads
+from fastserial.engines import Capabilities, Completion, Request, threads
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.files import caching, linux
@@ -230,6 +232,33 @@ def test_without_direct_io(path: Path, data: bytes, monkeypatch: pytest.MonkeyPa
         reader.read_into([ReadExtent(0, SIZE, sink)])
         assert reader.blocks.fallback == "the file system has no direct I/O for this file"
     assert content(storage) == data
+
+
+class FailsThenWaits(ThreadsEngine):
+    """An engine whose first read fails while the others take their time."""
+
+    name = "late"
+    capabilities = replace(ThreadsEngine.capabilities, scatters=False)
+
+    @classmethod
+    def _serve(cls, request: Request) -> Completion:
+        if request.offset == 0:
+            return Completion(request, 0, OSError(errno.EIO, "the disk failed"))
+        time.sleep(0.3)
+        return super()._serve(request)
+
+
+def test_no_read_outlasts_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is its owner's again, or torch's, which reads into it instead."""
+    monkeypatch.setattr(crew, "create", lambda name, count: FailsThenWaits(count))
+    sink, storage = host(SIZE)
+    config = Config(direct=False, small_file=0, block_size=1 << 20)
+    with FastFileReader(path, config) as reader:
+        with pytest.raises(OSError, match="the disk failed"):
+            reader.read_into([ReadExtent(0, SIZE, sink)])
+        storage.fill_(0)
+        time.sleep(0.6)
+        assert content(storage) == bytes(SIZE)
 
 
 class OwnBuffers(ThreadsEngine):
