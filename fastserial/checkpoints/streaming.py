@@ -81,21 +81,39 @@ class FileMemory:
             done += got
 
 
-class _RowsMemory:
-    """A tensor's elements in order, some rows at a time: for those that are not contiguous."""
+class _OrderedMemory:
+    """A tensor's elements in order, as many at a time as are asked for: not contiguous ones."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel() * tensor.itemsize
-        while tensor.dim() > 1 and tensor.shape[0] == 1:
-            tensor = tensor[0]
-        self._tensor = tensor if tensor.dim() else tensor.reshape(1)
-        self._row = self.nbytes // self._tensor.shape[0]
+        self._tensor = tensor
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Copy bytes [start, start + length) of the contiguous form to `address`."""
-        first, last = start // self._row, -(-(start + length) // self._row)
-        rows = self._tensor[first:last].resolve_conj().resolve_neg().contiguous()
-        ctypes.memmove(address, rows.data_ptr() + start - first * self._row, length)
+        size = self._tensor.itemsize
+        first, last = start // size, -(-(start + length) // size)
+        elements = torch.empty(last - first, dtype=self._tensor.dtype, device="cpu")
+        _gather(self._tensor, first, elements)
+        ctypes.memmove(address, elements.data_ptr() + start - first * size, length)
+
+
+def _gather(tensor: torch.Tensor, first: int, target: torch.Tensor) -> None:
+    """Copy a tensor's elements in order, from the first one on, until the target is full."""
+    if not tensor.dim() or tensor.numel() == target.numel():
+        target.view(tensor.shape).copy_(tensor)
+        return
+    row = tensor.numel() // tensor.shape[0]
+    done = 0
+    while done < target.numel():
+        at, inside = divmod(first + done, row)
+        count = (target.numel() - done) // row
+        if inside or not count:  # the end of a row, or its beginning
+            part = target[done : done + row - inside]
+            _gather(tensor[at], inside, part)
+        else:
+            part = target[done : done + count * row]
+            part.view(count, *tensor.shape[1:]).copy_(tensor[at : at + count])
+        done += part.numel()
 
 
 class StreamWriter(FastFileWriter):
@@ -296,7 +314,7 @@ def elements_of(tensor: torch.Tensor, places: Places) -> Memory:
         return HostMemory(0, 0, None)
     lazy = tensor.is_conj() or tensor.is_neg()
     if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
-        return places.in_order(tensor) or cast("Memory", _RowsMemory(tensor))
+        return places.in_order(tensor) or cast("Memory", _OrderedMemory(tensor))
     nbytes = tensor.numel() * tensor.itemsize
     start = int(tensor.storage_offset()) * tensor.itemsize
     found = places.part_of(tensor.untyped_storage(), start, nbytes)

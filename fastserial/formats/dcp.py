@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +21,10 @@ from fastserial.formats.storages import ITEM_BYTES
 
 __all__ = [
     "HEADS",
+    "KEPT",
     "METADATA_NAME",
+    "NUMBERS",
+    "TIES",
     "Chunk",
     "Item",
     "Known",
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
+KEPT = "fastserial"  # an attribute of the metadata: tuples that begin with one of the next two
+NUMBERS, TIES = "numbers", "ties"
 _PACKED = b"fastserial packed checkpoint\n"
 _MARK = b"fastserial"
 HEADS = (b"\x80", _PACKED)  # what such a file begins with
@@ -177,6 +182,9 @@ class Metadata:
         version: of the layout, as it says.
         packed: the items are in the packed format.
         ours: it has a checksum (which is right).
+        numbers: of keys, where in their path a name of a dictionary was an integer; None if that is
+            not known (`convert` notes it).
+        ties: keys of tensors that were one and the same memory, in groups (`convert`).
         globals: the names that unpickling it would import.
     """
 
@@ -189,6 +197,8 @@ class Metadata:
     packed: bool
     ours: bool
     globals: tuple[str, ...]
+    numbers: dict[str, tuple[int, ...]] | None = None
+    ties: list[tuple[str, ...]] = field(default_factory=list)
 
 
 def parse(data: bytes, path: str) -> Metadata:
@@ -205,6 +215,7 @@ def parse(data: bytes, path: str) -> Metadata:
     try:
         found = decode(stream, limits)
         tensors, values, paths, places, version = _contents(found.value)
+        numbers, ties = _kept(_attributes(found.value, "Metadata").get(KEPT))
     except CorruptCheckpointError as error:
         error.path = path
         raise
@@ -229,7 +240,9 @@ def parse(data: bytes, path: str) -> Metadata:
         else:
             items.append(Item(key, None, None, *place))
     names = tuple(sorted(map(str, found.globals)))
-    return Metadata(tensors, values, paths, items, missing, version, packed, ours, names)
+    return Metadata(
+        tensors, values, paths, items, missing, version, packed, ours, names, numbers, ties
+    )
 
 
 _Place = tuple[str, int, int, "Known | None", bool]
@@ -309,6 +322,19 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]]:
         and path
         and all(type(part) is str or (_is_size(part) and part < count) for part in path)
     }
+
+
+def _kept(value: Any) -> tuple[dict[str, tuple[int, ...]] | None, list[tuple[str, ...]]]:
+    """Return what `convert` noted of a state, as far as it is sound."""
+    if type(value) is not tuple or not all(type(one) is tuple and one for one in value):
+        return None, []
+    numbers = {
+        key: positions
+        for kind, key, *positions in (one for one in value if len(one) > 1)
+        if kind == NUMBERS and type(key) is str and all(map(_is_size, positions))
+    }
+    ties = [keys for kind, *keys in value if kind == TIES and all(type(key) is str for key in keys)]
+    return {key: tuple(at) for key, at in numbers.items()}, [tuple(keys) for keys in ties]
 
 
 def _class(value: Any) -> str:

@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 
 import fastserial
 from fastserial.checkpoints.inspect import inspect
+from fastserial.checkpoints.streaming import elements_of
 from fastserial.cli import convert as convert_module
+from fastserial.config import current
 from fastserial.distributed.convert import Container, convert
 from fastserial.errors import (
     ConvertError,
@@ -405,3 +407,61 @@ def _status(name: str) -> int:
         if line.startswith(name):
             return int(line.split()[1]) * 1024
     raise AssertionError(name)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 64, 10**6])
+def test_elements_in_order(size: int) -> None:
+    """Of what is not contiguous, in blocks of any size, which may end within an element."""
+    some = torch.arange(2 * 3 * 5 * 4, dtype=torch.int32).view(2, 3, 5, 4)
+    for tensor in (
+        some.permute(2, 0, 3, 1),
+        some[0, 0].t(),
+        some[:, 1:, ::2, 1:3],
+        some.view(1, 60, 2).transpose(1, 2),  # its rows are half of it
+        some[0, 0, 0].expand(6, 4),
+        some[0, 0, 0, ::2],
+        some[1, 2, 3, 1].expand(7),
+        torch.randn(5, dtype=torch.complex64).conj(),
+        torch.complex(torch.ones(6), torch.arange(6.0)).conj().imag,
+    ):
+        memory = elements_of(tensor, Nowhere())
+        expected = tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+        target = torch.zeros_like(expected).view(-1)
+        assert memory.nbytes == target.numel()
+        for start in range(0, memory.nbytes, size):
+            count = min(size, memory.nbytes - start)
+            memory.copy_to(target.data_ptr() + start, start, count)
+        assert torch.equal(target, expected.view(-1))
+
+
+def test_a_block_of_a_large_row_copies_that_block_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows of 8 MiB, of which each block would otherwise copy one as a whole."""
+    source = saved(tmp_path, {"w": noise(16 * MIB).view(-1, 2).t()})
+    copied = [0]
+    real = torch.Tensor.copy_, torch.Tensor.contiguous
+
+    def copy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        copied[0] += self.nbytes
+        return real[0](self, other)
+
+    def contiguous(self: torch.Tensor) -> torch.Tensor:
+        copied[0] += self.nbytes
+        return real[1](self)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
+    config = current(block_size=MIB, small_file=0)
+    convert(source, tmp_path / "x.safetensors", config=config)
+    assert 16 * MIB <= copied[0] < 17 * MIB
+
+
+class Nowhere:
+    """Knows the bytes of no storage."""
+
+    def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
+        return None
+
+    def in_order(self, tensor: torch.Tensor) -> None:
+        return None

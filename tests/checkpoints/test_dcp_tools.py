@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 from fastserial import convert, inspect, verify
@@ -173,3 +174,60 @@ def test_a_value_larger_than_one_call_moves(
         warnings.simplefilter("ignore")  # that this is one process
         dcp.load(found, storage_reader=FastStorageReader(tmp_path / "folder"))
     assert found["text"] == state["text"]
+
+
+# -- what a folder does not tell by itself ---------------------------------------------------------
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("to", ["dcp", "packed"])
+def test_an_optimizer_and_tied_weights_there_and_back(to: Any, tmp_path: Path) -> None:
+    """Integer keys, without which `load_state_dict` takes no state, and shared memory."""
+    model, optimizer = trained()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "by number": {3: "three", "4": torch.ones(2), 5: [{7: torch.ones(2)}]},
+    }
+    torch.save(state, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "folder", to)
+    assert verify(tmp_path / "folder").ok
+    convert(tmp_path / "folder", tmp_path / "y.pt")
+    found = torch.load(tmp_path / "y.pt")
+    assert list(found["optimizer"]["state"]) == [0, 1, 2]
+    _, other = trained()
+    other.state.clear()
+    other.load_state_dict(found["optimizer"])
+    parameters = other.param_groups[0]["params"]
+    assert all(torch.is_tensor(other.state[one]["exp_avg"]) for one in parameters)
+    assert list(found["by number"]) == [3, "4", 5]
+    assert list(found["by number"][5][0]) == [7]
+    one, same = found["model"]["0.weight"], found["model"]["1.weight"]
+    assert one.data_ptr() == same.data_ptr()
+    assert torch.equal(one, model[0].weight)
+    if to == "dcp":  # stock does not mind
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_to_torch_save(str(tmp_path / "folder"), str(tmp_path / "stock.pt"))
+        stock = torch.load(tmp_path / "stock.pt", weights_only=False)
+        assert torch.equal(stock["model"]["1.weight"], one)
+        assert list(stock["optimizer"]["state"]) == ["0", "1", "2"]
+
+
+def test_what_is_lost_on_the_way_is_named(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    save({"optimizer": optimizer.state_dict()}, tmp_path / "folder")
+    with pytest.warns(UserWarning, match=r"'optimizer\.state\.0\.\w+' and \d+ more are text"):
+        convert(tmp_path / "folder", tmp_path / "x.pt")
+    whole = torch.arange(8)
+    torch.save({"a": whole[:5], "b": whole[3:], "c": {None: torch.ones(2)}}, tmp_path / "y.pt")
+    with pytest.warns(UserWarning, match=r"'c\.None' .* becomes text\), 'a' and 'b'"):
+        convert(tmp_path / "y.pt", tmp_path / "other", "dcp")

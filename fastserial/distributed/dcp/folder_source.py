@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -88,13 +89,37 @@ class FolderSource:
         if found.missing:
             raise self._damaged(found.missing[0], "`.metadata` does not tell its place")
         flat: dict[str, Any] = {}
+        first = {key: keys[0] for keys in found.ties for key in keys[1:]}
         for key, stored in found.tensors.items():
-            flat[key] = self._tensor(key, stored, items.get(key, []))
+            tied = flat.get(first.get(key, ""))
+            same = found.tensors.get(first.get(key, ""))
+            if tied is not None and same is not None and same[:2] == stored[:2]:
+                flat[key] = tied.detach()
+            else:
+                flat[key] = self._tensor(key, stored, items.get(key, []))
         for key in found.values:
             flat[key] = self._value(items[key][0])
         order = [*found.paths, *flat]
         ordered = {key: flat[key] for key in dict.fromkeys(order) if key in flat}
-        return _nested(ordered, found.paths)
+        if found.numbers is None:
+            self._warn_of_text(found)
+        return _nested(ordered, found.paths, found.numbers or {})
+
+    def _warn_of_text(self, found: Metadata) -> None:
+        """Warn of keys that may have been integers: no optimizer takes its state without them."""
+        text = [
+            key
+            for key, path in found.paths.items()
+            if any(type(part) is str and part.isdecimal() for part in path)
+        ]
+        if text:
+            more = f" and {len(text) - 1} more" if len(text) > 1 else ""
+            warnings.warn(
+                f"{self._path}: numbers among the keys of {text[0]!r}{more} are text, as "
+                "torch.distributed.checkpoint saves them: if they were integers, as in an "
+                "optimizer's state, make them so again before `load_state_dict`",
+                stacklevel=5,
+            )
 
     def _tensor(self, key: str, stored: Stored, items: list[Item]) -> torch.Tensor:
         dtype = getattr(torch, stored.dtype, None)
@@ -191,7 +216,15 @@ def _nbytes(stored: Stored) -> int:
     return int(torch.Size(stored.shape).numel()) * itemsize
 
 
-def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
+class _Number(int):
+    """A key of a dictionary, and no place in a list."""
+
+
+def _nested(
+    flat: dict[str, Any],
+    paths: dict[str, tuple[str | int, ...]],
+    numbers: dict[str, tuple[int, ...]],
+) -> Any:
     """Return the nest of dictionaries and lists in which values were before they were flattened.
 
     Raises:
@@ -200,27 +233,37 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
     root: dict[Any, Any] = {}
     for key, value in flat.items():
         path = paths.get(key, (key,))
+        where = numbers.get(key, ())
+        if where:
+            path = tuple(_number(part) if at in where else part for at, part in enumerate(path))
         inside: Any = root
         for part, following in zip(path, (*path[1:], None), strict=True):
             new: Any = value
             if following is not None:
                 new = _at(inside, part)
                 if new is None:
-                    new = [] if isinstance(following, int) else {}
+                    new = [] if type(following) is int else {}
             inside = _put(inside, part, new, key)
     return root
 
 
 def _at(inside: Any, part: str | int) -> Any:
     if isinstance(inside, list):
-        return inside[part] if isinstance(part, int) and part < len(inside) else None
+        return inside[part] if type(part) is int and part < len(inside) else None
     return inside.get(part) if isinstance(inside, dict) else None
 
 
 def _put(inside: Any, part: str | int, new: Any, key: str) -> Any:
-    if isinstance(inside, list) and isinstance(part, int):
+    if isinstance(inside, list) and type(part) is int:
         inside.extend([None] * (part + 1 - len(inside)))
     elif not isinstance(inside, dict):
         raise ConvertError(f"entry {key!r}: what is around it is a value of its own")
-    inside[part] = new
+    inside[int(part) if type(part) is _Number else part] = new
     return new
+
+
+def _number(part: str | int) -> str | int:
+    try:
+        return _Number(part)
+    except ValueError:
+        return part
