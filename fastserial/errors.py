@@ -32,6 +32,8 @@ __all__ = [
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
     "WriteError",
+    "distributed_error",
+    "distributed_kind",
     "name_in",
     "write_error",
 ]
@@ -153,6 +155,10 @@ class WriteError(FastserialError, OSError, RuntimeError):
 class DistributedError(FastserialError, RuntimeError):
     """A collective save or load failed; every rank of the group raises it.
 
+    It is also a `ConfigError`, `LoadMismatchError` or `FileNotFoundError` if that is what the rank
+    failed with. Errors of code that is not fastserial's, such as a `state_dict()`, are raised as
+    they are on the rank where they came up; the other ranks raise this.
+
     Attributes:
         rank: the rank in the group that failed first, or that the others did not hear from.
         cause: what happened there.
@@ -165,6 +171,43 @@ class DistributedError(FastserialError, RuntimeError):
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.cause}"
+
+
+class DistributedConfigError(DistributedError, ConfigError):
+    """Options or arguments of a rank are refused."""
+
+
+class DistributedMismatchError(DistributedError, LoadMismatchError):
+    """What a rank wants to fill and what the checkpoint holds differ."""
+
+
+class DistributedNotFoundError(DistributedError, FileNotFoundError):
+    """A rank does not see the file. `errno` is set; `cause` names the path."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(rank, cause)
+        self.errno = errno.ENOENT  # an `OSError` took the rank for it
+
+
+_DISTRIBUTED: tuple[tuple[type[Exception], type[DistributedError]], ...] = (
+    (ConfigError, DistributedConfigError),
+    (LoadMismatchError, DistributedMismatchError),
+    (FileNotFoundError, DistributedNotFoundError),
+)
+
+
+def distributed_kind(error: BaseException) -> int:
+    """Return what `distributed_error` needs to raise an error as one of its class elsewhere."""
+    for number, (kind, _) in enumerate(_DISTRIBUTED):
+        if isinstance(error, kind):
+            return number
+    return -1
+
+
+def distributed_error(rank: int, cause: str, kind: int = -1) -> DistributedError:
+    """Return the error of another rank; `kind` as `distributed_kind` returns it."""
+    make = DistributedError if kind < 0 else _DISTRIBUTED[kind][1]
+    return make(rank, cause)
 
 
 class StorageChangedError(FastserialError, RuntimeError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.full_pickle import lay_out
-from fastserial.distributed.group import Traffic, describe, traffic_of
+from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.orders import Writers
 from fastserial.distributed.pieces import as_dtensor
@@ -77,24 +77,30 @@ def save_async(
         DistributedError: any rank failed, all raise it. Also if the last save to this target
             failed on a rank that has not asked for its outcome.
     """
-    if snapshot not in KINDS:
-        raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
-    if snapshot_budget is not None and snapshot_budget < 0:
-        raise ConfigError(f"snapshot_budget must not be negative, not {snapshot_budget}")
-    began = perf_counter()
-    traffic = traffic_of(group, timeout)
-    saving = Saving(traffic, os.fspath(path), writers, merge, began)
-    return start_save(obj, saving, traffic, snapshot, snapshot_budget, began=began)
+    return start_save(
+        obj,
+        os.fspath(path),
+        snapshot,
+        snapshot_budget,
+        group=group,
+        writers=writers,
+        timeout=timeout,
+        merge=merge,
+        began=perf_counter(),
+    )
 
 
 def start_save(
     obj: object,
-    saving: Saving,
-    traffic: Traffic,
+    path: str,
     kind: Kind,
     budget: int | None,
     *,
+    group: dist.ProcessGroup | None,
+    timeout: float,
     began: float,
+    writers: Writers = "all",
+    merge: Literal["union"] | None = None,
     steady: Set[int] | None = None,
     then: Callable[[], object] | None = None,
 ) -> PendingSave:
@@ -105,25 +111,21 @@ def start_save(
         steady: identities of the storages that may be read in place; None: all that are watched.
         then: called on each rank's saving thread once the file is in place.
     """
-    path = saving.path
-    target = os.path.realpath(path) if "\0" not in path else path
+    saving: Saving | None = None
     try:
-        pending.admit(target)
-    except BaseException as error:  # the save before failed, and this rank did not hear of it
-        failure = traffic.fail(traffic.rank, describe(error))
-        if isinstance(error, Exception):
-            raise failure from error
-        raise
-    try:
-        with traffic.together(), quick_switches():
+        with collective(group, timeout) as traffic, quick_switches():
+            _check(kind, budget)
+            target = os.path.realpath(path) if "\0" not in path else path
+            pending.admit(target)  # raises if the save before failed, and nobody asked
+            saving = Saving(traffic, path, writers, merge, began)
             state = saving.prepare(obj)
             taken = Snapshot(path, kind, budget, _reached(state, obj), steady)
             saving.freeze(taken)
-            del state
+        with traffic.together():
+            del state, obj
             told = _Told(taken, kind, budget, began)
             work = _Work(saving, traffic, taken, told, then)
             save = PendingSave(path, target, taken)
-            del obj
 
             def first() -> None:
                 traffic.idle.clear()
@@ -132,7 +134,8 @@ def start_save(
 
             beside = pending.run_beside(save, work, first)
     except BaseException:
-        saving.give_up()
+        if saving is not None:
+            saving.give_up()
         raise
     if not beside:
         told.kind = "blocking"
@@ -146,25 +149,32 @@ def start_save(
     return save
 
 
+def _check(kind: str, budget: int | None) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f'snapshot must be "copy" or "in_place", not {kind!r}')
+    if budget is not None and budget < 0:
+        raise ConfigError(f"snapshot_budget must not be negative, not {budget}")
+
+
 def size_of(obj: object, path: str, traffic: Traffic, look: Callable[[bytes], object]) -> int:
-    """Return the bytes of the file that would be written. Collective.
+    """Return the bytes of the file that would be written. To be called in a `collective`.
 
     Args:
         look: gets the pickle, on rank 0.
 
     Raises:
-        DistributedError: the state cannot be saved; or `look` raises.
+        DistributedError: another rank failed.
+        Exception: the state cannot be saved; or `look` raises.
     """
-    with traffic.together():
-        state = states(obj)
-        table = table_of(leaves(state), traffic.rank, traffic.ranks)
+    state = states(obj)
+    table = table_of(leaves(state), traffic.rank, traffic.ranks)
 
-        def laid_out(_: list[bytes]) -> bytes:
-            made = lay_out(archive_name(path), state, table, keep=False)
-            look(made.entries[0].data or b"")
-            return str(made.places.nbytes).encode()
+    def laid_out(_: list[bytes]) -> bytes:
+        made = lay_out(archive_name(path), state, table, keep=False)
+        look(made.entries[0].data or b"")
+        return str(made.places.nbytes).encode()
 
-        return int(traffic.consult(b"", laid_out))
+    return int(traffic.consult(b"", laid_out))
 
 
 def _reached(state: Any, obj: object) -> Reached:

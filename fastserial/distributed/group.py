@@ -22,10 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastserial.errors import DistributedError
+from fastserial.errors import (
+    ConfigError,
+    DistributedError,
+    FastserialError,
+    distributed_error,
+    distributed_kind,
+)
 from fastserial.overlap.threads_at import at_rest
 
-__all__ = ["Traffic", "describe", "traffic_of"]
+__all__ = ["Traffic", "collective", "traffic_of"]
 
 _FAILED = "failed"  # key of the failure in the store
 _FIRST = 1024  # bytes that every message begins with: its length, and of it what fits behind that
@@ -39,6 +45,30 @@ _made: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Traffic]]
 _made = weakref.WeakKeyDictionary()
 
 
+@contextlib.contextmanager
+def collective(
+    group: dist.ProcessGroup | None, timeout: float, use: str = "", *, theirs: bool = False
+) -> Iterator[Traffic]:
+    """Do something on all ranks of a group: if one fails, all raise within seconds. Collective.
+
+    Whatever can fail on one rank alone belongs inside: options, the user's `state_dict()`, folders,
+    opening files. It ends when every rank has come to its end. Do not nest two of the same use.
+
+    Args:
+        group, timeout, use: as `traffic_of`.
+        theirs: as `Traffic.together`.
+
+    Raises:
+        DistributedError: see `Traffic.together`; or a rank does not come.
+        ConfigError: this process is not in the group.
+        RuntimeError: the process group has no store.
+    """
+    traffic = traffic_of(group, timeout, use)
+    with traffic.together(theirs):
+        yield traffic
+        traffic.agree()
+
+
 def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -> Traffic:
     """Return the connections of a group, made at the first call and after a failure. Collective.
 
@@ -50,6 +80,7 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -
     A process without a process group is alone.
 
     Raises:
+        ConfigError: this process is not in the group.
         DistributedError: a rank does not come.
         RuntimeError: the process group has no store.
     """
@@ -60,6 +91,11 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -
         return alone
     world: Any = dist.group.WORLD
     key = group if group is not None else world
+    if dist.get_rank(key) < 0:
+        raise ConfigError(
+            f"rank {dist.get_rank()} of the job is not in `group`; only the ranks of the group "
+            "make this call"
+        )
     ranks = tuple(dist.get_process_group_ranks(key))
     made, name = _made.setdefault(world, {}), (use, *ranks)
     traffic = made.get(name)
@@ -122,11 +158,11 @@ class Traffic:
                 self._store = _prefixed(prefix, self._job_store)
             if not self._failed():
                 break
-            call, rank, cause = json.loads(bytes(self._store.get(_FAILED)).decode())
+            call, rank, cause, kind = json.loads(bytes(self._store.get(_FAILED)).decode())
             self._drop()  # connections that broke are never used again, and others may wait here
             if call >= self._calls:
                 self._closed = True
-                raise DistributedError(rank, cause)
+                raise distributed_error(rank, cause, kind)
             self._store = None
             self._generation += 1
         if self._group is None and self.size > 1:
@@ -150,19 +186,22 @@ class Traffic:
                     raise self.fail(rank, text) from error
             raise self.fail(self.rank, f"it cannot connect to the other ranks: {error}") from error
 
-    def fail(self, rank: int, cause: str) -> DistributedError:
+    def fail(self, rank: int, cause: str, kind: int = -1) -> DistributedError:
         """Tell all ranks of a failure and close the connections; return the error to raise.
 
         Who was first is right: the error may be an older one.
+
+        Args:
+            kind: of the error, see `distributed_kind`.
         """
-        text = json.dumps([self._calls, rank, cause])
+        text = json.dumps([self._calls, rank, cause, kind])
         with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
             told = self._store.compare_set(_FAILED, "", text)
-            _, rank, cause = json.loads(bytes(told).decode())
+            _, rank, cause, kind = json.loads(bytes(told).decode())
         self._closed = True
         self._finish_sending()
         self._drop()
-        return DistributedError(rank, cause)
+        return distributed_error(rank, cause, kind)
 
     def _finish_sending(self) -> None:
         """Let messages that have begun come to their ends, for `_GRACE` seconds.
@@ -217,20 +256,15 @@ class Traffic:
             self._put(rank, answer)
         return answer
 
-    def agree(
-        self, error: BaseException | None = None, then: Callable[[], None] | None = None
-    ) -> None:
+    def agree(self, then: Callable[[], None] | None = None) -> None:
         """Return when every rank came here without an error.
 
         Args:
             then: what rank 0 does before anybody goes on.
 
         Raises:
-            DistributedError: a rank came with an error, or does not come; from this rank's
-                error, if it has one.
+            DistributedError: a rank failed, or does not come.
         """
-        if error is not None:
-            raise self.fail(self.rank, describe(error)) from error
 
         def decide(_: list[bytes]) -> bytes:
             if then is not None:
@@ -240,21 +274,27 @@ class Traffic:
         self.consult(b"", decide)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, theirs: bool = False) -> Iterator[None]:
         """Do something that may fail on one rank: then the other ranks learn it, too.
 
+        Args:
+            theirs: it is the user's code: all its errors are raised as they are on this rank, and
+                as nothing but a `DistributedError` on the others.
+
         Raises:
-            DistributedError: instead of any `Exception`. An interrupt stays one, but the others
-                learn of it.
+            DistributedError: another rank failed, or this one with an error of fastserial's or of
+                the operating system. Errors of other code, and interrupts, are raised as they are.
         """
         try:
             yield
-        except DistributedError:
-            self._closed = True
+        except DistributedError as error:
+            if not self._closed:  # it comes from other connections
+                self.fail(error.rank, error.cause, distributed_kind(error))
             raise
         except BaseException as error:
-            failure = self.fail(self.rank, describe(error))
-            if isinstance(error, Exception):
+            kind = -1 if theirs else distributed_kind(error)
+            failure = self.fail(self.rank, _in_words(error), kind)
+            if isinstance(error, FastserialError | OSError) and not theirs:
                 raise failure from error
             raise
 
@@ -345,8 +385,8 @@ def _first(length: int, message: bytes) -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def describe(error: BaseException) -> str:
-    """Return an error as one line for the other ranks."""
+def _in_words(error: BaseException) -> str:
+    """Return an error as text for the other ranks."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

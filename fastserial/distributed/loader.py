@@ -17,7 +17,7 @@ from fastserial.checksums import Piece as CrcPiece
 from fastserial.config import Config
 from fastserial.distributed.file_index import FileIndex, fingerprint, index_of_file, unpack
 from fastserial.distributed.flow import Flow
-from fastserial.distributed.group import Traffic, traffic_of
+from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.matching import Match, file_leaves, path_name, unused
 from fastserial.distributed.nodes import node_name
 from fastserial.distributed.owners import Share, block_bytes, share_out
@@ -71,33 +71,34 @@ def load(
         LoadMismatchError: keys, dtypes or shapes differ on some rank. Nothing was changed.
         CorruptCheckpointError: a checksum is wrong (option `verify_on_load`). The bytes are in
             the tensors by then.
-        DistributedError: a rank failed, died or was silent; it names the rank and the cause. The
+        DistributedError: a rank failed, died or was silent; it names the rank and the cause. It is
+            a `FileNotFoundError` or `ConfigError`, too, if that is what the rank failed with. The
             group can be used on, unless its rank is dead.
+        Exception: code of the user's failed on this rank, such as a module's load hook.
         RuntimeError: the process group has no store (MPI).
     """
     began = perf_counter()
-    traffic = traffic_of(group, timeout)
-    task = _Load(traffic, os.fspath(path), config_module.current(), broadcast, strict, began)
+    task: _Load | None = None
+    refusal, verdict = "", None
     try:
-        with traffic.together():
+        with collective(group, timeout) as traffic:
+            config = config_module.current()
+            task = _Load(traffic, os.fspath(path), config, broadcast, strict, began)
             refusal = task.compare(into, cast)
-        if refusal:
+            if not refusal:
+                verdict = task.fill()
+        if refusal or verdict is None:
             raise LoadMismatchError(refusal)
-        try:
-            with traffic.together():
-                task.fill()
-                verdict = task.judge()
-            if not verdict.damage:
-                with traffic.together():
-                    task.finish()
-        except DistributedError as error:
-            raise DistributedError(error.rank, f"{error.cause}. {_HALFWAY}") from error
         if verdict.damage:
             raise CorruptCheckpointError(verdict.damage, path=task.path)
-        report = task.report(verdict)
+        return task.report(verdict)
+    except DistributedError as error:
+        if task is not None and task.is_filling:
+            error.cause = f"{error.cause}. {_HALFWAY}"
+        raise
     finally:
-        finish(task.close)
-    return report
+        if task is not None:
+            finish(task.close)
 
 
 class _Answer(NamedTuple):
@@ -141,7 +142,11 @@ class _Verdict(NamedTuple):
 
 
 class _Load:
-    """One load on one rank."""
+    """One load on one rank.
+
+    Attributes:
+        is_filling: what is to be filled may be changed by now.
+    """
 
     def __init__(
         self,
@@ -158,6 +163,7 @@ class _Load:
         self._broadcast = broadcast
         self._strict = strict
         self._began = began
+        self.is_filling = False
         self._reader: FastFileReader | None = None
         self._planned = began
 
@@ -263,8 +269,20 @@ class _Load:
 
     # -- bytes ---------------------------------------------------------------------------------
 
-    def fill(self) -> None:
-        """Read and exchange all bytes."""
+    def fill(self) -> _Verdict:
+        """Read and exchange all bytes; put in place what is not a tensor's memory.
+
+        Returns:
+            What came of it, the same on all ranks.
+        """
+        self.is_filling = True
+        self._move()
+        verdict = self._judge()
+        if not verdict.damage:
+            self._match.finish()
+        return verdict
+
+    def _move(self) -> None:
         reader = self._open()
         verify = self._config.verify_on_load
         self._parts = PartReader(reader, self._index.records, verify, self._traffic.alive)
@@ -275,7 +293,7 @@ class _Load:
         self._flow.share(self._shares)
         self._filled = perf_counter()
 
-    def judge(self) -> _Verdict:
+    def _judge(self) -> _Verdict:
         """Compare the checksums with what all ranks read, and gather what they did."""
         exchange = self._flow.exchange
         line = RankReport(
@@ -330,11 +348,6 @@ class _Load:
                 )
                 return damage, False
         return "", set(readers) <= set(found)
-
-    def finish(self) -> None:
-        """Put in place what is not a tensor's memory."""
-        self._match.finish()
-        self._traffic.agree()
 
     def report(self, verdict: _Verdict) -> LoadReport:
         """Return what happened, and make it this process's last report."""

@@ -27,7 +27,7 @@ from fastserial.distributed.exchange import Exchange
 from fastserial.distributed.facts import facts_of, numbers_of
 from fastserial.distributed.finishing import finish_file
 from fastserial.distributed.full_pickle import lay_out
-from fastserial.distributed.group import Traffic, traffic_of
+from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.laid_out import KeptFile, LaidOut
 from fastserial.distributed.merging import merged
 from fastserial.distributed.nodes import node_name
@@ -145,15 +145,17 @@ def save(
     Raises:
         DistributedError: any rank failed, all raise it; the previous file is intact, unless a
             rank was lost after the new one took its place.
+        Exception: an object cannot be pickled, or a `state_dict()` failed, on this rank.
     """
     began = perf_counter()
-    traffic = traffic_of(group, timeout)
-    saving = Saving(traffic, os.fspath(path), writers, merge, began)
+    saving: Saving | None = None
     try:
-        with traffic.together():
+        with collective(group, timeout) as traffic:
+            saving = Saving(traffic, os.fspath(path), writers, merge, began)
             report = saving.run(obj)
     except BaseException:
-        saving.give_up()
+        if saving is not None:
+            saving.give_up()
         raise
     publish_save(report, saving.config.on_report)
     return report

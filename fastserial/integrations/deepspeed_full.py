@@ -28,7 +28,7 @@ from deepspeed import comm as dist
 from fastserial import config, distributed
 from fastserial.distributed import FlatShard
 from fastserial.distributed.file_index import FileTensor, index_of_file
-from fastserial.distributed.group import traffic_of
+from fastserial.distributed.group import collective
 from fastserial.distributed.nodes import node_name
 from fastserial.distributed.orders import Writers
 from fastserial.distributed.saver import TIMEOUT
@@ -79,15 +79,16 @@ def save_full(
         raise ValueError("with the optimizer a file holds master weights: leave master=True")
     if client_state and not optimizer:
         raise ValueError("without the optimizer the file is a state dict, without client_state")
-    shards = Shards(engine)
-    state = shards.weights(master, in_place=False)
-    if optimizer:
-        state = {
-            "module": state,
-            "optimizer": _optimizer_state(shards),
-            **_progress(engine),
-            "client_state": dict(client_state or {}),
-        }
+    with collective(None, timeout):
+        shards = Shards(engine)
+        state = shards.weights(master, in_place=False)
+        if optimizer:
+            state = {
+                "module": state,
+                "optimizer": _optimizer_state(shards),
+                **_progress(engine),
+                "client_state": dict(client_state or {}),
+            }
     if writers is None:
         writers = writers_of(engine)
     with _options(engine):
@@ -122,16 +123,26 @@ def load_full(
         LoadMismatchError: the file does not fit.
         DistributedError: a rank failed. If bytes were moving, it says so: load again.
     """
-    shards = Shards(engine)
-    outline = _outline_of(os.fspath(path), timeout)
-    filling = _Filling(engine, shards, outline, optimizer and outline.states is not None)
-    if strict:
-        filling.compare(os.fspath(path))
+    name = os.fspath(path)
+
+    def read(_: Sequence[bytes]) -> bytes:
+        with open(name, "rb") as file:
+            return pickle.dumps(_outline(index_of_file(file.fileno(), name).value, name))
+
+    with collective(None, timeout) as ranks:
+        shards = Shards(engine)
+        outline: _Outline = pickle.loads(ranks.consult(b"", read))  # as rank 0 sees the file
+        filling = _Filling(engine, shards, outline, optimizer and outline.states is not None)
+        if strict:
+            filling.compare(name)
     shards.gathered(False)
     try:
         with _options(engine), torch.no_grad():
             distributed.load(path, filling.into, strict=False, cast=True, timeout=timeout)
-            filling.finish()
+            with collective(None, timeout):
+                filling.give_extra_state()
+            with collective(None, timeout):
+                filling.finish()
     except LoadMismatchError:  # of other errors a rank may have died
         shards.gathered(True)
         raise
@@ -222,23 +233,6 @@ class _Outline:
     keys: list[str]
     states: dict[str, dict[str, torch.dtype | None]] | None
     others: list[str]
-
-
-def _outline_of(path: str, timeout: float) -> _Outline:
-    """Return what a file holds, as rank 0 sees it. Collective.
-
-    Raises:
-        DistributedError: rank 0 cannot read it.
-    """
-
-    def read(_: Sequence[bytes]) -> bytes:
-        with open(path, "rb") as file:
-            return pickle.dumps(_outline(index_of_file(file.fileno(), path).value, path))
-
-    traffic = traffic_of(None, timeout)
-    with traffic.together():
-        found: _Outline = pickle.loads(traffic.consult(b"", read))
-    return found
 
 
 def _outline(value: Any, path: str) -> _Outline:
@@ -333,12 +327,15 @@ class _Filling:
         found = self.into.get("client_state") if self._outline.full else None
         return found if isinstance(found, dict) else {}
 
-    def finish(self) -> None:
-        """Take over what is no memory of the engine's, and let the module have its weights."""
-        engine, shards = self._engine, self._shards
+    def give_extra_state(self) -> None:
+        """Let the module load what is no tensor."""
         if self._loose:
             extra = {key: self._weights[key] for key in self._loose}
-            engine.module.load_state_dict(extra, strict=False)
+            self._engine.module.load_state_dict(extra, strict=False)
+
+    def finish(self) -> None:
+        """Let the module have its weights, and take over what is no memory of the engine's."""
+        shards = self._shards
         shards.spread()
         if not self._optimizer:
             return

@@ -10,6 +10,7 @@ Lightning is imported with this module: `lightning`, or `pytorch_lightning` if t
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import (
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fastserial.distributed import save
+from fastserial.distributed.group import collective
+from fastserial.distributed.saver import TIMEOUT
 from fastserial.integrations.lightning import TRAINER, local_path, make_folder, stock_class
 
 __all__ = ["FastModelParallelStrategy"]
@@ -67,14 +70,21 @@ class FastModelParallelStrategy(_Strategy):  # type: ignore[misc]
             TypeError: `storage_options` are given; Lightning's strategy refuses them, too.
         """
         path = self.broadcast(filepath)
-        place = local_path(path)
-        if place is None or storage_options is not None or os.path.isdir(place):
-            whole = tree_map_only(DTensor, self._whole, checkpoint)
-            super().save_checkpoint(whole, path, storage_options)
-            return
-        if self.is_global_zero:
+
+        def place_for(_: Sequence[bytes]) -> bytes:
+            place = local_path(path)
+            if place is None or storage_options is not None or os.path.isdir(place):
+                return b""
             make_folder(place)
-        save(checkpoint, place)
+            return os.fsencode(place)
+
+        with collective(None, TIMEOUT) as ranks:
+            place = ranks.consult(b"", place_for)  # as rank 0 sees it
+        if place:
+            save(checkpoint, os.fsdecode(place))
+            return
+        whole = tree_map_only(DTensor, self._whole, checkpoint)
+        super().save_checkpoint(whole, path, storage_options)
 
     def _whole(self, tensor: DTensor) -> Any:
         """Gather a tensor, for rank 0."""

@@ -11,6 +11,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,10 @@ from fastserial.checksums import crc32
 from fastserial.config import options
 from fastserial.distributed.beside import size_of, start_save
 from fastserial.distributed.file_index import index_of_file
-from fastserial.distributed.group import Traffic, traffic_of
+from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.loader import load
-from fastserial.distributed.saver import Saving
 from fastserial.distributed.walk import is_live, is_sharded, leaves
-from fastserial.errors import ConfigError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.overlap.asynchronous import Kind
@@ -58,29 +58,22 @@ class Together:
         """
         self._group = group
         self._timeout = timeout
-        traffic = self._talk()
-        self._rank, self._count = traffic.rank, traffic.size
-        self.tends = traffic.rank == 0
+        with self._talk() as ranks:
+            self._rank, self._count = ranks.rank, ranks.size
+        self.tends = self._rank == 0
         self._calls = 0  # of `is_asked`
         self._next = 1
         self._last = (0, perf_counter())
 
     def prepare(self, folder: CheckpointFolder) -> None:
-        traffic = self._talk()
-
         def decide(_: list[bytes]) -> bytes:
             os.makedirs(folder.path, exist_ok=True)
-            try:
-                folder.lock()
-            except ConfigError as error:
-                return pickle.dumps(error)
-            return pickle.dumps(None)
+            folder.lock()
+            return b""
 
-        with traffic.together():
-            refusal: Exception | None = pickle.loads(traffic.consult(b"", decide))
+        with self._talk() as ranks:
+            ranks.consult(b"", decide)
             os.makedirs(folder.path, exist_ok=True)  # a network file system has to look again
-        if refusal is not None:
-            raise refusal
 
     def start(
         self,
@@ -92,15 +85,23 @@ class Together:
         then: Callable[[], object],
         began: float,
     ) -> PendingSave:
-        traffic = traffic_of(self._group, self._timeout)
-        kind = self._gather(own, kind)
-        state = {**_saved(objects), OWN: own if traffic.rank == 0 else None}
-        saving = Saving(traffic, path, "all", None, began)
+        with self._talk(theirs=True) as ranks:
+            kind = self._gather(own, kind, ranks)
+            state = {**_saved(objects), OWN: own if ranks.rank == 0 else None}
+            unchanged = steady(objects)
         return start_save(
-            state, saving, traffic, kind, budget, began=began, steady=steady(objects), then=then
+            state,
+            path,
+            kind,
+            budget,
+            group=self._group,
+            timeout=self._timeout,
+            began=began,
+            steady=unchanged,
+            then=then,
         )
 
-    def _gather(self, own: dict[str, Any], kind: Kind) -> Kind:
+    def _gather(self, own: dict[str, Any], kind: Kind, ranks: Traffic) -> Kind:
         """Put the generators of all ranks into rank 0's file; make sure that all mean one step.
 
         Returns:
@@ -113,25 +114,21 @@ class Together:
             for rank, (other, _, _) in enumerate(told):
                 if other != step:
                     text = f"it saves step {other}, rank 0 step {step}"
-                    raise traffic.fail(rank, text)
+                    raise ranks.fail(rank, text)
             own["rng"] = [generators for _, generators, _ in told]
             return b"copy" if any(how == "copy" for _, _, how in told) else b""
 
-        traffic = self._talk()
-        with traffic.together():
-            message = pickle.dumps((step, portable(own.pop("rng", None)), kind))
-            return "copy" if traffic.consult(message, decide) else "in_place"
+        message = pickle.dumps((step, portable(own.pop("rng", None)), kind))
+        return "copy" if ranks.consult(message, decide) else "in_place"
 
     def steps(self, folder: CheckpointFolder) -> list[int]:
-        traffic = self._talk()
-
         def decide(messages: list[bytes]) -> bytes:
             told = [pickle.loads(message) for message in messages]
             seen: list[set[tuple[int, int]]] = [set(files.items()) for _, files in told]
             common, missed = set.intersection(*seen), set.union(*seen)
             if missed and not common:
                 rank, text = _nothing_in_common([path for path, _ in told], seen)
-                raise traffic.fail(rank, text)
+                raise ranks.fail(rank, text)
             missed -= common
             if missed:
                 _log.warning(
@@ -141,25 +138,27 @@ class Together:
                 )
             return pickle.dumps(sorted((step for step, _ in common), reverse=True))
 
-        with traffic.together():
-            answer = traffic.consult(pickle.dumps((folder.path, folder.sizes())), decide)
+        with self._talk() as ranks:
+            answer = ranks.consult(pickle.dumps((folder.path, folder.sizes())), decide)
         found: list[int] = pickle.loads(answer)
         return found
 
     def resume(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
-        traffic = self._talk()
-        with traffic.together():
-            answer = traffic.consult(b"", lambda _: pickle.dumps(_refusal(path)))
-        refusal: Exception | None = pickle.loads(answer)
+        into: dict[str, Any] = {OWN: None}
+        with self._talk() as ranks:
+            answer = ranks.consult(b"", lambda _: pickle.dumps(_refusal(path)))
+            refusal: Exception | None = pickle.loads(answer)
+            if refusal is None:
+                into |= _filled(objects)
         if refusal is not None:
             raise refusal
-        into = {**_filled(objects), OWN: None}
         with options(verify_on_load=True):
             load(path, into, group=self._group, timeout=self._timeout)
         own: Any = into.pop(OWN)
-        for name, value in objects.items():
-            if not is_live(plain(value)):
-                put(objects, name, into[name], path)
+        with self._talk(theirs=True):
+            for name, value in objects.items():
+                if not is_live(plain(value)):
+                    put(objects, name, into[name], path)
         return dict(own)
 
     def generators(self, own: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -174,16 +173,14 @@ class Together:
         return there[self._rank] if self._rank < len(there) else None
 
     def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
-        traffic = self._talk()
-        with traffic.together():
-            return size_of({**_saved(objects), OWN: own}, path, traffic, check_loadable)
+        with self._talk() as ranks:
+            return size_of({**_saved(objects), OWN: own}, path, ranks, check_loadable)
 
     def is_asked(self, mine: bool) -> bool:
         """Tell whether any rank was asked; about once a second the ranks really ask each other."""
         self._calls += 1
         if self._calls < self._next:
             return False
-        traffic = self._talk()
 
         def decide(messages: list[bytes]) -> bytes:
             now, (calls, then) = perf_counter(), self._last
@@ -192,14 +189,14 @@ class Together:
             pause = max(1, int(_PERIOD / max(each, 1e-6))) if self._calls > 1 else 1
             return pickle.dumps((any(message != b"\0" for message in messages), pause))
 
-        with traffic.together():
-            answer = traffic.consult(bytes([mine]), decide)
+        with self._talk() as ranks:
+            answer = ranks.consult(bytes([mine]), decide)
         asked, pause = pickle.loads(answer)
         self._next = self._calls + pause
         return bool(asked)
 
-    def _talk(self) -> Traffic:
-        return traffic_of(self._group, self._timeout, _USE)
+    def _talk(self, theirs: bool = False) -> AbstractContextManager[Traffic]:
+        return collective(self._group, self._timeout, _USE, theirs=theirs)
 
 
 def _nothing_in_common(paths: list[str], seen: list[set[tuple[int, int]]]) -> tuple[int, str]:

@@ -180,7 +180,7 @@ def test_another_stage(launch: Launch, tmp_path: Path) -> None:
     said = launch(2, *options, "--refused", tmp_path / "odd.pt", "--steps", 0, program=PROGRAM)
     check_exit(said)
     for line in having(said, "refused"):
-        assert line["refused"] == "LoadMismatchError"
+        assert line["refused"] == "DistributedMismatchError"
         assert "under ZeRO they have one" in line["text"]
 
 
@@ -206,16 +206,16 @@ def test_what_does_not_fit(launch: Launch, tmp_path: Path) -> None:
     said = launch(2, "--stage", 2, "--refused", tmp_path / "plain.pt", program=PROGRAM)
     check_exit(said)
     for line in having(said, "refused"):
-        assert line["refused"] == "LoadMismatchError"
+        assert line["refused"] == "DistributedMismatchError"
         assert "not in the file: up.bias" in line["text"]
         assert "only in the file: other" in line["text"]
     assert len(having(said, "refused")) == 2
     said = launch(2, "--stage", 0, "--refused", tmp_path / "plain.pt", program=PROGRAM)
     check_exit(said)
-    assert {line["refused"] for line in having(said, "refused")} == {"ConfigError"}
+    assert {line["refused"] for line in having(said, "refused")} == {"DistributedConfigError"}
     said = launch(2, "--stage", 1, "--refused", tmp_path / "nowhere.pt", program=PROGRAM)
     check_exit(said)
-    assert {line["refused"] for line in having(said, "refused")} == {"DistributedError"}
+    assert {line["refused"] for line in having(said, "refused")} == {"DistributedNotFoundError"}
 
 
 @pytest.mark.parametrize(("how", "writers"), WRITERS)

@@ -122,6 +122,12 @@ def test_what_changed_since_the_last_save_is_in_the_file(tmp_path: Path) -> None
     assert ranks.run("ranks_change", 3, tmp_path) == ["done\n"] * 3
 
 
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    """Before the ranks have exchanged anything, and in code of the user's: nobody waits 600 s."""
+    out = ranks.run("ranks_apart", 3, tmp_path, timeout=120)
+    assert [len(text.split()) for text in out] == [7, 7, 7]
+
+
 def test_a_group_of_some_ranks(tmp_path: Path) -> None:
     assert ranks.run("ranks_group", 3, tmp_path) == ["done\n"] * 3
 

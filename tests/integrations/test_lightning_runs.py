@@ -17,6 +17,7 @@ import torch
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("Lightning is not installed: nox -s integrations", allow_module_level=True)
 
+from support import ranks
 from support.runs import Ran, Run
 
 PROGRAM = "lightning_run.py"
@@ -146,6 +147,11 @@ def test_fsdp2_and_one_file(run: Run, unbroken: Any, tmp_path: Path) -> None:
     assert list(held["fast"]) == list(held["stock"])
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         torch.testing.assert_close(held["fast"][part], held["stock"][part], rtol=0, atol=0)
+
+
+def test_a_folder_that_rank_0_cannot_make(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert ranks.run("lightning_refused", 2, tmp_path, timeout=100) == ["done\n"] * 2
 
 
 def test_ddp_spawn(run: Run, tmp_path: Path) -> None:

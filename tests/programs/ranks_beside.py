@@ -25,8 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fastserial
 from fastserial import distributed
 from fastserial.distributed.beside import start_save
-from fastserial.distributed.group import traffic_of
-from fastserial.distributed.saver import Saving
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import DistributedError
 from fastserial.overlap import guard, snapshot
@@ -126,11 +124,15 @@ class Loop:
                 self.objects, path, snapshot=kind, snapshot_budget=budget, timeout=60
             )
         else:  # as a Checkpointer does
-            traffic, began = traffic_of(None, 60), time.perf_counter()
-            save = Saving(traffic, str(path), "all", None, began)
-            inert = steady(self.objects)
             saving = start_save(
-                self.objects, save, traffic, kind, budget, began=began, steady=inert
+                self.objects,
+                str(path),
+                kind,
+                budget,
+                group=None,
+                timeout=60,
+                began=time.perf_counter(),
+                steady=steady(self.objects),
             )
         for _ in range(self.dice.randrange(4)):
             time.sleep(self.moments.choice([0, 0, 0.002, 0.02]))
