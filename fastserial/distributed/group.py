@@ -178,13 +178,29 @@ class Traffic:
         self._store.set(f"came/{self.rank}", "1")
         try:
             store = _prefixed("gloo", self._store)
-            return make(store, self.rank, self.size, _delta(self.timeout))
+            made = make(store, self.rank, self.size, _delta(self.timeout))
+            self._wait_for_connected()
+            return made
         except RuntimeError as error:
             for rank in range(self.size):
                 if not self._store.check([f"came/{rank}"]):
                     text = f"it did not come to the save or load within {self.timeout:g} seconds"
                     raise self.fail(rank, text) from error
             raise self.fail(self.rank, f"it cannot connect to the other ranks: {error}") from error
+
+    def _wait_for_connected(self) -> None:
+        """Wait until the others have their connections, too.
+
+        A rank that fails closes its own. gloo does not tell one that is still connecting: it would
+        wait for the timeout.
+        """
+        until = time.monotonic() + self.timeout
+        if self._store.add("connected", 1) == self.size:
+            self._store.set("all_connected", "1")
+        while not self._store.check(["all_connected"]):
+            if self._failed() or time.monotonic() > until:
+                raise RuntimeError("another rank did not get its connections")
+            time.sleep(0.002)
 
     def fail(self, rank: int, cause: str, kind: int = -1) -> DistributedError:
         """Tell all ranks of a failure and close the connections; return the error to raise.

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastserial.distributed.pieces import as_dtensor
+from fastserial.errors import ConfigError
 
 __all__ = ["LiveState", "module_of", "state_of_module", "state_of_optimizer"]
 
@@ -35,10 +36,23 @@ class _AsItIs:
 
 
 def state_of_module(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state by canonical names; shards stay shards."""
+    """Return a module's state by canonical names; shards stay shards.
+
+    Raises:
+        ConfigError: its shards are `ShardedTensor`s.
+    """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return get_model_state_dict(module)
+    state = get_model_state_dict(module)
+    for name, value in state.items():
+        # Looked up by name: to import the class warns that it is deprecated.
+        if type(value).__name__ == "ShardedTensor":
+            raise ConfigError(
+                f"{name} is a ShardedTensor, as FullyShardedDataParallel (FSDP1) has them without "
+                "a device mesh. Pass it device_mesh=init_device_mesh(...), so that they are "
+                "DTensors, or use FSDP2 (fully_shard)"
+            )
+    return state
 
 
 def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

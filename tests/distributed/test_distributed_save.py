@@ -125,7 +125,11 @@ def test_what_changed_since_the_last_save_is_in_the_file(tmp_path: Path) -> None
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     """Before the ranks have exchanged anything, and in code of the user's: nobody waits 600 s."""
     out = ranks.run("ranks_apart", 3, tmp_path, timeout=120)
-    assert [len(text.split()) for text in out] == [7, 7, 7]
+    assert [len(text.split()) for text in out] == [8, 8, 8]
+
+
+def test_fsdp1_is_saved_with_a_device_mesh(tmp_path: Path) -> None:
+    assert ranks.run("ranks_fsdp1", 2, tmp_path) == ["done\n"] * 2
 
 
 def test_a_group_of_some_ranks(tmp_path: Path) -> None:

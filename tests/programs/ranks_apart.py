@@ -20,6 +20,7 @@ from torch import nn
 
 import fastserial
 from fastserial import Checkpointer, ConfigError, DistributedError, distributed
+from fastserial.distributed.group import collective
 
 FOLDER = Path(sys.argv[1])
 RANK, COUNT = join()
@@ -53,6 +54,18 @@ def options() -> None:
     for call in calls:
         assert isinstance(refused(call, ConfigError, "BLOCK_SIZE"), ConfigError)
     os.environ.pop("FASTSERIAL_BLOCK_SIZE", None)
+
+
+def at_once() -> None:
+    """The connections are closed as soon as they are made; nobody is connecting still."""
+
+    def failing() -> None:
+        with collective(None, 600.0):
+            if RANK == 1:
+                raise KeyError("at once")
+
+    for _ in range(40):
+        refused(failing, KeyError, "at once")
 
 
 def arguments() -> None:
@@ -157,7 +170,7 @@ def outside_the_group() -> None:
 def main() -> None:
     distributed.save(STATE, PATH)
     for case in (
-        *(options, arguments, code_of_the_user, checkpointer, not_loadable, missing_file),
+        *(options, at_once, arguments, code_of_the_user, checkpointer, not_loadable, missing_file),
         outside_the_group,
     ):
         case()

@@ -1,0 +1,63 @@
+"""A rank of two: FSDP1 is saved with a device mesh, and refused without. Argument: a folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fastserial import Checkpointer, ConfigError, distributed
+
+
+def trained(seed: int, sharded: bool) -> dict[str, nn.Module | torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if sharded else None
+    wrapped = FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True, device_mesh=mesh
+    )
+    adam = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    wrapped(torch.ones(2, 7)).sum().backward()
+    adam.step()
+    return {"m": wrapped, "o": adam}
+
+
+def whole(state: dict[str, nn.Module | torch.optim.Optimizer], path: Path) -> bytes:
+    distributed.save(state, path)
+    dist.barrier()
+    return path.read_bytes()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    join()
+    path = folder / "state.pt"
+    refused = trained(1, sharded=False)
+    for call in (
+        lambda: distributed.save(refused, path),
+        Checkpointer(folder / "refused", refused).check,
+    ):
+        with pytest.raises(ConfigError, match=r"0\.weight is a ShardedTensor.*device_mesh"):
+            call()
+    state = trained(2, sharded=True)
+    before = whole(state, path)
+    with Checkpointer(folder / "steps", state) as checkpoints:
+        checkpoints.save(1)
+    other = trained(3, sharded=True)
+    distributed.load(path, other)
+    assert whole(other, path) == before
+    other = trained(4, sharded=True)
+    with Checkpointer(folder / "steps", other) as checkpoints:
+        assert checkpoints.resume() == 1
+    assert whole(other, path) == before
+    print("done")
+
+
+main()
