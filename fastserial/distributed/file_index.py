@@ -18,10 +18,19 @@ import torch
 
 from fastserial.checkpoints.mapped import Mapped, map_checkpoint
 from fastserial.checksums import crc32
+from fastserial.distributed.walk import sequence_like
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.formats.zip.records import read_places
 
-__all__ = ["FileIndex", "FileTensor", "Record", "fingerprint", "index_of_file", "unpack"]
+__all__ = [
+    "FileIndex",
+    "FileTensor",
+    "Record",
+    "fingerprint",
+    "index_of_file",
+    "is_plain_tuple",
+    "unpack",
+]
 
 _ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
 _ELEMENT_WISE = (torch.Tensor, torch.nn.Parameter)
@@ -94,6 +103,11 @@ class FileIndex:
             raise ConvertError(f"what is in the file cannot be sent to others: {error}") from error
 
 
+def is_plain_tuple(value: object) -> bool:
+    """Return whether a value is a tuple, with names or without, and no class of another purpose."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
 def unpack(data: bytes) -> FileIndex:
     """Return the index that rank 0 packed."""
     index: FileIndex = pickle.loads(zlib.decompress(data))
@@ -145,8 +159,8 @@ class _Outliner:
         if isinstance(value, torch.Tensor):
             self._count += 1
             return self._place_of(value)
-        if type(value) is tuple:
-            return tuple(map(self.without_bytes, value))
+        if is_plain_tuple(value):
+            return sequence_like(value, list(map(self.without_bytes, value)))
         if not isinstance(value, MutableMapping | list):
             return value
         if id(value) in self._made:  # it may hold itself

@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastserial.distributed.file_index import FileTensor
+from fastserial.distributed.file_index import FileTensor, is_plain_tuple
 from fastserial.distributed.pieces import Holding, as_dtensor, holding
 from fastserial.distributed.states import LiveState
-from fastserial.distributed.walk import is_leaf, is_live, live
+from fastserial.distributed.walk import is_leaf, is_live, live, sequence_like
 from fastserial.errors import LoadMismatchError
 
 __all__ = ["Job", "Match", "Path", "file_leaves", "path_name", "unused"]
 
 Path = tuple[Any, ...]
 _Put = Callable[[Any], None]
+_LISTS = (list, tuple)
 
 
 class Job(NamedTuple):
@@ -85,6 +86,8 @@ class Match:
         elif is_leaf(into):
             self.used.add(path)
             self._compare_tensor(into, there, path)
+        elif path and _are_values(into, there):
+            self._replace(into, there, path, put)
         elif isinstance(into, Mapping):
             self._compare_mapping(into, there, path)
         elif isinstance(into, list | tuple):
@@ -96,6 +99,25 @@ class Match:
                 self._puts.append(lambda: put(value))
             elif not _alike(into, there):
                 self.problems.append(f"{path_name(path)}: a value in a tuple cannot be replaced")
+
+    def _replace(self, into: Any, there: Any, path: Path, put: _Put | None) -> None:
+        """Take the file's container as it is, whatever is in ours; it stays the same object."""
+        self.used.add(path)
+        if isinstance(into, list):
+            self._puts.append(lambda: into.__setitem__(slice(None), there))
+        elif isinstance(into, MutableMapping):
+
+            def refill() -> None:
+                into.clear()
+                for key, item in there.items():
+                    into[key] = item
+
+            self._puts.append(refill)
+        elif put is not None:
+            value = tuple(there) if type(into) is tuple else there
+            self._puts.append(lambda: put(value))
+        elif not _alike(into, there):
+            self.problems.append(f"{path_name(path)}: a value in a tuple cannot be replaced")
 
     def _compare_live(self, live: LiveState, there: Any, path: Path) -> None:
         if not live.is_optimizer:
@@ -178,7 +200,7 @@ class Match:
 
             def replace() -> None:
                 if changed:
-                    put(type(into)(*new) if hasattr(into, "_fields") else type(into)(new))
+                    put(sequence_like(into, new))
 
             self._puts.append(replace)
 
@@ -220,14 +242,37 @@ class Match:
                 there[key] = self._made(item, (*path, key), like)
         elif isinstance(there, list):
             there[:] = [self._made(item, (*path, at), like) for at, item in enumerate(there)]
-        elif type(there) is tuple:
-            return tuple(self._made(item, (*path, at), like) for at, item in enumerate(there))
+        elif is_plain_tuple(there):
+            made = [self._made(item, (*path, at), like) for at, item in enumerate(there)]
+            return sequence_like(there, made)
         return there
 
     def _mismatch(self, path: Path, wanted: str, there: Any) -> None:
         self.used.add(path)
         found = "a tensor" if isinstance(there, FileTensor) else f"a {type(there).__name__}"
         self.problems.append(f"{path_name(path)}: it is {wanted} here, in the file {found}")
+
+
+def _are_values(into: Any, there: Any) -> bool:
+    """Tell whether two containers of a kind are plain values: no tensor is in either."""
+    alike = any(isinstance(into, kind) and isinstance(there, kind) for kind in (Mapping, _LISTS))
+    return alike and not _holds_tensors(into) and not _holds_tensors(there)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Tell whether a tensor, module or optimizer is in a container."""
+    seen: set[int] = set()
+    below = [value]
+    for container in below:  # which grows
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        for item in container.values() if isinstance(container, Mapping) else container:
+            if isinstance(item, FileTensor) or is_leaf(item) or is_live(item):
+                return True
+            if isinstance(item, Mapping | list | tuple):
+                below.append(item)
+    return False
 
 
 def _fits(parameter: torch.Tensor, state: Any) -> bool:
@@ -284,7 +329,7 @@ def file_leaves(value: Any) -> list[tuple[Path, Any]]:
     def visit(value: Any, path: Path, above: tuple[int, ...]) -> None:
         if isinstance(value, Mapping) and value:
             items = list(value.items())
-        elif (isinstance(value, list) or type(value) is tuple) and value:
+        elif (isinstance(value, list) or is_plain_tuple(value)) and value:
             items = list(enumerate(value))
         else:
             found.append((path, value))

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -77,6 +77,54 @@ def values_are_replaced_where_they_can_be() -> None:
     assert (into["n"], into["l"], into["t"][1]) == (7, [1, {"x": "y"}], 2.5)
     assert torch.equal(tensor, rows(5))
     assert torch.equal(inner, rows(3))
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    first: Any
+    second: Any
+
+
+@case
+def containers_without_tensors_are_values() -> None:
+    """Of another length or with other keys here, they are what the file has."""
+    saved: dict[str, Any] = {
+        "w": rows(4),
+        "losses": [3.0, 2.0, 1.0],
+        "meta": {"epoch": 3, "best": {"loss": 1.0}},
+        "size": torch.Size([2, 3]),
+        "pair": Pair(1, "b"),
+        "tensors": Pair(rows(3), 2),
+        "tuple": (1, 2, 3),
+        "in": ([1, 2], {"a": 1}),
+    }
+    path = written("containers", saved)
+    into: dict[str, Any] = {
+        "w": torch.zeros(4),
+        "losses": [],
+        "meta": {"epoch": 0, "name": "x"},
+        "size": torch.Size([2, 3]),
+        "pair": Pair(0, ""),
+        "tensors": Pair(torch.zeros(3), 0),
+        "tuple": (),
+        "in": ([], {}),
+    }
+    losses, meta, tensor = into["losses"], into["meta"], into["tensors"].first
+    with torch.serialization.safe_globals([Pair]):
+        load(path, into)
+    assert {**into, "w": 0, "tensors": 0} == {**saved, "w": 0, "tensors": 0}
+    assert [type(value) for value in into.values()] == [type(value) for value in saved.values()]
+    assert into["losses"] is losses
+    assert into["meta"] is meta
+    assert into["tensors"].first is tensor
+    assert into["tensors"].second == 2
+    assert torch.equal(tensor, rows(3))
+    path = written("kinds", {"a": {"x": 1}, "b": [rows(2)]})
+    with pytest.raises(LoadMismatchError, match="a: it is a list here, in the file a dict"):
+        load(path, {"a": [], "b": [torch.zeros(2)]})
+    with pytest.raises(LoadMismatchError, match=r"only in the file: b\.0"):
+        load(path, {"a": {}, "b": []})
 
 
 @case
