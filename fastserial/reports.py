@@ -255,12 +255,13 @@ def publish_save(
     """Make a report the process's last one, and hand it to `on_report`.
 
     Args:
-        again: there was one of this save, which told less.
+        again: there was one of this save, which told less; it is logged and counted.
     """
     global _last_save
     _last_save = report
-    if not again:
-        SAVES.add(report.bytes, report.seconds, report.fallback)
+    if again:
+        return
+    SAVES.add(report.bytes, report.seconds, report.fallback)
     _hand_over(report, on_report, "on_report")
 
 

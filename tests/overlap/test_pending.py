@@ -350,6 +350,13 @@ def test_nothing_is_logged_of_a_save_that_went_well(
     assert not caplog.records
 
 
+def test_each_save_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "fastserial"):
+        fastserial.save_async({"x": torch.ones(10)}, tmp_path / "a.pt").wait()
+        fastserial.save_async({"x": torch.ones(10)}, tmp_path / "b.pt", snapshot_budget=0).wait()
+    assert [record.message.startswith("WRITE") for record in caplog.records].count(True) == 2
+
+
 def test_a_daemon_thread_that_is_cut_off_is_told(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     done = subprocess.run(
