@@ -65,8 +65,8 @@ def save_async(
             optimizers wait before a step until what they change is taken. Copied are small pieces,
             what travels to other ranks, and DTensors that belong to no optimizer in `obj`.
         snapshot_budget: bytes of this process that copies may take, of all saves together; by
-            default half of the memory that is free. With `copy`, what does not fit is written
-            before the call returns.
+            default half of the memory that is free, divided by the ranks of the node. With `copy`,
+            what does not fit is written before the call returns.
         timeout: seconds after which a rank that is not heard from counts as lost.
 
     Returns:

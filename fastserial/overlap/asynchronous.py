@@ -77,7 +77,8 @@ def save_async(
             `in_place`: they are read while the program goes on; optimizers wait before a step
             until what they change is taken. Small tensors are copied.
         snapshot_budget: bytes that copies may take, of all saves together; by default half of the
-            memory that is free. With `copy`, what does not fit is written before the call returns.
+            memory that is free, divided by the ranks of the node. With `copy`, what does not fit is
+            written before the call returns.
         torch_save_arguments: as `torch.save`.
 
     Returns:

@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import Any
 
+import torch
+
 from fastserial.files.meminfo import available_bytes
 
 __all__ = ["Region", "Staging", "staging"]
@@ -82,12 +84,15 @@ class Staging:
 
         Args:
             wanted: bytes.
-            budget: of all regions in use (bytes); None: half of what is available.
+            budget: of all regions in use (bytes); None: this rank's part of half of what is
+                available on the node.
         """
         if budget is not None:
             return min(wanted, max(0, budget - self.in_use))
         available = available_bytes()
-        return wanted if available is None else min(wanted, max(0, available // _SHARE))
+        if available is None:
+            return wanted
+        return min(wanted, max(0, available // (_SHARE * _ranks_here())))
 
     def take(self, nbytes: int) -> Region:
         """Return a region of at least `nbytes` bytes, a kept one if there is one large enough.
@@ -136,6 +141,15 @@ class Staging:
         self._free.clear()
         self._used.clear()
         self._most_in_use = 0
+
+
+def _ranks_here() -> int:
+    """Return how many ranks of a job share this node's memory; all, if nobody says how many."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+    if launched.isdecimal() and int(launched):
+        return int(launched)
+    used = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if used else 1
 
 
 staging = Staging()
