@@ -123,7 +123,10 @@ class UnreadableTensorError(FastserialError, RuntimeError):
 
 
 class LoadMismatchError(FastserialError, RuntimeError):
-    """What is to be filled and what the checkpoint holds differ; nothing was changed."""
+    """What is to be filled and what the checkpoint holds differ.
+
+    Nothing was changed, unless the text says so.
+    """
 
 
 class CheckpointReplacedError(FastserialError, FileNotFoundError):

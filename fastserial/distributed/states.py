@@ -1,7 +1,8 @@
 """Modules and optimizers as state dicts, and the way back.
 
 torch's own functions name the parameters. What is a module's own memory is filled in place; if that
-is not all of its state, `set_model_state_dict` gets it when the bytes are there.
+is not all of its state, or the user has hooks or methods for it, `load_state_dict` gets it when the
+bytes are there.
 
 An optimizer without a state torch would make take a step: Adam would count it, momentum would begin
 with zeros, and training would not be what it is without a checkpoint. It is left as it is.
@@ -116,6 +117,7 @@ class LiveState:
             not isinstance(entry, torch.Tensor) or _memory(entry) not in known
             for entry in self.entries.values()
         )
+        self._loose |= _loads_by_itself(value)
 
     @property
     def is_optimizer(self) -> bool:
@@ -175,6 +177,8 @@ class LiveState:
             set_optimizer_state_dict(self._module, asked, state)
             for parameter in [one for one, found in optimizer.state.items() if not found]:
                 del optimizer.state[parameter]  # torch wants an entry for each
+        elif not _is_torchs(type(self._module).load_state_dict):
+            self._module.load_state_dict(self.entries)
         elif self._loose:
             set_model_state_dict(self._module, dict(self.entries))
 
@@ -201,6 +205,24 @@ def _found_group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
                     f"(that of {min(names)} is {other!r}): give them groups of their own"
                 )
     return own if found is None else {**found, "params": own["params"]}
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Tell whether code that is not torch's takes part in `load_state_dict`."""
+    for one in module.modules():
+        hooks = (
+            *one._load_state_dict_pre_hooks.values(),
+            *one._load_state_dict_post_hooks.values(),
+        )
+        if not all(map(_is_torchs, (type(one)._load_from_state_dict, *hooks))):
+            return True
+    return False
+
+
+def _is_torchs(function: Any) -> bool:
+    function = getattr(function, "hook", function)
+    name = getattr(getattr(function, "func", function), "__module__", None) or ""
+    return bool(name.partition(".")[0] == "torch")
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -12,8 +12,8 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.overlap.asynchronous import Kind, size_of, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
-from fastserial.training.loadable import check_loadable
-from fastserial.training.parts import restore, states, steady
+from fastserial.training.loadable import check_loadable, warn_of_refused
+from fastserial.training.parts import restore, state_of, states, steady
 from fastserial.training.way import OWN
 
 __all__ = ["Alone"]
@@ -26,6 +26,7 @@ class Alone:
 
     def __init__(self, weights_only: bool) -> None:
         self._weights_only = weights_only
+        self._looked = not weights_only
 
     def prepare(self, folder: CheckpointFolder) -> None:
         os.makedirs(folder.path, exist_ok=True)
@@ -41,13 +42,17 @@ class Alone:
         then: Callable[[], object],
         began: float,
     ) -> PendingSave:
-        state = {**states(objects), OWN: own}
+        state = dict(states(objects, state_of))
+        if not self._looked:
+            self._looked = True
+            warn_of_refused(state, path, stacklevel=4)
+        state[OWN] = own
         return start_save(state, path, kind, budget, steady=steady(objects), then=then, began=began)
 
     def steps(self, folder: CheckpointFolder) -> list[int]:
         return folder.steps()
 
-    def resume(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def read(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
         try:
             found = load(path, map_location="cpu", weights_only=self._weights_only, verify=True)
         except (FileNotFoundError, PermissionError, CorruptCheckpointError, MemoryError):
@@ -60,9 +65,10 @@ class Alone:
             raise CorruptCheckpointError(reason, path=path) from error
         if not isinstance(found, dict) or OWN not in found:
             raise CorruptCheckpointError("no checkpoint that a Checkpointer wrote", path=path)
-        own: dict[str, Any] = found.pop(OWN)
+        return found
+
+    def restore(self, objects: Mapping[str, Any], found: dict[str, Any], path: str) -> None:
         restore(objects, found, path)
-        return own
 
     def generators(self, own: Mapping[str, Any]) -> Mapping[str, Any] | None:
         found: Any = own.get("rng")
@@ -71,7 +77,7 @@ class Alone:
 
     def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
         look = check_loadable if self._weights_only else len
-        return size_of({**states(objects), OWN: own}, path, look)
+        return size_of({**states(objects, state_of), OWN: own}, path, look)
 
     def is_asked(self, mine: bool) -> bool:
         return mine

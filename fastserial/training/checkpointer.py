@@ -31,7 +31,7 @@ from fastserial.overlap.pending import PendingSave
 from fastserial.training.alone import Alone
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.generators import generator_states, restore_generators
-from fastserial.training.parts import expected_bytes
+from fastserial.training.parts import expected_bytes, refuse_state_dicts
 from fastserial.training.way import OWN, Way
 
 if TYPE_CHECKING:
@@ -89,10 +89,12 @@ class Checkpointer:
             folder: where the files are; the first save makes it. What is not called like one of
                 them is left alone. One Checkpointer at a time saves in a folder: close the one
                 before.
-            state: what is saved, by name: modules, optimizers, schedulers, whatever has
-                `state_dict` and `load_state_dict`, tensors and plain values. `resume` puts plain
-                values back into this mapping. Of several ranks, sharded and large tensors are
-                saved as `distributed.save` does; of everything else rank 0's.
+            state: what is saved, by name: objects (modules, optimizers, schedulers, whatever has
+                `state_dict` and `load_state_dict`), tensors, plain values, and dictionaries, lists
+                and tuples of these. `resume` puts states into the objects, values back into this
+                mapping and the containers in it, and fills tensors in place. Of several ranks,
+                sharded and large tensors are saved as `distributed.save` does; of everything else
+                rank 0's.
             keep: how many checkpoints to keep; older ones go once a new one is in place.
             every: save only each so many steps; None: at each call of `save`.
             snapshot, snapshot_budget: as `save_async`. `in_place` reads only what these optimizers
@@ -103,7 +105,8 @@ class Checkpointer:
             timeout: seconds after which a rank that is not heard from counts as lost.
 
         Raises:
-            ConfigError: an argument is impossible, or another Checkpointer has the folder.
+            ConfigError: an argument is impossible, a `state_dict()` is given instead of its object,
+                or another Checkpointer has the folder.
             DistributedError: a rank does not come.
         """
         _check_whole("keep", keep, 1)
@@ -120,6 +123,7 @@ class Checkpointer:
             )
         if OWN in state:
             raise ConfigError(f"the name {OWN!r} in `state` is taken; use another")
+        refuse_state_dicts(state)
         self._state = state
         self._keep = keep
         self._every = every
@@ -340,6 +344,7 @@ class Checkpointer:
             DistributedError: some ranks see checkpoints, but there is none that all see.
             CorruptCheckpointError: it is damaged, or all are.
             LoadMismatchError: it is a checkpoint of other objects.
+            Exception: of the user's own `load_state_dict`, as it is.
         """
         self.wait()
         if self._way.tends:
@@ -347,12 +352,12 @@ class Checkpointer:
             self._warn_of_links()
         there = self._way.steps(self._folder)
         if step is not None:
-            self._load(step)
+            self._restore(step, self._read(step))
             self._look_for_later(step)
             return step
         for candidate in there:
             try:
-                self._load(candidate)
+                found = self._read(candidate)
             except FileNotFoundError:
                 continue
             except CorruptCheckpointError as error:
@@ -360,6 +365,7 @@ class Checkpointer:
                 text = f"{self._folder.file(candidate)} is damaged; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 continue
+            self._restore(candidate, found)
             self._warn_of_newer_run(candidate)
             return candidate
         if self._damaged:
@@ -377,13 +383,12 @@ class Checkpointer:
                 return path
         return None
 
-    def _load(self, step: int) -> None:
-        """Put a file into the objects.
+    def _read(self, step: int) -> dict[str, Any]:
+        return self._way.read(self._state, self._folder.file(step))
 
-        Raises:
-            CorruptCheckpointError: it is damaged.
-        """
-        own = self._way.resume(self._state, self._folder.file(step))
+    def _restore(self, step: int, found: dict[str, Any]) -> None:
+        own = found.pop(OWN)
+        self._way.restore(self._state, found, self._folder.file(step))
         generators = self._way.generators(own) if self._rng else None
         if generators is not None:
             restore_generators(generators)

@@ -1,59 +1,103 @@
-"""What a checkpoint is made of: the user's objects, their states, and back."""
+"""What a checkpoint is made of: the user's objects, their states, and back.
+
+An object has `state_dict` and `load_state_dict`, as modules, optimizers and schedulers have.
+Objects are looked for in dictionaries, lists and tuples, at any depth.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from fastserial.errors import LoadMismatchError
+from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.overlap.guard import storages_of_optimizer
 from fastserial.overlap.watch import all_storages
+from fastserial.training.wrapped import plain, state_of_module, state_to_module
 
-__all__ = ["expected_bytes", "plain", "put", "restore", "state_of", "states", "steady"]
+__all__ = [
+    "expected_bytes",
+    "holds_objects",
+    "is_object",
+    "rebuilt",
+    "refuse_state_dicts",
+    "restore",
+    "state_of",
+    "states",
+    "steady",
+    "walk",
+]
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_MIXED = (
+    "Objects before it may be filled already: resume from another checkpoint, or make them anew, "
+    "before you use them"
+)
 
 
-def states(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of each object; what has none is its own."""
-    return {name: state_of(value) for name, value in objects.items()}
+# -- what there is -----------------------------------------------------------------------------
 
 
-def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:
-    """Put states into the objects: plain values into the mapping, tensors into the tensors.
+def is_object(value: object) -> bool:
+    """Tell whether a value has a state that can be given back to it."""
+    has = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has and not isinstance(value, type)
 
-    Raises:
-        LoadMismatchError: the checkpoint has others.
+
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a value and what it holds, with paths such as `parts['a'][0]`.
+
+    Containers come before their items; numbers, texts and the like in them are left out. Objects
+    are not looked into.
     """
-    if missing := sorted(objects.keys() - found.keys()):
-        raise LoadMismatchError(f"{path}: it holds no state of {', '.join(missing)}")
-    for name in objects:
-        put(objects, name, found[name], path)
+    above: set[int] = set()
 
-
-def put(objects: Mapping[str, Any], name: str, state: Any, path: str) -> None:
-    """Put one state into its object.
-
-    Raises:
-        LoadMismatchError: it does not fit.
-    """
-    target = plain(objects[name])
-    if hasattr(target, "load_state_dict"):
-        target.load_state_dict(state)
-    elif isinstance(target, torch.Tensor):
-        if target is state:
+    def visit(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        yield path, value
+        items = [] if id(value) in above else _items(value)
+        if all(type(item) in _PLAIN for _, item in items):
             return
-        if target.shape != state.shape:
-            raise LoadMismatchError(
-                f"{path}: {name} has the shape {tuple(state.shape)}, not {tuple(target.shape)}"
-            )
-        with torch.no_grad():
-            target.copy_(state)
-    elif isinstance(objects, MutableMapping):
-        objects[name] = state
-    else:
-        raise LoadMismatchError(f"{path}: {name} cannot be put back: state is no dictionary")
+        above.add(id(value))
+        for key, item in items:
+            if type(item) not in _PLAIN:
+                yield from visit(item, f"{path}[{key!r}]" if path else str(key))
+        above.discard(id(value))
+
+    return visit(value, path)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """Return keys and values of a container; nothing of what is none."""
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return list(value.items()) if isinstance(value, Mapping) and not is_object(value) else []
+
+
+def holds_objects(value: Any) -> bool:
+    """Tell whether a value is an object, or a container with one in it."""
+    return any(is_object(found) for _, found in walk(value))
+
+
+def refuse_state_dicts(objects: Mapping[str, Any]) -> None:
+    """Make sure that nobody hands over states in the place of objects: they could not be restored.
+
+    Raises:
+        ConfigError: a value is a module's or an optimizer's `state_dict()`.
+    """
+    for path, value in walk(objects):
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            kind, rest = "a module", ". A copy that is no object's (an average) goes as dict(...)"
+        elif type(value) is dict and value.keys() == {"state", "param_groups"}:
+            kind, rest = "an optimizer", ""
+        else:
+            continue
+        raise ConfigError(
+            f"{path} in `state` is the state_dict() of {kind}, which resume() could not put back: "
+            f"pass the object, not its state_dict(){rest}"
+        )
 
 
 def steady(objects: Mapping[str, Any]) -> set[int]:
@@ -63,19 +107,19 @@ def steady(objects: Mapping[str, Any]) -> set[int]:
     change at any time, as averages do.
     """
     storages: set[int] = set()
-    for value in objects.values():
+    buffers: set[int] = set()
+    for _, value in walk(objects):
         if isinstance(value, torch.optim.Optimizer):
             storages.update(storages_of_optimizer(value))
-    for value in objects.values():
-        if isinstance(value, torch.nn.Module):
-            storages.difference_update(all_storages(value.buffers()))
-    return storages
+        elif isinstance(value, torch.nn.Module):
+            buffers.update(all_storages(value.buffers()))
+    return storages - buffers
 
 
 def expected_bytes(objects: Mapping[str, Any]) -> int:
     """Return how many bytes optimizers will have that make their state in the first step."""
     nbytes = 0
-    for value in objects.values():
+    for _, value in walk(objects):
         if isinstance(value, torch.optim.Optimizer) and not value.state:
             each = 2 if "betas" in value.defaults else bool(value.defaults.get("momentum"))
             parameters = [one for group in value.param_groups for one in group["params"]]
@@ -83,21 +127,153 @@ def expected_bytes(objects: Mapping[str, Any]) -> int:
     return nbytes
 
 
-def plain(value: Any) -> Any:
-    """Return the module that `torch.compile` and DDP wrap: files are the same with and without.
+# -- saving ------------------------------------------------------------------------------------
 
-    Other values are returned as they are.
-    """
-    while isinstance(value, torch.nn.Module):
-        name = "module" if isinstance(value, DistributedDataParallel) else "_orig_mod"
-        inner = getattr(value, name, None)
-        if not isinstance(inner, torch.nn.Module):
-            break
-        value = inner
-    return value
+
+def states(value: Any, state_of: Callable[[Any], Any]) -> Any:
+    """Return a nest with the states of its objects in their places; itself if it has none."""
+    if is_object(value):
+        return state_of(value)
+    if not holds_objects(value):
+        return value
+    return rebuilt(value, lambda item: states(item, state_of))
 
 
 def state_of(value: Any) -> Any:
-    """Return the state of an object; what has none is its own."""
+    """Return the state of an object."""
     value = plain(value)
-    return value.state_dict() if hasattr(value, "state_dict") else value
+    return state_of_module(value) if isinstance(value, torch.nn.Module) else value.state_dict()
+
+
+def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of the same type with other items."""
+    if isinstance(container, Mapping):
+        changed: Any = copy.copy(container)
+        for key, item in container.items():
+            changed[key] = change(item)
+        return changed
+    items = [change(item) for item in container]
+    if isinstance(container, list):
+        changed = copy.copy(container)
+        changed[:] = items
+        return changed
+    return _tuple_like(container, items)
+
+
+def _tuple_like(value: Any, items: list[Any]) -> Any:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+# -- restoring ---------------------------------------------------------------------------------
+
+
+def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:
+    """Put states into the objects, values into the containers, tensors into the tensors.
+
+    Errors of the user's own `load_state_dict` are raised as they are.
+
+    Raises:
+        LoadMismatchError: the checkpoint has others.
+    """
+    if missing := sorted(objects.keys() - found.keys()):
+        raise LoadMismatchError(f"{path}: it holds no state of {', '.join(missing)}")
+    for name, value in objects.items():
+        new = _filled(value, found[name], f"{path}: {name}")
+        if new is value:
+            continue
+        if not isinstance(objects, MutableMapping):
+            raise LoadMismatchError(f"{path}: {name} cannot be put back: state is no dictionary")
+        objects[name] = new
+
+
+def _filled(value: Any, state: Any, where: str, nested: bool = False) -> Any:
+    """Put a state into a value, and return it; where that cannot be, return what replaces it.
+
+    Args:
+        where: the file and the entry, for errors.
+        nested: it is in a container, where a tensor that does not fit is replaced.
+
+    Raises:
+        LoadMismatchError: it does not fit.
+    """
+    target = plain(value)
+    if target is state:
+        return value
+    if is_object(target):
+        _load(target, state, where)
+    elif isinstance(target, torch.Tensor):
+        if (problem := _objection(target, state, nested)) is not None:
+            if nested:
+                return state
+            raise LoadMismatchError(f"{where} {problem}. {_MIXED}")
+        with torch.no_grad():
+            target.copy_(state)
+    elif isinstance(target, MutableMapping | list) or (isinstance(target, tuple) and target):
+        return _refilled(target, state, where)
+    else:
+        return state
+    return value
+
+
+def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None:
+    """Return why a state cannot be copied into a tensor."""
+    if not isinstance(state, torch.Tensor):
+        return f"is a tensor here, in the file of the type {type(state).__name__}"
+    if target.shape != state.shape:
+        return f"has the shape {tuple(state.shape)} in the file, not {tuple(target.shape)}"
+    if same_dtype and target.dtype != state.dtype:
+        return f"has the dtype {state.dtype} in the file, not {target.dtype}"
+    return None
+
+
+def _refilled(target: Any, state: Any, where: str) -> Any:
+    """Put a container's state into it: what it holds afterwards is what the file has."""
+    holds = holds_objects(target)
+    mine, theirs = dict(_items(target)), dict(_items(state))
+    if holds and mine.keys() != theirs.keys():
+        only = ", ".join(repr(key) for key in mine.keys() ^ theirs.keys())
+        raise LoadMismatchError(
+            f"{where} holds other things in the file than here; the difference: {only}. {_MIXED}"
+        )
+    if not holds and type(state) is not type(target):
+        return state
+    new = {
+        key: _filled(mine[key], item, f"{where}[{key!r}]", True) if key in mine else item
+        for key, item in theirs.items()
+    }
+    if isinstance(target, MutableMapping):
+        if new.keys() != mine.keys():
+            target.clear()
+        for key, item in new.items():
+            target[key] = item
+        return target
+    items = list(new.values())
+    if isinstance(target, list):
+        target[:] = items
+        return target
+    same = len(items) == len(mine) and all(map(_is, items, mine.values()))
+    return target if same else _tuple_like(target, items)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _load(target: Any, state: Any, where: str) -> None:
+    """Give an object its state; errors of torch's own code get the file and the entry."""
+    method: Any = type(target).load_state_dict
+    torchs = str(getattr(method, "__module__", "")).partition(".")[0] == "torch"
+    if torchs and not isinstance(state, Mapping):
+        raise LoadMismatchError(
+            f"{where} is of the type {type(state).__name__} in the file, not a state_dict. {_MIXED}"
+        )
+    try:
+        if isinstance(target, torch.nn.Module):
+            state_to_module(target, state)
+        else:
+            target.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        if not torchs or type(error) not in (RuntimeError, ValueError):
+            raise
+        text = str(error).rstrip(" .")
+        raise LoadMismatchError(f"{where} does not fit: {text}. {_MIXED}") from error

@@ -31,9 +31,19 @@ from fastserial.overlap.asynchronous import Kind
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.generators import portable
-from fastserial.training.loadable import check_loadable
-from fastserial.training.parts import plain, put, state_of, steady
+from fastserial.training.loadable import check_loadable, warn_of_refused
+from fastserial.training.parts import (
+    holds_objects,
+    is_object,
+    rebuilt,
+    restore,
+    state_of,
+    states,
+    steady,
+    walk,
+)
 from fastserial.training.way import OWN
+from fastserial.training.wrapped import plain
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -61,6 +71,7 @@ class Together:
         with self._talk() as ranks:
             self._rank, self._count = ranks.rank, ranks.size
         self.tends = self._rank == 0
+        self._looked = not self.tends  # values are rank 0's
         self._calls = 0  # of `is_asked`
         self._next = 1
         self._last = (0, perf_counter())
@@ -87,7 +98,11 @@ class Together:
     ) -> PendingSave:
         with self._talk(theirs=True) as ranks:
             kind = self._gather(own, kind, ranks)
-            state = {**_saved(objects), OWN: own if ranks.rank == 0 else None}
+            state = dict(states(objects, _saved))
+            if not self._looked:
+                self._looked = True
+                warn_of_refused(state, path, stacklevel=4)
+            state[OWN] = own if ranks.rank == 0 else None
             unchanged = steady(objects)
         return start_save(
             state,
@@ -143,23 +158,22 @@ class Together:
         found: list[int] = pickle.loads(answer)
         return found
 
-    def resume(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def read(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
         into: dict[str, Any] = {OWN: None}
         with self._talk() as ranks:
             answer = ranks.consult(b"", lambda _: pickle.dumps(_refusal(path)))
             refusal: Exception | None = pickle.loads(answer)
             if refusal is None:
-                into |= _filled(objects)
+                into |= {name: _filled(value) for name, value in objects.items()}
         if refusal is not None:
             raise refusal
         with options(verify_on_load=True):
             load(path, into, group=self._group, timeout=self._timeout)
-        own: Any = into.pop(OWN)
+        return into
+
+    def restore(self, objects: Mapping[str, Any], found: dict[str, Any], path: str) -> None:
         with self._talk(theirs=True):
-            for name, value in objects.items():
-                if not is_live(plain(value)):
-                    put(objects, name, into[name], path)
-        return dict(own)
+            restore(objects, found, path)
 
     def generators(self, own: Mapping[str, Any]) -> Mapping[str, Any] | None:
         found: Any = own.get("rng")
@@ -174,7 +188,7 @@ class Together:
 
     def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
         with self._talk() as ranks:
-            return size_of({**_saved(objects), OWN: own}, path, ranks, check_loadable)
+            return size_of({**states(objects, _saved), OWN: own}, path, ranks, check_loadable)
 
     def is_asked(self, mine: bool) -> bool:
         """Tell whether any rank was asked; about once a second the ranks really ask each other."""
@@ -220,34 +234,32 @@ def _nothing_in_common(paths: list[str], seen: list[set[tuple[int, int]]]) -> tu
 
 def holds_shards(objects: Mapping[str, Any]) -> bool:
     """Tell whether an object, or a module's parameter, is split among ranks, be it only one."""
-    for value in objects.values():
-        held = value.modules() if isinstance(value, torch.nn.Module) else ()
-        parameters = value.parameters() if isinstance(value, torch.nn.Module) else ()
-        if any(type(module).__name__ == _FSDP_1 for module in held):
-            return True
-        if any(is_sharded(one) for one in parameters):
-            return True
-        if any(is_sharded(leaf) for leaf in leaves(value).values):
+    for _, value in walk(objects):
+        if isinstance(value, torch.nn.Module):
+            if any(type(module).__name__ == _FSDP_1 for module in value.modules()):
+                return True
+            if any(is_sharded(one) for one in value.parameters()):
+                return True
+        elif is_sharded(value):
             return True
     return False
 
 
-def _saved(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved: modules and optimizers, which know of shards, and other states."""
-    return {
-        name: plain(value) if is_live(plain(value)) else state_of(value)
-        for name, value in objects.items()
-    }
+def _saved(value: Any) -> Any:
+    """Return the state of an object; of modules and optimizers themselves, which know of shards."""
+    inner = plain(value)
+    return inner if is_live(inner) else state_of(value)
 
 
-def _filled(objects: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(value: Any) -> Any:
     """Return what is filled in place; None for what is replaced."""
-    found: dict[str, Any] = {}
-    for name, value in objects.items():
-        sharded = any(is_sharded(leaf) for leaf in leaves(value).values)
-        in_place = is_live(plain(value)) or isinstance(value, torch.Tensor) or sharded
-        found[name] = plain(value) if in_place else None
-    return found
+    if is_object(value):
+        inner = plain(value)
+        return inner if is_live(inner) else None
+    if holds_objects(value):
+        return rebuilt(value, _filled)
+    sharded = any(is_sharded(leaf) for leaf in leaves(value).values)
+    return value if isinstance(value, torch.Tensor) or sharded else None
 
 
 def _refusal(path: str) -> Exception | None:

@@ -47,13 +47,21 @@ class Way(Protocol):
     def steps(self, folder: CheckpointFolder) -> list[int]:
         """Return the steps of which all processes see a file, the last one first."""
 
-    def resume(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Put a file's state into the objects, and return what is the Checkpointer's own.
+    def read(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return what a file holds; with several ranks tensors of the objects are filled by then.
 
         Raises:
             FileNotFoundError: there is no such file.
             CorruptCheckpointError: it is damaged, or no Checkpointer wrote it.
             LoadMismatchError: it has the state of other objects.
+        """
+
+    def restore(self, objects: Mapping[str, Any], found: dict[str, Any], path: str) -> None:
+        """Put what `read` returned into the objects.
+
+        Raises:
+            LoadMismatchError: it has the state of other objects.
+            Exception: of the user's `load_state_dict`.
         """
 
     def generators(self, own: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,8 @@ class Custom:
 
 def test_what_weights_only_refuses_is_no_damage(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"x": Custom()}) as checkpointer:
-        checkpointer.save(1)
+        with pytest.warns(UserWarning, match="resume"):
+            checkpointer.save(1)
         with pytest.raises(Exception, match="weights_only"):
             checkpointer.resume()
     with Checkpointer(tmp_path, {"x": Custom()}, weights_only=False) as checkpointer:
@@ -397,6 +399,168 @@ def test_after_a_torn_snapshot_tensors_are_copied(tmp_path: Path, gate: Gate) ->
     assert saving is not None
     assert saving.wait().snapshot.kind == "copy"
     assert names(tmp_path) == ["step-00000002.pt"]
+
+
+class Loader:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.position, self.error = 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.position = state["position"]
+
+
+def nested(number: float) -> dict[str, Any]:
+    """Objects, tensors and values in containers; all of them tell of a number."""
+    module, loader = nn.Linear(2, 2, bias=False), Loader()
+    optimizer = torch.optim.SGD(module.parameters(), lr=number)
+    loader.position = int(number)
+    with torch.no_grad():
+        module.weight.fill_(number)
+    return {
+        "nets": [module, {"loader": loader}],
+        "optimizers": {"first": (optimizer,), "steps": int(number)},
+        "values": {"tensor": torch.full((3,), number), "history": [number] * int(number)},
+        "counts": Counter({int(number): 1}),
+        "pair": (torch.full((2,), number), "text"),
+    }
+
+
+def test_containers_are_looked_into(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, nested(3)) as checkpointer:
+        checkpointer.save(1)
+    state = nested(5)
+    before = dict(state)
+    module, loader = state["nets"][0], state["nets"][1]["loader"]
+    tensors = state["values"]["tensor"], state["pair"][0]
+    optimizer = state["optimizers"]["first"][0]
+    with Checkpointer(tmp_path, state) as checkpointer:
+        assert checkpointer.resume() == 1
+    assert all(state[name] is before[name] for name in state if name != "pair")
+    assert state["nets"] == [module, {"loader": loader}]
+    assert module.weight.eq(3).all()
+    assert (loader.position, optimizer.param_groups[0]["lr"]) == (3, 3)
+    assert state["optimizers"] == {"first": (optimizer,), "steps": 3}
+    assert state["values"]["history"] == [3, 3, 3]
+    assert state["counts"] == {3: 1}
+    for tensor, held in zip(tensors, (state["values"]["tensor"], state["pair"][0]), strict=True):
+        assert tensor is held
+        assert tensor.eq(3).all()
+
+
+def test_containers_of_other_objects_are_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"nets": [nn.Linear(2, 2), nn.Linear(2, 2)]}) as checkpointer:
+        checkpointer.save(1)
+    with (
+        Checkpointer(tmp_path, {"nets": [nn.Linear(2, 2)]}) as checkpointer,
+        pytest.raises(fastserial.LoadMismatchError, match=r"step-00000001\.pt: nets .*: 1"),
+    ):
+        checkpointer.resume()
+
+
+def test_what_does_not_fit_in_a_container_is_replaced(tmp_path: Path) -> None:
+    saved = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.int8), "c": 1}
+    with Checkpointer(tmp_path, {"x": saved}) as checkpointer:
+        checkpointer.save(1)
+    state: dict[str, Any] = {"x": {"b": torch.zeros(2), "a": torch.zeros(4), "d": 5}}
+    with Checkpointer(tmp_path, state) as checkpointer:
+        checkpointer.resume()
+    assert list(state["x"]) == ["a", "b", "c"]
+    assert state["x"]["b"].dtype == torch.int8
+    assert torch.equal(state["x"]["a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_a_state_dict_is_refused(tmp_path: Path, name: str) -> None:
+    state = Run().state
+    with pytest.raises(fastserial.ConfigError, match=f"x\\['{name}'\\].*pass the object"):
+        Checkpointer(tmp_path, {"x": {name: state[name].state_dict()}})
+    average = dict(state["model"].state_dict())
+    Checkpointer(tmp_path, {"average": average}).close()
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("shard"), fastserial.CorruptCheckpointError("shard"), KeyError("x")]
+)
+def test_errors_of_the_users_own_code_go_through(tmp_path: Path, error: Exception) -> None:
+    loader = Loader()
+    with Checkpointer(tmp_path, {"loader": loader}) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+        checkpointer.wait()
+        loader.error = error
+        with pytest.raises(type(error)) as raised:
+            checkpointer.resume()
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "text"),
+    [
+        (nn.Linear(2, 2), nn.Linear(3, 3), "size mismatch for weight"),
+        (torch.optim.SGD([torch.ones(2)]), torch.optim.SGD([*map(torch.ones, (2, 3))]), "group"),
+        (1, torch.ones(2), "type int"),
+        (1, nn.Linear(2, 2), "type int"),
+        (torch.ones(3), torch.ones(2), r"shape \(3,\)"),
+    ],
+)
+def test_another_object_is_named(tmp_path: Path, saved: Any, here: Any, text: str) -> None:
+    with Checkpointer(tmp_path, {"entry": saved}) as checkpointer:
+        checkpointer.save(1)
+    with (
+        Checkpointer(tmp_path, {"entry": here}) as checkpointer,
+        pytest.raises(
+            fastserial.LoadMismatchError, match=rf"step-00000001\.pt: entry (?s:.*){text}"
+        ),
+    ):
+        checkpointer.resume()
+
+
+def test_the_first_save_warns_of_what_weights_only_refuses(tmp_path: Path) -> None:
+    state = {
+        "best": np.float64(1),
+        "nest": {"queue": deque([1])},
+        "optimizer": torch.optim.SGD([torch.ones(2)], lr=np.float32(1)),
+        "sizes": [torch.Size([1]), torch.float16, {1, 2}, OrderedDict(a=1)],
+    }
+    with Checkpointer(tmp_path, state) as checkpointer:
+        with pytest.warns(UserWarning, match="add_safe_globals") as caught:
+            checkpointer.save(1)
+        checkpointer.save(2)
+    text = str(caught[0].message)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    for name in (
+        "best (numpy.float64)",
+        "nest['queue'] (collections.deque)",
+        "['lr'] (numpy.float32)",
+    ):
+        assert name in text
+    assert "sizes" not in text
+
+
+def test_a_compiled_part_makes_the_same_file(tmp_path: Path) -> None:
+    files = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model = nn.Sequential(torch.compile(model, backend="eager") if compiled else model, model)
+        folder = tmp_path / str(compiled)
+        with Checkpointer(folder, {"model": model}, rng=False) as checkpointer:
+            checkpointer.save(1)
+            checkpointer.wait()
+            with torch.no_grad():
+                model[1][0].weight.zero_()
+            checkpointer.resume()
+            assert model[1][0].weight.any()
+        files.append((folder / "step-00000001.pt").read_bytes())
+    assert files[0] == files[1]
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -131,6 +131,26 @@ def test_one_rank_makes_files_for_any_number(tmp_path: Path, kind: str) -> None:
         assert found["model"]["0.weight"].shape == (520, 520)
 
 
+def test_unusual_states(tmp_path: Path) -> None:
+    """See the program: containers, the user's own code, torn snapshots, memory of the node."""
+    assert ranks.run("ranks_objects", 2, tmp_path) == ["same\n"] * 2
+    for name in ("compiled-False", "compiled-True"):
+        found = torch.load(tmp_path / "containers" / name / name_of(1))
+        assert set(found["nets"][0]) == {"0.weight", "0.bias", "1.weight"}
+    state = {
+        "nets": [torch.nn.ModuleList([torch.nn.Linear(520, 520), torch.nn.Linear(520, 1, False)])],
+        "optimizers": None,
+        "values": None,
+    }
+    with fastserial.Checkpointer(tmp_path / "containers" / name, state) as checkpointer:
+        with pytest.raises(fastserial.LoadMismatchError, match=r"nets .*: 1"):
+            checkpointer.resume()  # the file has a loader, too
+        state["nets"].append(None)
+        assert checkpointer.resume() == 1
+    assert state["nets"][0][1].weight.eq(3).all()
+    assert state["nets"][1] == {"loader": {"position": 3}}
+
+
 class Killed:
     """What jobs that are killed again and again have come to.
 

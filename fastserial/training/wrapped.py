@@ -1,0 +1,76 @@
+"""Modules that `torch.compile` and DDP wrap: files have the same names with and without."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["plain", "state_of_module", "state_to_module"]
+
+
+def plain(value: Any) -> Any:
+    """Return the module that is wrapped; other values as they are."""
+    while (name := _inner(value)) is not None:
+        value = getattr(value, name)
+    return value
+
+
+def state_of_module(module: Module) -> Any:
+    """Return `module.state_dict()` by names without those of wrappers inside."""
+    pairs = _wrappers(module)
+
+    def outer(name: str) -> str:
+        for outside, inside in reversed(pairs):
+            if name.startswith(inside):
+                name = outside + name.removeprefix(inside)
+        return name
+
+    return _renamed(module.state_dict(), outer) if pairs else module.state_dict()
+
+
+def state_to_module(module: Module, state: Mapping[str, Any]) -> None:
+    """Give a module a state that `state_of_module` made, whatever was wrapped then."""
+    pairs = _wrappers(module)
+
+    def inner(name: str) -> str:
+        for outside, inside in pairs:
+            if name.startswith(outside):
+                name = inside + name.removeprefix(outside)
+        return name
+
+    module.load_state_dict(_renamed(state, inner) if pairs else state)
+
+
+def _inner(value: Any) -> str | None:
+    """Return the attribute under which a wrapper has its module; None of what is no wrapper."""
+    if isinstance(value, DistributedDataParallel):
+        return "module"
+    return "_orig_mod" if type(value).__name__ == "OptimizedModule" else None
+
+
+def _wrappers(module: Module) -> list[tuple[str, str]]:
+    """Return what names of wrapped modules begin with, outside and inside; outer ones first."""
+    found = module.named_modules(remove_duplicate=False)
+    return [
+        (f"{name}.", f"{name}.{attribute}.")
+        for name, one in found
+        if name and (attribute := _inner(one)) is not None
+    ]
+
+
+def _renamed(state: Any, rename: Callable[[str], str]) -> Any:
+    """Return a state dict with other names, of its modules' versions (`_metadata`), too."""
+    renamed = copy.copy(state)
+    renamed.clear()
+    for name, value in state.items():
+        renamed[rename(name)] = value
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        items = [(rename(f"{name}.")[:-1], one) for name, one in versions.items()]
+        renamed._metadata = OrderedDict(items)
+    return renamed

@@ -1,0 +1,175 @@
+"""A rank of two with a Checkpointer whose state is unusual. Arguments: folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.ranks import join
+from torch import nn
+
+import fastserial
+from fastserial.overlap import staging
+from fastserial.overlap.snapshot import Snapshot
+
+LARGE = 520  # a weight has more than 1 MiB: every rank writes a part of it
+
+
+class Hooked(nn.Linear):
+    """A module with a `load_state_dict` and a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.seen: list[str] = []
+        self.register_load_state_dict_post_hook(lambda module, keys: self.seen.append("hook"))
+
+    def load_state_dict(self, state: Any) -> Any:  # without what torch would pass
+        self.seen.append("own")
+        return super().load_state_dict(state)
+
+
+class Counting(nn.Linear):
+    """A module with a method of its own that a module around it calls."""
+
+    loads = 0
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.loads += 1
+        super()._load_from_state_dict(*arguments)
+
+
+class Loader:
+    error: Exception | None = None
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.position = state["position"]
+
+
+def state_of(number: int, compiled: bool) -> dict[str, Any]:
+    module: Any = nn.Sequential(nn.Linear(LARGE, LARGE), nn.Linear(LARGE, 1, bias=False))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(number)
+    optimizer = torch.optim.SGD(module.parameters(), lr=number)
+    if compiled:
+        module[0] = torch.compile(module[0], backend="eager")
+    return {
+        "nets": [module, {"loader": Loader(number)}],
+        "optimizers": {"first": (optimizer,), "steps": number},
+        "values": {"tensor": torch.full((LARGE * LARGE,), float(number)), "seen": [1] * number},
+    }
+
+
+def numbers(state: dict[str, Any]) -> set[float]:
+    """Return what all that is restored says."""
+    module, others = state["nets"]
+    optimizer = state["optimizers"]["first"][0]
+    tensors = [*module.parameters(), state["values"]["tensor"]]
+    found = {float(value) for tensor in tensors for value in (tensor.min(), tensor.max())}
+    found |= {others["loader"].position, optimizer.param_groups[0]["lr"]}
+    return found | {state["optimizers"]["steps"], len(state["values"]["seen"])}
+
+
+def containers(folder: Path, rank: int) -> None:
+    """Objects in containers are restored in place; the file is one process's, too."""
+    for compiled in (False, True):
+        here = folder / f"compiled-{compiled}"
+        with fastserial.Checkpointer(here, state_of(3, compiled), timeout=30) as checkpointer:
+            checkpointer.save(1)
+        state = state_of(5, not compiled)
+        module, others = state["nets"]
+        tensor, loader = state["values"]["tensor"], others["loader"]
+        with fastserial.Checkpointer(here, state, timeout=30) as checkpointer:
+            assert checkpointer.resume() == 1
+        assert state["nets"][0] is module
+        assert state["nets"][1]["loader"] is loader
+        assert state["values"]["tensor"] is tensor
+        assert numbers(state) == {3}, numbers(state)
+
+
+def own_code(folder: Path, rank: int) -> None:
+    """What loads by itself is called, and what it raises is no missing file."""
+    hooked, around, loader = Hooked(), nn.Sequential(Counting(3, 3)), Loader(1)
+    state = {"hooked": hooked, "around": around, "loader": loader}
+    with fastserial.Checkpointer(folder, state, timeout=30) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+        assert checkpointer.resume() == 2
+        assert hooked.seen == ["own", "hook"], hooked.seen
+        assert around[0].loads == 1
+        loader.error = FileNotFoundError("a shard of the data")
+        try:
+            checkpointer.resume()
+        except FileNotFoundError as error:
+            assert error is loader.error
+        else:
+            raise AssertionError("the error of the user's own code was lost")
+
+
+def torn(folder: Path, rank: int) -> None:
+    """What one rank finds torn makes all save from copies."""
+    module = nn.Linear(LARGE, LARGE)
+    state = {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=1)}
+    kinds = []
+
+    def kind(report: fastserial.SaveReport) -> None:
+        assert report.snapshot is not None
+        kinds.append(report.snapshot.kind)
+
+    checkpointer = fastserial.Checkpointer(folder, state, snapshot="in_place", timeout=30)
+    changed = Snapshot._has_changed
+    if rank == 1:
+        Snapshot._has_changed = lambda self: True  # type: ignore[method-assign]
+    checkpointer.save(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            checkpointer.wait()
+        except fastserial.DistributedError as error:
+            assert "TornSnapshotError" in str(error)
+        else:
+            raise AssertionError("it was not torn")
+    assert any("later checkpoints copy" in str(one.message) for one in caught) == (rank == 1)
+    Snapshot._has_changed = changed  # type: ignore[method-assign]
+    with fastserial.options(on_report=kind):
+        checkpointer.save(2)
+        checkpointer.close()
+    assert kinds == ["copy"], kinds
+
+
+def memory(folder: Path, rank: int) -> None:
+    """Each rank takes its part of what is free on the node."""
+    folder.mkdir(exist_ok=True)
+    staging.available_bytes = lambda: 8 * 2**20
+    state = [torch.ones(2**16) for _ in range(12)]  # 256 KiB each
+    for count, copied in ((None, 8), ("5", 3)):  # without a launcher all ranks count
+        if count is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = count
+        report = fastserial.save_async(state, folder / f"{rank}.pt").wait()
+        assert report.snapshot is not None
+        assert report.snapshot.copied == copied * 2**18, report.snapshot
+
+
+def main() -> None:
+    rank, _ = join()
+    torch.set_num_threads(1)
+    for case in (containers, own_code, torn, memory):
+        case(Path(sys.argv[1]) / case.__name__, rank)
+        dist.barrier()
+    print("same")
+
+
+main()
