@@ -43,8 +43,8 @@ _MIXED = (
 
 def is_object(value: object) -> bool:
     """Tell whether a value has a state that can be given back to it."""
-    has = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return has and not isinstance(value, type)
+    methods = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
+    return all(map(callable, methods)) and not isinstance(value, type)
 
 
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -177,8 +177,9 @@ def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> 
     """
     if missing := sorted(objects.keys() - found.keys()):
         raise LoadMismatchError(f"{path}: it holds no state of {', '.join(missing)}")
+    done: dict[int, Any] = {}
     for name, value in objects.items():
-        new = _filled(value, found[name], f"{path}: {name}")
+        new = _filled(value, found[name], f"{path}: {name}", done)
         if new is value:
             continue
         if not isinstance(objects, MutableMapping):
@@ -186,11 +187,13 @@ def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> 
         objects[name] = new
 
 
-def _filled(value: Any, state: Any, where: str, nested: bool = False) -> Any:
+def _filled(value: Any, state: Any, where: str, done: dict[int, Any], nested: bool = False) -> Any:
     """Put a state into a value, and return it; where that cannot be, return what replaces it.
 
     Args:
         where: the file and the entry, for errors.
+        done: what tensors and containers are filled with, by their `id`. One that is in two places
+            cannot take two states.
         nested: it is in a container, where a tensor that does not fit is replaced.
 
     Raises:
@@ -201,6 +204,8 @@ def _filled(value: Any, state: Any, where: str, nested: bool = False) -> Any:
         return value
     if is_object(target):
         _load(target, state, where)
+    elif done.setdefault(id(target), state) is not state:
+        return state
     elif isinstance(target, torch.Tensor):
         if (problem := _objection(target, state, nested)) is not None:
             if nested:
@@ -209,7 +214,7 @@ def _filled(value: Any, state: Any, where: str, nested: bool = False) -> Any:
         with torch.no_grad():
             target.copy_(state)
     elif isinstance(target, MutableMapping | list) or (isinstance(target, tuple) and target):
-        return _refilled(target, state, where)
+        return _refilled(target, state, where, done)
     else:
         return state
     return value
@@ -226,7 +231,7 @@ def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None
     return None
 
 
-def _refilled(target: Any, state: Any, where: str) -> Any:
+def _refilled(target: Any, state: Any, where: str, done: dict[int, Any]) -> Any:
     """Put a container's state into it: what it holds afterwards is what the file has."""
     holds = holds_objects(target)
     mine, theirs = dict(_items(target)), dict(_items(state))
@@ -238,7 +243,7 @@ def _refilled(target: Any, state: Any, where: str) -> Any:
     if not holds and type(state) is not type(target):
         return state
     new = {
-        key: _filled(mine[key], item, f"{where}[{key!r}]", True) if key in mine else item
+        key: _filled(mine[key], item, f"{where}[{key!r}]", done, True) if key in mine else item
         for key, item in theirs.items()
     }
     if isinstance(target, MutableMapping):

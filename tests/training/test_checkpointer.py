@@ -476,6 +476,18 @@ def test_what_does_not_fit_in_a_container_is_replaced(tmp_path: Path) -> None:
     assert torch.equal(state["x"]["a"], torch.ones(3))
 
 
+def test_what_is_one_here_and_two_in_the_file(tmp_path: Path) -> None:
+    """As lists have it that are filled with one and the same thing at first."""
+    saved = {"tensors": [torch.ones(2), torch.zeros(2)], "dicts": [{"x": 1}, {"x": 2}]}
+    with Checkpointer(tmp_path, saved) as checkpointer:
+        checkpointer.save(1)
+    state: dict[str, Any] = {"tensors": [torch.ones(2)] * 2, "dicts": [{}] * 2}
+    with Checkpointer(tmp_path, state) as checkpointer:
+        checkpointer.resume()
+    assert state["dicts"] == saved["dicts"]
+    assert all(map(torch.equal, state["tensors"], saved["tensors"]))
+
+
 @pytest.mark.parametrize("name", ["model", "optimizer"])
 def test_a_state_dict_is_refused(tmp_path: Path, name: str) -> None:
     state = Run().state
