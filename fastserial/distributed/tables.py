@@ -44,7 +44,7 @@ __all__ = [
 # Bytes of a storage from which on every rank writes a part of it. Below it counts what rank 0 has:
 # buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
 SHARED_FROM = 1024 * 1024
-_REMEDY = ' (merge="union" saves the tensors of all ranks)'
+_REMEDY = ' (merge="union" of distributed.save and save_async saves those of all ranks)'
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 

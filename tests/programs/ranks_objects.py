@@ -119,6 +119,16 @@ def own_code(folder: Path, rank: int) -> None:
             raise AssertionError("the error of the user's own code was lost")
 
 
+def other_dtypes(folder: Path, rank: int) -> None:
+    """Parameters of another dtype are converted, as `load_state_dict` does on one process."""
+    with fastserial.Checkpointer(folder, {"net": nn.Linear(3, 3)}, timeout=30) as checkpointer:
+        checkpointer.save(1)
+    net = nn.Linear(3, 3).double()
+    with fastserial.Checkpointer(folder, {"net": net}, timeout=30) as checkpointer:
+        checkpointer.resume()
+    assert torch.equal(net.weight.float(), torch.load(folder / "step-00000001.pt")["net"]["weight"])
+
+
 def torn(folder: Path, rank: int) -> None:
     """What one rank finds torn makes all save from copies."""
     module = nn.Linear(LARGE, LARGE)
@@ -166,7 +176,7 @@ def memory(folder: Path, rank: int) -> None:
 def main() -> None:
     rank, _ = join()
     torch.set_num_threads(1)
-    for case in (containers, own_code, torn, memory):
+    for case in (containers, own_code, other_dtypes, torn, memory):
         case(Path(sys.argv[1]) / case.__name__, rank)
         dist.barrier()
     print("same")
