@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastserial.checkpoints.lazy import open_checkpoint as open
     from fastserial.checkpoints.load import load
     from fastserial.checkpoints.load_into import load_into
+    from fastserial.checkpoints.save import save
     from fastserial.checkpoints.verify import verify
     from fastserial.config import Config, options
     from fastserial.diagnosis.totals import Summary, summary
@@ -84,6 +85,7 @@ __all__ = [
     "load_into",
     "open",
     "options",
+    "save",
     "save_async",
     "status",
     "summary",
@@ -99,6 +101,7 @@ _HOMES = {
     "checkpoints.lazy": "open",
     "checkpoints.load": "load",
     "checkpoints.load_into": "load_into",
+    "checkpoints.save": "save",
     "checkpoints.verify": "verify",
     "config": "Config options",
     "distributed.convert": "convert",

@@ -36,7 +36,19 @@ def watch() -> None:
 
 def _torch_imported(_: object) -> None:
     try:
+        from fastserial.import_hook import when_imported
         from fastserial.patching.install import install
+
+        install()
+        when_imported("deepspeed.runtime.engine", _deepspeed_imported)
+    except Exception as error:
+        _warn(error)
+
+
+def _deepspeed_imported(_: object) -> None:
+    """Let DeepSpeed's config ask for fastserial by its section."""
+    try:
+        from fastserial.integrations.deepspeed import install
 
         install()
     except Exception as error:

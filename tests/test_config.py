@@ -21,6 +21,12 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.set_installed()
 
 
+def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option engin \(is engine meant\?\)"):
+        fastserial.install(engin="threads")
+    assert not fastserial.installed()
+
+
 def test_the_nearer_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     default = config.current()
     assert default == config.Config()

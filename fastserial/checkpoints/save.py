@@ -1,10 +1,11 @@
-"""Saving through fastserial for a caller that did not `install()`.
+"""`fastserial.save`: saving through fastserial for a caller that did not `install()`.
 
 The same code as after `install()`: our copies of torch's inner functions, called by themselves.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import fields
 from typing import Any
@@ -14,13 +15,49 @@ import torch
 from fastserial.config import Config, options
 from fastserial.patching import save_hooks
 from fastserial.patching.install import patched
+from fastserial.reports import SaveReport
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
 
-__all__ = ["save"]
+__all__ = ["save", "write"]
 
 
 def save(
+    obj: object,
+    path: str | os.PathLike[str],
+    *,
+    zip_container: bool = True,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+) -> SaveReport | None:
+    """Write what `torch.save(obj, path)` would write, byte for byte, without `install()`.
+
+        fastserial.save(model.state_dict(), "model.pt")
+
+    Options are set by `with fastserial.options(...)`.
+
+    Args:
+        zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
+        pickle_module, pickle_protocol: as `torch.save`.
+
+    Returns:
+        What the save did; None if torch had to write the file itself (a torch without a patch, a
+        target that is not a regular file).
+
+    Raises:
+        WriteError: the file cannot be written; the previous one is intact.
+    """
+    writer = write(
+        obj,
+        os.fspath(path),
+        zip_container=zip_container,
+        pickle_module=pickle_module,
+        pickle_protocol=pickle_protocol,
+    )
+    return None if writer is None else writer.report
+
+
+def write(
     obj: object,
     path: str,
     *,
@@ -30,7 +67,7 @@ def save(
     prefix: str | None = None,
     config: Config | None = None,
 ) -> FastFileWriter | None:
-    """Write what `torch.save(obj, path)` would write, byte for byte.
+    """Write a file as `save` does, and return the closed writer instead of its report.
 
     Args:
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.

@@ -333,9 +333,12 @@ def _warn_of_names() -> None:
 def _check_names(values: Mapping[str, Any]) -> None:
     unknown = sorted(set(values) - _NAMES)
     if unknown:
-        raise ConfigError(
-            f"unknown option {', '.join(unknown)}; there are: {', '.join(sorted(_NAMES))}"
-        )
+        from difflib import get_close_matches  # rarely wanted
+
+        near = [match for name in unknown for match in get_close_matches(name, _NAMES, 1, _NEAR)]
+        meant = f" (is {', '.join(near)} meant?)" if near else ""
+        known = ", ".join(sorted(_NAMES))
+        raise ConfigError(f"unknown option {', '.join(unknown)}{meant}; there are: {known}")
 
 
 def set_installed(**values: Any) -> None:

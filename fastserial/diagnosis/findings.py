@@ -38,7 +38,7 @@ def _about_torch(found: Diagnosis) -> Iterator[Finding]:
     elif torch.reason is not None:
         yield Finding(
             f"torch.save and torch.load stay stock: {torch.reason}",
-            "pip install --upgrade fastserial, or a torch that `fastserial patches list` names; "
+            "install a newer fastserial, or a torch that `fastserial patches list` names; "
             "`fastserial patches check` shows the details",
             True,
         )
@@ -46,7 +46,7 @@ def _about_torch(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(
             f"no patch is made for torch {torch.version}; {torch.patch} fits it function by "
             "function and is used",
-            "pip install --upgrade fastserial",
+            "install a newer fastserial",
             False,
         )
     if torch.replaced:
@@ -90,6 +90,13 @@ def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
             f"there are: {known}",
             False,
         )
+    why = missing(options.transfer) if found.torch.version is not None else None
+    if why is not None:
+        yield Finding(
+            f"transfer {options.transfer!r} is not available: {why}",
+            'set transfer to "auto"',
+            False,
+        )
     if options.direct is False:
         yield Finding("direct I/O is switched off", 'set direct to "auto"', True)
     if not options.durable:
@@ -114,11 +121,6 @@ def _about_memory(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _about_gpus(host: GpuHost, drive: Drive | None, options: Config) -> Iterator[Finding]:
-    why = missing(options.transfer)
-    if why is not None:
-        yield Finding(
-            f"transfer {options.transfer!r} cannot be had: {why}", 'set transfer to "auto"', False
-        )
     for gpu in host.gpus:
         if 0 < gpu.width < gpu.most_width:
             yield Finding(

@@ -27,6 +27,7 @@ import atexit
 import functools
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fastserial import config
-from fastserial.checkpoints.save import save
+from fastserial.checkpoints.save import write
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
 from fastserial.integrations.deepspeed_full import load_full, save_full
@@ -140,7 +141,7 @@ class FastserialCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no a
         try:
             with config.options(**self.options):
                 if self.overlap is None:
-                    save(state_dict, path, zip_container=self.zip_container)
+                    write(state_dict, path, zip_container=self.zip_container)
                 else:
                     self._saves.append(self._started(state_dict, path, self.overlap))
         except Exception as error:
@@ -390,10 +391,29 @@ def _configure(engine: Any) -> None:
     if options is None:
         _original(engine)
         return
+    _warn_of_unused(engine._config._param_dict)
     # Its writers need not be there, and must not decide which ranks save.
     engine._config.checkpoint_config = {**engine._config.checkpoint_config, "writer": None}
     _original(engine)
     enable(engine, **options)
+
+
+def _warn_of_unused(settings: Mapping[str, Any]) -> None:
+    """Warn of sections of DeepSpeed's config that say how to write, and that we do not read."""
+    unused = []
+    writer = (settings.get("checkpoint") or {}).get("writer")
+    if isinstance(writer, Mapping):  # `save_full` reads who writes
+        unused += [f"checkpoint.writer.{key}" for key in writer if key != "data_parallel"]
+    swapped = "nvme" in str(settings.get("zero_optimization")).lower()  # then it is for that
+    if settings.get("aio") and not swapped:
+        unused.append("aio")
+    if unused:
+        warnings.warn(
+            f"DeepSpeed's config has the section {SECTION!r}, so {', '.join(unused)} has no effect "
+            f"on checkpoints: set engine, block_size, queue_depth or threads in {SECTION!r}",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _section(value: Any) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastserial import config, distributed
-from fastserial.checkpoints.save import save
+from fastserial.checkpoints.save import write
 from fastserial.engines.deepspeed.aio_op import AioSettings, load_op, lockable
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import EngineUnavailableError
@@ -125,7 +125,7 @@ def _save(
     path = os.fspath(file_path)
     began = perf_counter()
     with _in_force(options, use_gds):
-        writer = save(obj, path, zip_container=zip_container, pickle_protocol=protocol)
+        writer = write(obj, path, zip_container=zip_container, pickle_protocol=protocol)
     seconds = perf_counter() - began
     statistics: Statistics = {}
     serialize = 0.0

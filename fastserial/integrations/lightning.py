@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastserial.checkpoints.load import load
-from fastserial.checkpoints.save import save
+from fastserial.checkpoints.save import write
 from fastserial.config import current
 from fastserial.errors import ConfigError
 from fastserial.files.durable import sync_folders
@@ -124,7 +124,7 @@ class FastCheckpointIO:
         """Do nothing: nothing is left to do."""
 
     def _write(self, checkpoint: dict[str, Any], place: str) -> None:
-        save(checkpoint, place, prefix=_PREFIX)
+        write(checkpoint, place, prefix=_PREFIX)
 
     def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
         """Leave a save to Lightning."""

@@ -242,6 +242,10 @@ def report_load(
         transfer: the way to devices that was taken.
         rest: the other fields of `LoadReport`.
     """
+    from fastserial.memory.transfers import on_host  # rarely wanted, and not at the start
+
+    if transfer == HOST_ONLY:
+        transfer = on_host(config)
     report = LoadReport(
         bytes=counts.direct + counts.cached,
         direct_bytes=counts.direct,

@@ -13,14 +13,14 @@ from fastserial.config.performance import PINNED_RING, THROUGH_RING
 from fastserial.memory import devices
 from fastserial.memory.ring import Ring, pinned_store
 from fastserial.memory.storages import StorageMemory, memmove
-from fastserial.reports import Transfer
+from fastserial.reports import HOST_ONLY, Transfer
 
 if TYPE_CHECKING:
     import torch
 
     from fastserial.memory.buffers import Buffer
 
-__all__ = ["DIRECT", "copy_to_host", "instead", "open_ring"]
+__all__ = ["DIRECT", "copy_to_host", "instead", "on_host", "open_ring"]
 
 _log = logging.getLogger("fastserial")
 DIRECT = ("gds", "gpu_async", "gpu_batch")  # past the host: engines.direct_memory
@@ -34,6 +34,12 @@ def instead(word: str, why: str) -> Transfer:
         text = f"transfer {word!r}: {why}; going on with 'cpu_async_gpu'"
         warnings.warn(text, UserWarning, stacklevel=2)
     return Transfer("cpu_async_gpu", f"{word}: {why}")
+
+
+def on_host(config: Config) -> Transfer:
+    """Return the transfer type of a file whose tensors are all on the host, and why it is none."""
+    word = config.transfer
+    return Transfer("cpu", f"{word}: no tensor is on a device") if word in DIRECT else HOST_ONLY
 
 
 def _wanted(config: Config) -> Transfer:

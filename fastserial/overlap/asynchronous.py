@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fastserial import config
-from fastserial.checkpoints.save import save
+from fastserial.checkpoints.save import write
 from fastserial.config import options
 from fastserial.errors import (
     ConfigError,
@@ -380,7 +380,7 @@ def _blocking(
         writer = None
         if target and not arguments["_disable_byteorder_record"]:
             module, protocol = arguments["pickle_module"], arguments["pickle_protocol"]
-            writer = save(
+            writer = write(
                 obj,
                 path,
                 zip_container=zip_container,

@@ -40,7 +40,7 @@ __all__ = [
 
 _log = logging.getLogger("fastserial")
 _REMEDY = (
-    "torch.save and torch.load stay stock: correct, but not faster. Upgrade fastserial, see "
+    "torch.save and torch.load stay stock: correct, but not faster. See "
     "`fastserial doctor` for what is wrong, or `fastserial patches check` for the details."
 )
 

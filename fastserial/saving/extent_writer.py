@@ -18,6 +18,7 @@ from fastserial.files.linux import Compression, compression_of
 from fastserial.formats.extents import Data, Extent
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import StorageMemory
+from fastserial.memory.transfers import on_host
 from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.block_writer import BlockWriter
 from fastserial.saving.buffered import write_buffered
@@ -63,7 +64,7 @@ class ExtentWriter:
         self._expected: int | None = None
         self._nbytes = 0
         self._blocks: BlockWriter | None = None
-        self._transfer = HOST_ONLY
+        self._transfer = on_host(config)
 
     @property
     def transfer(self) -> Transfer:

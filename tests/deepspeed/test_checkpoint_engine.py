@@ -52,6 +52,21 @@ def test_config_route(launch: Launch, tmp_path: Path, section: object) -> None:
     (saved,) = having(said, "saved")
     assert (saved["by"], saved["container"]) == ("FastserialCheckpointEngine", "zip")
     assert len(files(tmp_path)) == 5
+    assert "checkpoint.writer.type has no effect" in having(said, "stderr")[0]["stderr"]
+
+
+def test_config_route_by_the_environment(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that names fastserial nowhere but in DeepSpeed's config."""
+    if not examine().boot.pth:
+        pytest.skip("this installation has no fastserial.pth")
+    monkeypatch.setenv("FASTSERIAL", "1")
+    config = json.dumps({"fastserial": True})
+    at = ["--stage", 1, "--folder", tmp_path, "--via", "stock", "--config", config]
+    said = launch(1, *SHORT, *at)
+    check_exit(said)
+    assert [line["by"] for line in having(said, "saved")] == ["FastserialCheckpointEngine"]
 
 
 @pytest.mark.parametrize("section", [False, {"enabled": False, "engine": "null"}])

@@ -180,7 +180,9 @@ def test_findings(tmp_path: Path, bare: Diagnosis) -> None:
     (text,) = about(dataclasses.replace(fine, drive=Drive("md0", None, "raid0")))
     assert "excludes P2PDMA" in text
     (text,) = about(fine, transfer="gds")
-    assert "'gds' cannot be had" in text
+    assert "'gds' is not available" in text
+    (text,) = about(bare, transfer="gds")  # where there is no GPU at all
+    assert "'gds' is not available" in text
     narrow = host(tmp_path / "narrow", **{f"{PCI}/current_link_width": "8\n"})
     (text,) = about(dataclasses.replace(fine, gpus=narrow))
     assert f"{ADDRESS} has 8 of 16 lanes" in text

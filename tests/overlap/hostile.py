@@ -15,7 +15,7 @@ from support.beside import OPTIMIZERS
 from torch import nn
 
 import fastserial
-from fastserial.checkpoints.save import save as save_now
+from fastserial.checkpoints.save import write as save_now
 from fastserial.overlap.asynchronous import Kind, start_save
 from fastserial.training.parts import states, steady
 

@@ -82,7 +82,7 @@ def build_model(nbytes: int) -> dict[str, torch.Tensor]:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as error:
         raise BenchError(
-            "the demo builds its model with transformers: pip install 'fastserial[bench]'"
+            "the demo builds its model with transformers: pip install transformers"
         ) from error
     # the widest whose embedding is not most of the model
     fitting = (w for w in _WIDTHS if 2 * w * _VOCABULARY * _ITEM <= nbytes)

@@ -39,7 +39,7 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BenchError("plots need matplotlib: pip install 'fastserial[plot]'") from error
+        raise BenchError("plots need matplotlib: pip install matplotlib") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

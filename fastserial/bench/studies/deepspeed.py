@@ -29,7 +29,7 @@ def run_deepspeed(bench: DeepSpeedBench) -> list[RowResult]:
 
     lacks = next(status.missing for status in engines.survey() if status.name == "deepspeed")
     if lacks is not None and "DeepSpeed is not installed" in lacks:
-        raise BenchError("DeepSpeed is not installed: pip install 'fastserial[deepspeed]'")
+        raise BenchError("DeepSpeed is not installed: pip install deepspeed")
     with scratch(Path(bench.folder), 0) as folder:
         engine = None if lacks is not None else "deepspeed"
         argument = json.dumps(asdict(replace(bench, folder=str(folder), engine=engine)))

@@ -177,7 +177,7 @@ def _save(
 
             save_file(state, safetensors)
         except ImportError:
-            missing["safetensors"] = "not installed: pip install 'fastserial[bench]'"
+            missing["safetensors"] = "not installed: pip install safetensors"
         try:
             dcp.write(state, sharded)
         except (ImportError, RuntimeError) as error:

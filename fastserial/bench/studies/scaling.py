@@ -112,7 +112,7 @@ def run_scaling(
     check_memory(needed, "give a smaller --max-size, --total or --max-tensors")
     missing = {}
     if importlib.util.find_spec("safetensors") is None:
-        missing["safetensors"] = "not installed: pip install 'fastserial[bench]'"
+        missing["safetensors"] = "not installed: pip install safetensors"
     points = []
     with scratch(bench.folder, needed + _HEADROOM) as folder:
         for nbytes in sizes(bench.max_bytes):

@@ -69,9 +69,7 @@ def _architecture(model: str) -> tuple[Callable[[], nn.Module], Any]:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise BenchError(
-            "the models come from transformers: pip install 'fastserial[bench]'"
-        ) from error
+        raise BenchError("the models come from transformers: pip install transformers") from error
     if model in MODELS:
         kind, arguments = MODELS[model]
         config = AutoConfig.for_model(kind, **arguments)

@@ -222,7 +222,7 @@ def _batches(tensors: Tensors) -> list[dict[str, torch.Tensor]]:
 
 
 _PEERS: list[tuple[str, str, str, Callable[[Tensors, bool, str], Row]]] = [
-    ("safetensors", "safetensors", "pip install 'fastserial[bench]'", safetensors_row),
+    ("safetensors", "safetensors", "pip install safetensors", safetensors_row),
     (
         "DCP FileSystemWriter",
         "torch.distributed.checkpoint",

@@ -158,7 +158,7 @@ def _fast_on_small_pages() -> Iterator[None]:
 
 # the row's name and module; a text says why it cannot run
 _Make = Callable[[str, str, Files, _Target], Reader | str]
-_BENCH = "pip install 'fastserial[bench]'"
+_BENCH = "pip install safetensors"
 
 
 def _of_safetensors(load: Callable[[Any, Path, _Target], State]) -> _Make:

@@ -80,7 +80,7 @@ def missing() -> list[str]:
     found = importlib.util.find_spec("deepspeed")
     # a folder that happens to be called so has no origin
     if found is None or found.origin is None or not found.submodule_search_locations:
-        return ["DeepSpeed is not installed: pip install 'fastserial[deepspeed]'"]
+        return ["DeepSpeed is not installed: pip install deepspeed"]
     lacks: list[str] = []
     if not _loads("libaio.so.1"):
         lacks.append("libaio.so.1 is not installed: apt-get install libaio-dev")
