@@ -117,7 +117,10 @@ class Summary:
         return asdict(self)
 
     def __str__(self) -> str:
-        stock = f"torch.save and torch.load are stock: {self.reason}"
+        used = any(one.count > one.by_torch for one in (self.saves, self.loads))
+        stock = f"torch.save and torch.load are stock ({self.reason})"
+        if used:  # by `save_async`, a `Checkpointer`, a plugin: they need no `install()`
+            stock = f"used through its own functions; {stock}"
         state = "installed" if self.installed else stock
         lines = [f"fastserial{_rank()}: {state}"]
         for name, one in (("saves", self.saves), ("loads", self.loads)):

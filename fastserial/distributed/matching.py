@@ -42,6 +42,7 @@ class Match:
     rank: int
     ranks: Mapping[int, int]
     cast: bool
+    nest: object = None
     modules: list[torch.nn.Module] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Match:
                 "load fills tensors, modules, optimizers, or dictionaries and lists of them, "
                 f"not a {type(into).__name__}"
             )
+        self.nest = into
         self.modules = [one for one in live(into) if isinstance(one, torch.nn.Module)]
         self._compare(into, there, (), None)
 
@@ -80,7 +82,7 @@ class Match:
 
     def _compare(self, into: Any, there: Any, path: Path, put: _Put | None) -> None:
         if is_live(into):
-            live = LiveState(into, self.modules)
+            live = LiveState(into, self.modules, self.nest)
             self._live.append(live)
             self._compare_live(live, there, path)
         elif is_leaf(into):

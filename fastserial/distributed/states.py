@@ -10,7 +10,7 @@ with zeros, and training would not be what it is without a checkpoint. It is lef
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -64,20 +64,54 @@ def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any
     return get_optimizer_state_dict(module, asked)
 
 
-def module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module:
-    """Return the module whose parameters an optimizer has.
+def module_of(optimizer: Optimizer, modules: list[nn.Module], nest: object) -> nn.Module:
+    """Return a module that names the parameters of an optimizer.
+
+    It is the one that has them all, or one made of those modules and tensors of the nest that the
+    optimizer has parameters of, under their keys: `actor.0.weight`, `log_alpha`.
 
     Raises:
-        ValueError: there is none.
+        ConfigError: a parameter is in no module of the nest, and is no tensor of it.
     """
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    wanted = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
-        if wanted <= {id(p) for p in module.parameters()}:
+        if wanted.keys() <= {id(p) for p in module.parameters()}:
             return module
-    raise ValueError(
-        "an optimizer is saved and loaded together with its module, which names its parameters: "
-        '{"model": model, "optimizer": optimizer}'
-    )
+    joined = nn.Module()
+    where = ""
+    for path, found in _flat(nest, (), set()):
+        name = "/".join(path)  # a dot would be one between a module and its parameter
+        if found is optimizer:
+            where = name
+        name += "_" * hasattr(joined, name)  # such as `train`
+        if isinstance(found, nn.Module):
+            if not wanted.keys().isdisjoint(id(p) for p in found.parameters()):
+                joined._modules[name] = found
+        elif id(found) in wanted:
+            joined._parameters[name] = found
+    known = {id(p) for p in joined.parameters()}
+    for number, parameter in wanted.items():
+        if number not in known:
+            raise ConfigError(
+                f"the optimizer {where!r} ({type(optimizer).__name__}) has a parameter of shape "
+                f"{tuple(parameter.shape)} that is in no module of what is saved or loaded with "
+                "it, which would name it. Put the module, or the parameter itself, beside the "
+                'optimizer: {"model": model, "log_alpha": log_alpha, "optimizer": optimizer}'
+            )
+    return joined
+
+
+def _flat(
+    value: Any, path: tuple[str, ...], seen: set[int]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what is in a nest's dictionaries, lists and tuples, with its keys."""
+    if isinstance(value, nn.Module) or not isinstance(value, Mapping | list | tuple):
+        yield path, value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _flat(item, (*path, str(key)), seen)
 
 
 class LiveState:
@@ -89,11 +123,13 @@ class LiveState:
         parameters: of an optimizer, by their names.
     """
 
-    def __init__(self, value: nn.Module | Optimizer, modules: list[nn.Module]) -> None:
+    def __init__(
+        self, value: nn.Module | Optimizer, modules: list[nn.Module], nest: object
+    ) -> None:
         """Get the state.
 
         Raises:
-            ValueError: an optimizer comes without the module whose parameters it has.
+            ConfigError: an optimizer comes without what names its parameters.
         """
         self._optimizer: Optimizer | None = None
         self._groups: list[Any] = []
@@ -101,7 +137,7 @@ class LiveState:
         self.entries: dict[str, Any]
         self.parameters: dict[str, torch.Tensor] = {}
         if isinstance(value, Optimizer):
-            self._module = module_of(value, modules)
+            self._module = module_of(value, modules, nest)
             self._optimizer = value
             state = state_of_optimizer(self._module, value)
             self.entries = state["state"]

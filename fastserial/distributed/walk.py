@@ -183,13 +183,13 @@ def states(obj: object) -> Any:
     is the object itself, as every container in it is that holds none.
 
     Raises:
-        ValueError: an optimizer comes without the module whose parameters it has.
+        ConfigError: an optimizer comes without what names its parameters.
     """
     found = live(obj)
     if not found:
         return obj
     modules = [one for one in found if isinstance(one, torch.nn.Module)]
-    return _replaced(obj, {id(one): _state(one, modules) for one in found}, {})
+    return _replaced(obj, {id(one): _state(one, modules, obj) for one in found}, {})
 
 
 def optimizers(obj: object) -> Iterator[torch.optim.Optimizer]:
@@ -236,10 +236,10 @@ def sequence_like(value: Any, items: list[Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _state(value: Any, modules: list[torch.nn.Module]) -> Any:
+def _state(value: Any, modules: list[torch.nn.Module], nest: object) -> Any:
     if isinstance(value, torch.nn.Module):
         return _rebuilt(state_of_module(value))
-    return _rebuilt(state_of_optimizer(module_of(value, modules), value))
+    return _rebuilt(state_of_optimizer(module_of(value, modules, nest), value))
 
 
 def _rebuilt(value: Any) -> Any:

@@ -7,12 +7,14 @@ else logged when the interpreter exits. It does not exit before the saves have e
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
 from fastserial import config
 from fastserial.errors import FastserialError
@@ -30,7 +32,10 @@ _MOST = 2  # one is written, one waits for its turn
 
 
 class PendingSave:
-    """A save that may still be under way."""
+    """A save that may still be under way.
+
+    It has a `concurrent.futures.Future`'s methods, but none to cancel it, and `await` works on it.
+    """
 
     def __init__(self, path: str, target: str, snapshot: Snapshot | None = None) -> None:
         """Note a save to come.
@@ -47,6 +52,7 @@ class PendingSave:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._thread = 0
+        self._callbacks: list[Callable[[PendingSave], object]] = []
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._error else "saved"
@@ -83,6 +89,44 @@ class PendingSave:
         if self._report is None:
             raise FastserialError(f"{self._path}: the save has ended without a report")
         return self._report
+
+    result = wait
+
+    def __await__(self) -> Generator[Any, None, SaveReport]:
+        """Let other tasks of the event loop run until the save ends; raise and return as `wait`."""
+        import asyncio  # whoever needs it has it by now
+
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not end.done():  # its task may be cancelled
+                end.set_result(None)
+
+        def ended(_: PendingSave) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(ended)
+        yield from end
+        return self.wait()
+
+    def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
+        """Call a function with this object when the save has ended, at once if it has.
+
+        It is called on the thread that saves. What it raises is logged.
+        """
+        with _lock:
+            if not self.done():
+                self._callbacks.append(function)
+                return
+        self._call(function)
+
+    def _call(self, function: Callable[[PendingSave], object]) -> None:
+        try:
+            function(self)
+        except Exception:
+            _log.exception("%s: a function that is called after the save failed", self._path)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save, and return the error that ended it, or None.
@@ -126,7 +170,10 @@ class PendingSave:
                 del _pending[self._target]
             if error is not None:
                 _failed[self._target] = self
-        self._end.set()
+            self._end.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for function in callbacks:
+            self._call(function)
 
 
 _lock = threading.RLock()
@@ -298,6 +345,7 @@ def _in_child() -> None:
     for save in _pending.values():
         save._end = threading.Event()
         save._snapshot = None
+        save._callbacks.clear()
         save._error = FastserialError(f"{save.path}: this save is the parent process's")
         save._end.set()
     _pending.clear()

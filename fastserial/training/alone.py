@@ -8,7 +8,7 @@ from typing import Any
 
 from fastserial.checkpoints.load import load
 from fastserial.checkpoints.verify import verify
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.overlap.asynchronous import Kind, size_of, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
@@ -64,7 +64,7 @@ class Alone:
             reason = report.problems[0].message if report.problems else "; ".join(report.notes)
             raise CorruptCheckpointError(reason, path=path) from error
         if not isinstance(found, dict) or OWN not in found:
-            raise CorruptCheckpointError("no checkpoint that a Checkpointer wrote", path=path)
+            raise UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)
         return found
 
     def restore(self, objects: Mapping[str, Any], found: dict[str, Any], path: str) -> None:

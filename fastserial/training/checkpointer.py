@@ -21,6 +21,7 @@ from fastserial.errors import (
     ConfigError,
     CorruptCheckpointError,
     TornSnapshotError,
+    UnreadableCheckpointError,
     WriteError,
     write_error,
 )
@@ -362,7 +363,9 @@ class Checkpointer:
                 continue
             except CorruptCheckpointError as error:
                 self._damaged.add(candidate)
-                text = f"{self._folder.file(candidate)} is damaged; the one before is used: {error}"
+                other = isinstance(error, UnreadableCheckpointError)
+                what = "is no checkpoint of a Checkpointer's" if other else "is damaged"
+                text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 continue
             self._restore(candidate, found)
@@ -370,7 +373,7 @@ class Checkpointer:
             return candidate
         if self._damaged:
             raise CorruptCheckpointError(
-                "every checkpoint there is damaged; move them away to start anew",
+                "every checkpoint there is damaged, or is none; move them away to start anew",
                 path=self._folder.path,
             )
         return 0

@@ -19,6 +19,7 @@ _NAME = re.compile(r"step-(\d{8,})\.pt")
 # What a killed save leaves where the file system cannot make a file without a name.
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.pt\.fastserial-\d+\.tmp")
 _LOCK = ".fastserial.lock"
+_TRIES = 100  # to lock what has its name: where a file's number changes (FUSE), none succeeds
 
 
 class CheckpointFolder:
@@ -174,7 +175,7 @@ _locks: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
 
 def _locked(path: str) -> int | None:
     """Return the lock file's descriptor; None where files cannot be locked."""
-    while True:
+    for _ in range(_TRIES):
         fd = _open_lock(path)
         if fd is None:
             return None
@@ -199,6 +200,7 @@ def _locked(path: str) -> int | None:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
             return fd
+    return None
 
 
 def _open_lock(path: str) -> int | None:

@@ -24,7 +24,7 @@ from fastserial.distributed.file_index import index_of_file
 from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.loader import load
 from fastserial.distributed.walk import is_live, is_sharded, leaves
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.overlap.asynchronous import Kind
@@ -273,8 +273,9 @@ def _refusal(path: str) -> Exception | None:
                 found = crc32(os.pread(fd, record.size, record.data_offset))
                 if found != record.crc:
                     return CorruptCheckpointError(f"record {record.name} is damaged", path=path)
-            if index_of_file(fd, path).container != "zip":
-                return CorruptCheckpointError("no checkpoint that a Checkpointer wrote", path=path)
+            index = index_of_file(fd, path)
+            if not (isinstance(index.value, Mapping) and OWN in index.value):
+                return UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)
     except (FileNotFoundError, CorruptCheckpointError) as error:
         return error
     return None

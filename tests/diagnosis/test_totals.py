@@ -41,10 +41,13 @@ def test_nothing_yet() -> None:
 def test_a_save_without_install(tmp_path: Path) -> None:
     """It counts, and what is said of torch does not deny it."""
     fastserial.uninstall()
+    stock = "torch.save and torch.load are stock (uninstall() was called)"
+    assert str(fastserial.summary()).splitlines()[0] == f"fastserial: {stock}"
     fastserial.save_async(SMALL, tmp_path / "a.pt").wait()
     found = fastserial.summary()
     assert found.saves.count == 1
-    assert "torch.save and torch.load are stock: " in str(found).splitlines()[0]
+    first = str(found).splitlines()[0]
+    assert first == f"fastserial: used through its own functions; {stock}"
 
 
 def test_each_counts_once(tmp_path: Path) -> None:

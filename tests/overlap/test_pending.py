@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import copy
 import io
@@ -207,6 +208,40 @@ def test_an_error_shows_at_the_next_save_to_the_target(small_disk: Path, state: 
         fastserial.save_async([1], path)
     fastserial.save_async([2], path).wait()
     assert torch.load(path) == [2]
+
+
+def test_it_is_a_future(
+    tmp_path: Path, state: Any, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    called: list[fastserial.PendingSave] = []
+
+    def fail(saving: fastserial.PendingSave) -> None:
+        raise ValueError("mine")
+
+    async def train() -> None:
+        saving = fastserial.save_async(state, tmp_path / "state.pt")
+        saving.add_done_callback(fail)
+        saving.add_done_callback(called.append)
+        impatient = asyncio.ensure_future(asyncio.wait_for(saving, 0.01))
+        asyncio.get_running_loop().call_later(0.05, gate.open.set)
+        report = await saving  # other tasks go on: one opens the gate
+        assert called == [saving]
+        with pytest.raises(asyncio.TimeoutError):
+            await impatient
+        assert await saving is saving.result() is report
+        saving.add_done_callback(called.append)
+        assert called == [saving, saving]
+
+    asyncio.run(train())
+    assert "mine" in caplog.text
+
+
+def test_an_awaited_save_raises_its_error(small_disk: Path, state: Any) -> None:
+    async def train() -> None:
+        await fastserial.save_async(state, small_disk / "state.pt")
+
+    with pytest.raises(fastserial.WriteError):
+        asyncio.run(train())
 
 
 def test_wait_all_raises_each_error_once(small_disk: Path, state: Any) -> None:

@@ -53,6 +53,16 @@ def not_shared(folder: Path, rank: int) -> Any:
     return found
 
 
+def by_hand(folder: Path, rank: int) -> Any:
+    """Resume where the newest file is another program's."""
+    if not rank:
+        save(folder, 1)
+        torch.save({"x": 2}, folder / "step-00000002.pt")
+    dist.barrier()
+    with Checkpointer(folder, {"x": 0}, rng=False, timeout=60) as checkpointer:
+        return outcome(checkpointer.resume)
+
+
 def held(folder: Path, rank: int) -> Any:
     """Save and check where another process than rank 0 has the folder."""
     if rank:
@@ -96,7 +106,7 @@ def main() -> None:
     refused, early = too_early(folder / "early")
     rank, _ = join()
     found: dict[str, Any] = {"early": refused + outcome(lambda: early.save(1))}
-    cases = (not_shared, held, signals)
+    cases = (not_shared, by_hand, held, signals)
     for case in cases:
         mine = folder / case.__name__
         mine.mkdir(exist_ok=True)

@@ -177,6 +177,21 @@ def test_all_damaged(tmp_path: Path) -> None:
         checkpointer.resume()
 
 
+def test_a_file_of_another_program_is_no_damage(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"n": 1}) as checkpointer:
+        checkpointer.save(1)
+    torch.save({"n": 2}, tmp_path / "step-00000002.pt")
+    with Checkpointer(tmp_path, {"n": 0}) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="2.pt is no checkpoint of a Checkpointer's; the"):
+            assert checkpointer.resume() == 1
+        (tmp_path / "step-00000001.pt").unlink()
+        with (
+            pytest.warns(RuntimeWarning, match="is no checkpoint"),
+            pytest.raises(fastserial.CorruptCheckpointError, match="damaged, or is none"),
+        ):
+            checkpointer.resume()
+
+
 def test_resume_at_a_step(tmp_path: Path) -> None:
     state = {"n": 0}
     with Checkpointer(tmp_path, state) as checkpointer:

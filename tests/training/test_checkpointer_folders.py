@@ -45,6 +45,12 @@ def test_ranks_whose_folder_is_another_process_are_all_refused(told: list[dict[s
         assert checked == saved
 
 
+def test_ranks_pass_over_the_file_of_another_program(told: list[dict[str, Any]]) -> None:
+    for step, warning in (rank["by_hand"] for rank in told):
+        assert step == 1
+        assert "step-00000002.pt is no checkpoint of a Checkpointer's" in warning
+
+
 def test_a_signal_to_one_rank_ends_all_with_the_checkpoint(told: list[dict[str, Any]]) -> None:
     first, second = (rank["signals"] for rank in told)
     assert first == second

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs.ranks_optimizers import Agent, went_on
 from support import ranks
 
 import fastserial
@@ -149,6 +151,24 @@ def test_unusual_states(tmp_path: Path) -> None:
         assert checkpointer.resume() == 1
     assert state["nets"][0][1].weight.eq(3).all()
     assert state["nets"][1] == {"loader": {"position": 3}}
+
+
+def test_an_optimizer_of_several_modules_and_a_tensor(tmp_path: Path) -> None:
+    agent = Agent(1)
+    with fastserial.Checkpointer(tmp_path / "alone", agent.state) as checkpointer:
+        agent.step()
+        checkpointer.save(1)
+    for out in ranks.run("ranks_optimizers", 2, tmp_path):
+        found = json.loads(out)
+        assert found["went on"] == found["expected"]
+        assert found["from one process"] == found["expected"]
+        assert len(found["refused"]) == 2
+        for text in found["refused"]:
+            assert "the optimizer 'optimizer' (Adam) has a parameter of shape (1,)" in text
+            assert "Put the module, or the parameter itself, beside" in text
+    names_there = torch.load(tmp_path / "ranks" / name_of(1))["optimizer"]["state"].keys()
+    assert {"log_alpha", "train_.weight", "critic.bias"} <= names_there
+    assert went_on(tmp_path / "ranks") == found["expected"]
 
 
 class Killed:
