@@ -63,13 +63,8 @@ def _about_engine(found: Diagnosis) -> Iterator[Finding]:
     if status is None or status.missing is not None:
         why = status.missing if status is not None else f"there is no engine {found.engine!r}"
         yield Finding(f"saves will fail: {why}", fix, True)
-    elif status.capabilities is not None:
-        if not status.capabilities.moves_data:
-            yield Finding(f"engine {found.engine} writes files without their data", fix, True)
-        if not status.capabilities.reads:
-            yield Finding(
-                f"loads stay stock: engine {found.engine} cannot read from files", fix, True
-            )
+    elif status.capabilities is not None and not status.capabilities.reads:
+        yield Finding(f"loads stay stock: engine {found.engine} cannot read from files", fix, True)
 
 
 def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
