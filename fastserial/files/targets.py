@@ -8,7 +8,6 @@ import fcntl
 import io
 import os
 import stat
-import threading
 from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
@@ -331,14 +330,10 @@ def is_held(device: int, inode: int) -> bool:
     """Return whether a descriptor of this process should see what is saved to a file.
 
     `NamedTemporaryFile`, `mkstemp`, a lock (`flock`) on the checkpoint: what is saved under the
-    name is expected behind the descriptor. A descriptor of our own is not (`interrupts`), nor one
-    that another thread reads from at this moment: that reader is to see the old file to its end.
-
-    That is one that is open for writing, or whose file is locked; one that is open for reading
-    only if no other thread can be reading. Takes about two microseconds for each
-    descriptor of the process.
+    name is expected behind the descriptor. One that is open for reading only, and holds no lock,
+    is not: whoever reads sees the old file to its end. Nor is one of our own (`interrupts`). Takes
+    about two microseconds for each descriptor of the process.
     """
-    is_read = False
     for fd in _descriptors():
         try:
             found = os.fstat(fd)
@@ -353,8 +348,7 @@ def is_held(device: int, inode: int) -> bool:
             return True
         if _holds_lock(fd):
             return True
-        is_read = True
-    return is_read and _is_alone()
+    return False
 
 
 def _descriptors() -> Iterable[int]:
@@ -362,14 +356,6 @@ def _descriptors() -> Iterable[int]:
         return map(int, os.listdir("/proc/self/fd"))
     except OSError:  # no /proc, or no descriptor left to look into it
         return range(_MOST_WITHOUT_PROC)
-
-
-def _is_alone() -> bool:
-    """Return whether no other thread runs Python but ours."""
-    others = [
-        thread for thread in threading.enumerate() if thread is not threading.current_thread()
-    ]
-    return all(thread.name.startswith("fastserial") for thread in others)
 
 
 def _holds_lock(fd: int) -> bool:
