@@ -344,7 +344,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
 
 
 def set_installed(**values: Any) -> None:
-    """Replace the options given to `install()`.
+    """Add options given to `install()` to those that are set.
 
     Raises:
         ConfigError: an option has an unknown name or an impossible value.
@@ -353,7 +353,14 @@ def set_installed(**values: Any) -> None:
     _check_names(values)
     Config(**values)
     with _lock:
-        _installed = dict(values)
+        _installed = {**_installed, **values}
+
+
+def forget_installed() -> None:
+    """Forget all options given to `install()`."""
+    global _installed
+    with _lock:
+        _installed = _NOTHING
 
 
 def chosen(**overrides: Any) -> Mapping[str, Any]:
