@@ -9,12 +9,14 @@ from fastserial.diagnosis.facts import Diagnosis, Finding
 from fastserial.diagnosis.folder import Folder
 from fastserial.engines.direct_memory import missing
 from fastserial.files.gpus import Drive, GpuHost
+from fastserial.files.linux import NO_PROC
 from fastserial.memory.huge_pages import SWITCH
 from fastserial.reports import format_bytes
 
 __all__ = ["judge"]
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs")
+_RESERVING = ("ext4", "xfs", "btrfs")
 _LITTLE_SPACE = 1 << 30
 
 
@@ -158,7 +160,7 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
         why = folder.direct_problem or "the kernel says this file system has none"
         yield Finding(
             f"no direct I/O on {folder.file_system} ({why}): saves go through the page cache",
-            "save to a local ext4 or XFS",
+            "mount /proc" if why == NO_PROC else "save to a local ext4 or XFS",
             True,
         )
     elif options.block_size % folder.alignment.offset:
@@ -170,8 +172,10 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
         )
     if not folder.preallocates and not in_memory:
         yield Finding(
-            f"{folder.file_system} cannot reserve space (fallocate): a full disk shows late",
-            "save to a local ext4 or XFS if speed matters",
+            f"no space can be reserved on {folder.file_system} (fallocate): a full disk shows late",
+            "let the container's filter of system calls (seccomp) pass fallocate"
+            if folder.file_system in _RESERVING
+            else "save to a local ext4 or XFS if speed matters",
             False,
         )
     if not folder.unnamed_files:

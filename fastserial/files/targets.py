@@ -169,10 +169,10 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     def in_place(reason: str) -> InPlaceTarget:
         return InPlaceTarget(name, reason, _is_sequential(directory, magic))
 
-    is_open = os.access(directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
+    is_open = _allows(directory, os.R_OK | os.W_OK | os.X_OK)
     if existing is None:
         if not is_open:
-            if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+            if not _allows(directory, os.W_OK | os.X_OK):
                 raise _denial(directory, name)
             return in_place("the directory is not readable, so it cannot be synced")
         return _unless_limited(PathTarget(name, path, None, None), directory, magic)
@@ -180,7 +180,7 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
         raise _refusal(errno.EISDIR, name)
     if not stat.S_ISREG(existing.st_mode):
         return StockWay("not a regular file")
-    if not os.access(path, os.W_OK, effective_ids=True):
+    if not _allows(path, os.W_OK):
         raise _denial(directory, name)
     if not is_open:
         return in_place("this process may not write to the directory, only overwrite the file")
@@ -197,6 +197,16 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     owner = (existing.st_uid, existing.st_gid)
     found_there = PathTarget(name, path, mode, owner, existing.st_size)
     return _unless_limited(found_there, directory, magic)
+
+
+def _allows(path: str, mode: int) -> bool:
+    """Return whether the effective user may do something (`os.access`) with a file."""
+    if os.access(path, mode, effective_ids=True):
+        return True
+    # A container's filter may refuse faccessat2, which that takes; the older call asks for the
+    # real user.
+    is_same = (os.geteuid(), os.getegid()) == (os.getuid(), os.getgid())
+    return is_same and os.access(path, mode)
 
 
 def _unless_limited(target: PathTarget, directory: str, magic: int) -> PathTarget | InPlaceTarget:
