@@ -16,9 +16,9 @@ from fastserial.config import settings
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in settings._PARSERS:
         monkeypatch.delenv(f"FASTSERIAL_{name.upper()}", raising=False)
-    config.set_installed()
+    config.forget_installed()
     yield
-    config.set_installed()
+    config.forget_installed()
 
 
 def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
@@ -42,6 +42,20 @@ def test_the_nearer_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.current().threads == default.threads
         assert config.current(queue_depth=5).queue_depth == 5
     assert config.current().queue_depth == 3
+
+
+def test_a_later_install_keeps_what_it_does_not_give() -> None:
+    fastserial.install(durable=False, threads=2)
+    try:
+        fastserial.install(threads=4)
+        assert (config.current().durable, config.current().threads) == (False, 4)
+        with pytest.raises(ConfigError):
+            fastserial.install(durable=True, threads=0)
+        assert (config.current().durable, config.current().threads) == (False, 4)
+    finally:
+        fastserial.uninstall()
+    assert config.current() == config.Config()
+    assert not fastserial.uninstall()
 
 
 def test_options_are_of_one_thread() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import os
 import pickle
 import shlex
 from collections import OrderedDict
@@ -16,6 +15,7 @@ import torch
 from fastserial.checkpoints.tensor_read import is_dense
 from fastserial.config import Config
 from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.files.linux import preadv
 from fastserial.formats.extents import Data, Extent
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
@@ -75,7 +75,7 @@ class FileMemory:
         view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
         done = 0
         while done < length:
-            got = os.preadv(self._fd, [view[done:]], self._offset + start + done)
+            got = preadv(self._fd, [view[done:]], self._offset + start + done)
             if got == 0:
                 raise CorruptCheckpointError("the file became shorter while it was read")
             done += got

@@ -77,8 +77,8 @@ class Config:
     """How bytes reach the disk. Sizes are bytes.
 
     Attributes:
-        engine: name of the I/O engine (`threads`, `null`, ...), or a function that makes one from
-            the number of threads.
+        engine: name of the I/O engine (`threads`, ...), or a function that makes one from the
+            number of threads.
         block_size: bytes of one write; a multiple of 4096.
         queue_depth: blocks in flight at once. `block_size * queue_depth` is the peak of extra
             memory a save takes.
@@ -136,6 +136,11 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str) and not callable(self.engine):
             raise ConfigError(f"engine must be a name or a function, not {self.engine!r}")
+        if self.engine == "null":
+            raise ConfigError(
+                "engine 'null' writes no data; it is for the benchmark alone. Take it out of "
+                "the options and of FASTSERIAL_ENGINE"
+            )
         for name, unit in _NUMBERS.items():
             if not isinstance(getattr(self, name), SupportsIndex):
                 raise ConfigError(f"{name} must be {unit}, not {getattr(self, name)!r}")
@@ -342,7 +347,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
 
 
 def set_installed(**values: Any) -> None:
-    """Replace the options given to `install()`.
+    """Add options given to `install()` to those that are set.
 
     Raises:
         ConfigError: an option has an unknown name or an impossible value.
@@ -351,7 +356,14 @@ def set_installed(**values: Any) -> None:
     _check_names(values)
     Config(**values)
     with _lock:
-        _installed = dict(values)
+        _installed = {**_installed, **values}
+
+
+def forget_installed() -> None:
+    """Forget all options given to `install()`."""
+    global _installed
+    with _lock:
+        _installed = _NOTHING
 
 
 def chosen(**overrides: Any) -> Mapping[str, Any]:

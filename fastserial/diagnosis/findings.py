@@ -9,12 +9,14 @@ from fastserial.diagnosis.facts import Diagnosis, Finding
 from fastserial.diagnosis.folder import Folder
 from fastserial.engines.direct_memory import missing
 from fastserial.files.gpus import Drive, GpuHost
+from fastserial.files.linux import NO_PROC
 from fastserial.memory.huge_pages import SWITCH
 from fastserial.reports import format_bytes
 
 __all__ = ["judge"]
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs")
+_RESERVING = ("ext4", "xfs", "btrfs")
 _LITTLE_SPACE = 1 << 30
 
 
@@ -63,13 +65,8 @@ def _about_engine(found: Diagnosis) -> Iterator[Finding]:
     if status is None or status.missing is not None:
         why = status.missing if status is not None else f"there is no engine {found.engine!r}"
         yield Finding(f"saves will fail: {why}", fix, True)
-    elif status.capabilities is not None:
-        if not status.capabilities.moves_data:
-            yield Finding(f"engine {found.engine} writes files without their data", fix, True)
-        if not status.capabilities.reads:
-            yield Finding(
-                f"loads stay stock: engine {found.engine} cannot read from files", fix, True
-            )
+    elif status.capabilities is not None and not status.capabilities.reads:
+        yield Finding(f"loads stay stock: engine {found.engine} cannot read from files", fix, True)
 
 
 def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
@@ -165,7 +162,7 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
         why = folder.direct_problem or "the kernel says this file system has none"
         yield Finding(
             f"no direct I/O on {folder.file_system} ({why}): saves go through the page cache",
-            "save to a local ext4 or XFS",
+            "mount /proc" if why == NO_PROC else "save to a local ext4 or XFS",
             True,
         )
     elif options.block_size % folder.alignment.offset:
@@ -177,8 +174,10 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
         )
     if not folder.preallocates and not in_memory:
         yield Finding(
-            f"{folder.file_system} cannot reserve space (fallocate): a full disk shows late",
-            "save to a local ext4 or XFS if speed matters",
+            f"no space can be reserved on {folder.file_system} (fallocate): a full disk shows late",
+            "let the container's filter of system calls (seccomp) pass fallocate"
+            if folder.file_system in _RESERVING
+            else "save to a local ext4 or XFS if speed matters",
             False,
         )
     if not folder.unnamed_files:

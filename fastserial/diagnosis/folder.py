@@ -149,9 +149,11 @@ def _try_direct(fd: int) -> str | None:
         direct = linux.reopen(fd, os.O_RDWR | os.O_DIRECT, files)
         view = pool.take().view
         view[:] = os.urandom(size)
-        written = os.pwritev(direct, [view], 0)
+        written = linux.pwritev(direct, [view], 0)
         if written != size or os.pread(fd, size, 0) != view:
             return "what was written is not what is read"
+    except FileNotFoundError:
+        return linux.NO_PROC
     except OSError as error:
         return error.strerror or str(error)
     finally:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fastserial.files.linux import NO_PROC
 from fastserial.patching.install import status
 from fastserial.printable import printable
 from fastserial.reports import LOADS, SAVES, Counts, format_bandwidth, format_bytes
@@ -58,6 +59,7 @@ REMEDIES = {
     "no thread to read ahead": "raise the limit on threads (`ulimit -u`)",
     "through the page cache": _DIRECT,
     "direct I/O refused": _DIRECT,
+    NO_PROC: "mount /proc",
     "the file is locked": "end the lock (lockf) before the file is saved to",
     "the file system compresses this file": _NONE,
     "another thread keeps the interpreter busy": "give that thread a process of its own",

@@ -32,7 +32,6 @@ __all__ = [
 
 _BUILTIN = {
     "threads": "fastserial.engines.threads:ThreadsEngine",
-    "null": "fastserial.engines.null:NullEngine",
     "deepspeed": "fastserial.engines.deepspeed.engine:DeepSpeedEngine",
 }
 _GROUP = "fastserial.engines"
@@ -76,6 +75,8 @@ def load(name: str) -> type[Engine]:
         if isinstance(error, EngineUnavailableError):
             raise
         raise EngineUnavailableError(f"engine {name!r} cannot be imported: {error}") from error
+    if not found.capabilities.moves_data:
+        raise EngineUnavailableError(f"engine {name!r} writes no data")
     if missing is not None:
         raise EngineUnavailableError(f"engine {name!r} cannot run here: {missing}")
     return found

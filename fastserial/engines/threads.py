@@ -16,6 +16,7 @@ from typing import ClassVar
 from fastserial.config.performance import FEW_CORES
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
+from fastserial.files.linux import preadv, pwritev
 from fastserial.interrupts import Background, finish
 from fastserial.memory.buffers import Buffer
 
@@ -34,9 +35,9 @@ def transfer(request: Request, done: int = 0) -> int:
     while done < request.length:
         rest = request.rest(done)
         if request.op is Op.WRITE:
-            moved = os.pwritev(request.fd, rest, request.offset + done)
+            moved = pwritev(request.fd, rest, request.offset + done)
         else:
-            moved = os.preadv(request.fd, rest, request.offset + done)
+            moved = preadv(request.fd, rest, request.offset + done)
         if moved == 0:
             break
         done += moved

@@ -14,6 +14,7 @@ import fcntl
 import os
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from fastserial.config.performance import PAGE
 from fastserial.interrupts import Descriptors
 
 __all__ = [
+    "NO_PROC",
     "PROC",
     "Compression",
     "DirectAlignment",
@@ -40,13 +42,16 @@ __all__ = [
     "mount_of",
     "name_max",
     "open_direct",
+    "preadv",
     "preallocate",
+    "pwritev",
     "reopen",
     "synced",
 ]
 
 PROC = 0x9FA0  # what `magic_of` says of procfs
 
+NO_PROC = "/proc is not mounted, and a file cannot be opened anew for direct I/O"
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW = 0x100
@@ -171,11 +176,38 @@ def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> b
         if call(fd, _FALLOC_FL_KEEP_SIZE if keep_size else 0, offset, length) == 0:
             return True
         number = ctypes.get_errno()
-        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV):
+        # EPERM: of a container's filter of system calls
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV, errno.EPERM):
             return False
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
     return False
+
+
+def pwritev(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Write pieces back to back from byte `offset` on, and return how many bytes were written.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    try:
+        return os.pwritev(fd, pieces, offset)
+    except PermissionError:  # Python calls pwritev2, which a filter of system calls may refuse
+        return os.pwrite(fd, pieces[0], offset)
+
+
+def preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Read into pieces from byte `offset` on, and return how many bytes were read.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    try:
+        return os.preadv(fd, pieces, offset)
+    except PermissionError:  # as in `pwritev`
+        data = os.pread(fd, len(pieces[0]), offset)
+        pieces[0][: len(data)] = data
+        return len(data)
 
 
 def synced(fd: int) -> bool:
@@ -296,6 +328,8 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
         return DirectFile(-1, alignment, what)
     try:
         return DirectFile(reopen(fd, flags | os.O_DIRECT, files), alignment)
+    except FileNotFoundError:
+        return DirectFile(-1, alignment, NO_PROC)
     except OSError as error:
         return DirectFile(-1, alignment, f"direct I/O refused: {error.strerror}")
 

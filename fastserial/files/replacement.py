@@ -68,8 +68,17 @@ def _first_names(name: str, name_max: int) -> tuple[str, ...]:
 
 @functools.cache
 def _can_link() -> bool:
-    """Return whether a nameless file can be given a name later: that takes /proc."""
-    return os.path.isdir("/proc/self/fd")
+    """Return whether a nameless file can be given a name later.
+
+    That takes /proc, and linkat, which a filter of system calls may refuse.
+    """
+    try:
+        os.link("", "", dst_dir_fd=0, follow_symlinks=True)
+    except FileNotFoundError:  # as the kernel says of an empty name
+        return os.path.isdir("/proc/self/fd")
+    except OSError:
+        return False
+    return False
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
@@ -253,9 +262,8 @@ class Replacement:
                 return
 
     def _exists(self, name: str) -> bool:
-        return os.access(  # far cheaper than a `stat` that raises
-            name, os.F_OK, dir_fd=self._directory, effective_ids=True, follow_symlinks=False
-        )
+        # far cheaper than a `stat` that raises; a container's filter may refuse flags (faccessat2)
+        return os.access(name, os.F_OK, dir_fd=self._directory)
 
     def _is(self, name: str, fd: int) -> bool:
         try:
@@ -317,7 +325,13 @@ class Replacement:
             named = self.named or self._link()
             base, directory = self._base, self._directory
             self._hold(base)
-            os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
+            try:
+                os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOSYS):
+                    raise
+                # a filter of system calls may refuse renameat, but not rename
+                os.rename(os.path.join(os.path.dirname(self.target.path), named), self.target.path)
         self.named = None
         self.committed = True
         if self.durable:

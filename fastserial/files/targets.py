@@ -8,7 +8,6 @@ import fcntl
 import io
 import os
 import stat
-import threading
 from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
@@ -170,10 +169,10 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     def in_place(reason: str) -> InPlaceTarget:
         return InPlaceTarget(name, reason, _is_sequential(directory, magic))
 
-    is_open = os.access(directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
+    is_open = _allows(directory, os.R_OK | os.W_OK | os.X_OK)
     if existing is None:
         if not is_open:
-            if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+            if not _allows(directory, os.W_OK | os.X_OK):
                 raise _denial(directory, name)
             return in_place("the directory is not readable, so it cannot be synced")
         return _unless_limited(PathTarget(name, path, None, None), directory, magic)
@@ -181,7 +180,7 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
         raise _refusal(errno.EISDIR, name)
     if not stat.S_ISREG(existing.st_mode):
         return StockWay("not a regular file")
-    if not os.access(path, os.W_OK, effective_ids=True):
+    if not _allows(path, os.W_OK):
         raise _denial(directory, name)
     if not is_open:
         return in_place("this process may not write to the directory, only overwrite the file")
@@ -198,6 +197,16 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     owner = (existing.st_uid, existing.st_gid)
     found_there = PathTarget(name, path, mode, owner, existing.st_size)
     return _unless_limited(found_there, directory, magic)
+
+
+def _allows(path: str, mode: int) -> bool:
+    """Return whether the effective user may do something (`os.access`) with a file."""
+    if os.access(path, mode, effective_ids=True):
+        return True
+    # A container's filter may refuse faccessat2, which that takes; the older call asks for the
+    # real user.
+    is_same = (os.geteuid(), os.getegid()) == (os.getuid(), os.getgid())
+    return is_same and os.access(path, mode)
 
 
 def _unless_limited(target: PathTarget, directory: str, magic: int) -> PathTarget | InPlaceTarget:
@@ -331,14 +340,10 @@ def is_held(device: int, inode: int) -> bool:
     """Return whether a descriptor of this process should see what is saved to a file.
 
     `NamedTemporaryFile`, `mkstemp`, a lock (`flock`) on the checkpoint: what is saved under the
-    name is expected behind the descriptor. A descriptor of our own is not (`interrupts`), nor one
-    that another thread reads from at this moment: that reader is to see the old file to its end.
-
-    That is one that is open for writing, or whose file is locked; one that is open for reading
-    only if no other thread can be reading. Takes about two microseconds for each
-    descriptor of the process.
+    name is expected behind the descriptor. One that is open for reading only, and holds no lock,
+    is not: whoever reads sees the old file to its end. Nor is one of our own (`interrupts`). Takes
+    about two microseconds for each descriptor of the process.
     """
-    is_read = False
     for fd in _descriptors():
         try:
             found = os.fstat(fd)
@@ -353,8 +358,7 @@ def is_held(device: int, inode: int) -> bool:
             return True
         if _holds_lock(fd):
             return True
-        is_read = True
-    return is_read and _is_alone()
+    return False
 
 
 def _descriptors() -> Iterable[int]:
@@ -362,14 +366,6 @@ def _descriptors() -> Iterable[int]:
         return map(int, os.listdir("/proc/self/fd"))
     except OSError:  # no /proc, or no descriptor left to look into it
         return range(_MOST_WITHOUT_PROC)
-
-
-def _is_alone() -> bool:
-    """Return whether no other thread runs Python but ours."""
-    others = [
-        thread for thread in threading.enumerate() if thread is not threading.current_thread()
-    ]
-    return all(thread.name.startswith("fastserial") for thread in others)
 
 
 def _holds_lock(fd: int) -> bool:

@@ -24,7 +24,7 @@ from fastserial.engines.base import DirectTransferError
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.caching import cached_fraction, reads_through_cache
-from fastserial.files.linux import DirectFile, open_direct
+from fastserial.files.linux import DirectFile, open_direct, preadv
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.crew import Crew, Hand, engage
 from fastserial.loading.lanes import in_turns, lane_of
@@ -370,7 +370,7 @@ class BlockReader:
             return  # the device has all of it
         request.length = block.length
         while moved < block.length:
-            got = os.preadv(self._fd, request.rest(moved), block.offset + moved)
+            got = preadv(self._fd, request.rest(moved), block.offset + moved)
             if got == 0:
                 raise CorruptCheckpointError(
                     "the file became shorter while it was read", offset=block.offset + moved

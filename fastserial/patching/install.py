@@ -97,8 +97,8 @@ def install(*, strict: bool = False, **options: Any) -> bool:
 
     Args:
         strict: raise instead of warning.
-        options: settings for all saves, as in `fastserial.Config`; a later call without any
-            keeps them.
+        options: settings for all saves, as in `fastserial.Config`; a later call changes those
+            that it gives and keeps the others, until `uninstall()`.
 
     Raises:
         PatchError: `strict`, and the installed torch cannot be patched.
@@ -147,11 +147,13 @@ def switch_on(strict: bool = False) -> str | None:
 def uninstall() -> bool:
     """Give torch its own functions back, and tell whether there was anything to do.
 
+    The options given to `install()` are forgotten.
     A function that somebody else replaced after `install()` is left as it is, with a warning;
     what it wraps of ours behaves as stock from now on.
     """
     global _installation, _reason
     config = importlib.import_module("fastserial.config")
+    config.forget_installed()
     with _lock:
         if _installation is None:
             return False
@@ -166,7 +168,6 @@ def uninstall() -> bool:
             item.patched.__code__ = item.original.__code__
         vars(sys.modules[_HOME]).pop(_KEY, None)
         _installation, _reason = None, "uninstall() was called"
-        config.set_installed()
         hooks = sys.modules.get("fastserial.patching.safetensors_hooks")
         if hooks is not None:
             hooks.switch_off()

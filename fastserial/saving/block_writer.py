@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
-from fastserial.config import Config
+from fastserial.config import MAX_BLOCK, Config
 from fastserial.config.performance import FILL_CHUNK, PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.engines.base import DirectTransferError
@@ -338,7 +338,7 @@ class BlockWriter:
         if not isinstance(engine, ThreadsEngine) or pool is None or devices or self._read_back:
             return
         self._drain()
-        size = sum(buffer.nbytes for buffer in pool.buffers)
+        size = min(MAX_BLOCK, sum(buffer.nbytes for buffer in pool.buffers))
         try:
             self._pool = BufferPool(1, size)
         except (MemoryError, OSError):

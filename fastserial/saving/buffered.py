@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 from collections.abc import Iterator, Sequence
 
 from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.config.performance import CACHED_CHUNK, MOST_PIECES, UNCOPIED
+from fastserial.files.linux import pwritev
 from fastserial.formats.extents import Data, Hole, Literal
 from fastserial.memory.storages import HostMemory, StorageOnHost
 from fastserial.saving.fill import Part, staged
@@ -140,7 +140,7 @@ def write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
     """
     rest = list(pieces)
     while rest:
-        written = os.pwritev(fd, rest, offset)
+        written = pwritev(fd, rest, offset)
         if written == 0:
             raise OSError(errno.EIO, f"{sum(map(len, rest))} bytes were not written")
         offset += written

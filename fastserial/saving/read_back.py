@@ -9,6 +9,7 @@ import os
 
 from fastserial.engines import Request
 from fastserial.files import linux
+from fastserial.files.linux import preadv
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
@@ -58,7 +59,7 @@ class ReadBack:
         done = 0
         while done < request.length:
             with buffer.view[done : request.length] as rest:
-                moved = os.preadv(fd, [rest], request.offset + done)
+                moved = preadv(fd, [rest], request.offset + done)
             if not moved:
                 break
             done += moved

@@ -9,6 +9,7 @@ ours: torch's take longer than the writing.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class SequentialWriter:
         if isinstance(memory, HostMemory):
             crc = self._write_host(memory)
         else:
-            crc = self._write_chunks(memory)
+            crc = self._in_chunks(memory, self._target.write)
         if source.record is not None:
             ledger.add(source.record, 0, source.length, crc)
 
@@ -96,12 +97,19 @@ class SequentialWriter:
         storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         storages: list[tuple[torch.UntypedStorage, torch.dtype]] = [(storage, torch.uint8)]
         self._target.save_torch_storage_object_list(storages, False)
-        crc = crc32(array)
         if isinstance(memory, StorageOnHost):
             memory.check()
-        return crc
+            if memory.shared:  # another thread may free it even now
+                return self._in_chunks(memory, lambda part: None)
+        return crc32(array)
 
-    def _write_chunks(self, memory: Memory) -> int:
+    @staticmethod
+    def _in_chunks(memory: Memory, use: Callable[[memoryview], object]) -> int:
+        """Copy a memory piece by piece, pass the pieces on, and return the checksum of them all.
+
+        Raises:
+            StorageChangedError: the storage was resized.
+        """
         crc = 0
         chunk = bytearray(min(SEQUENTIAL_CHUNK, memory.nbytes))
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
@@ -109,6 +117,6 @@ class SequentialWriter:
             length = min(SEQUENTIAL_CHUNK, memory.nbytes - start)
             memory.copy_to(address, start, length)
             with memoryview(chunk)[:length] as part:
-                self._target.write(part)
+                use(part)
                 crc = crc32(part, crc)
         return crc

@@ -393,7 +393,7 @@ class FastFileWriter:
         """Reserve space for all that is known to come, unless it is little or has holes."""
         self._bar.expect(needed)
         config = self._config
-        if not config.preallocate or needed <= config.small_file or config.engine == "null":
+        if not config.preallocate or needed <= config.small_file:
             return
         if any(type(extent.source) is Hole for extent in extents):
             return

@@ -136,6 +136,6 @@ def _look_up(fd: int) -> Mapping[str, Any]:
     if entry is None or entry.settings is None:
         return {}
     able = engines.load(entry.settings.engine).capabilities
-    if not able.writes or not able.moves_data:  # a file changed by hand
+    if not able.writes:  # a file changed by hand
         raise ConfigError(f"engine {entry.settings.engine!r} writes no data")
     return entry.settings.options()

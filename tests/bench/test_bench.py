@@ -35,6 +35,7 @@ from fastserial.bench.subjects.fio import FioVariant
 from fastserial.bench.subjects.payload import mixed_state, tensor_sizes
 from fastserial.bench.subjects.saving import Format
 from fastserial.bench.subjects.torch_rows import fast_row, stock_row, torch_rows
+from fastserial.engines.null import NullEngine
 from fastserial.errors import ConfigError
 
 CALM = Plan(runs=2, warmups=1, pause=0.0)
@@ -179,7 +180,7 @@ def test_torch_rows(tmp_path: Path, container: str) -> None:
         fast_row(state, container, huge_pages=False),  # type: ignore[arg-type]
         fast_row(state, container, overwrites=True),  # type: ignore[arg-type]
         fast_row(state, container, durable=False),  # type: ignore[arg-type]
-        fast_row(state, container, durable=False, engine="null"),  # type: ignore[arg-type]
+        fast_row(state, container, durable=False, engine=NullEngine),  # type: ignore[arg-type]
     ]
     measured = rotate(rows, tmp_path, CALM)
     assert [one.identical for one in measured] == [None, None, None, True, True, True, True, None]

@@ -69,7 +69,7 @@ def test_config_route_by_the_environment(
     assert [line["by"] for line in having(said, "saved")] == ["FastserialCheckpointEngine"]
 
 
-@pytest.mark.parametrize("section", [False, {"enabled": False, "engine": "null"}])
+@pytest.mark.parametrize("section", [False, {"enabled": False, "durable": False}])
 def test_config_route_switched_off(launch: Launch, tmp_path: Path, section: object) -> None:
     at = ["--stage", 0, "--folder", tmp_path, "--via", "config"]
     said = launch(1, *SHORT, *at, "--config", json.dumps({"fastserial": section}))

@@ -92,7 +92,7 @@ def test_json(tmp_path: Path) -> None:
     assert found["torch"]["patch"]
     assert found["torch"]["self_check"] is None
     assert found["engine"] == "threads"
-    assert {"threads", "null"} <= {engine["name"] for engine in found["engines"]}
+    assert {"threads", "deepspeed"} <= {engine["name"] for engine in found["engines"]}
     assert {option["source"] for option in found["options"]} == {"default"}
     assert found["folder"]["path"] == str(tmp_path)
     assert found["folder"]["free_bytes"] > 0
@@ -327,7 +327,6 @@ def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, 
         ({"torch": Torch("2.13.1", "v2.13", False)}, "2.13.1", False),
         ({"torch": Torch("2.13.0", "v2.13", True, ("a", "b"), ("b",))}, "replaced b", True),
         ({"engine": "warp"}, "warp", True),
-        ({"engine": "null"}, "without their data", True),
         ({"engine": "x", "engines": (EngineStatus("x", "no libx", None),)}, "no libx", True),
         ({"options_problem": "FASTSERIAL_DIRECT: what?"}, "FASTSERIAL_DIRECT", True),
         ({"unknown_variables": ("FASTSERIAL_X",)}, "FASTSERIAL_X", False),

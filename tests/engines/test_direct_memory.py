@@ -26,6 +26,7 @@ from fastserial.config import current
 from fastserial.engines import direct_memory, slots
 from fastserial.engines.base import DirectTransferError
 from fastserial.engines.direct_memory import DirectMemory
+from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError
 from fastserial.loading.block_reader import Block, BlockReader
@@ -398,7 +399,7 @@ def test_never_compat(tmp_path: Path, plug: Plug, compat: bool) -> None:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"direct": False}, "switched off"), ({"engine": "null"}, "does not move device memory")],
+    [({"direct": False}, "switched off"), ({"engine": NullEngine}, "does not move device memory")],
 )
 def test_options_that_exclude_it(
     tmp_path: Path, plug: Plug, options: dict[str, Any], why: str

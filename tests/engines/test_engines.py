@@ -9,12 +9,15 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
+import torch
 
+import fastserial
 from fastserial import engines
 from fastserial.engines import Engine, Op, Request
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
+from fastserial.errors import ConfigError
 from fastserial.testing import EngineTests
 
 
@@ -91,7 +94,7 @@ class TestDeepSpeed(EngineTests):
 def test_survey_names_every_engine() -> None:
     """`doctor` shows each engine, with what it lacks."""
     found = {status.name: status for status in engines.survey()}
-    assert {"threads", "null", "deepspeed"} <= set(found)
+    assert {"threads", "deepspeed"} <= set(found)
     assert found["threads"].missing is None
     for status in found.values():
         assert (status.missing is None) == (status.capabilities is not None)
@@ -104,3 +107,23 @@ def test_where_the_rest_of_a_read_into_pieces_goes() -> None:
         assert sum(map(len, request.rest(done))) == 10 - done
     request.rest(4)[0][0] = 7
     assert bytes(memory[1]) == b"\0\7\0\0\0"
+
+
+def test_null_cannot_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It empties checkpoints, so it is for the benchmark, which passes the class."""
+    path = tmp_path / "a.pt"
+    torch.save("old", path)
+    fastserial.install()
+    try:
+        monkeypatch.setenv("FASTSERIAL_ENGINE", "null")
+        with pytest.raises(ConfigError, match=r"'null' writes no data.*FASTSERIAL_ENGINE"):
+            torch.save(torch.ones(3_000_000), path)
+        monkeypatch.delenv("FASTSERIAL_ENGINE")
+        with pytest.raises(ConfigError, match="'null'"), fastserial.options(engine="null"):
+            torch.save(torch.ones(3_000_000), path)
+        with pytest.raises(ConfigError, match="'null'"):
+            fastserial.install(engine="null")
+        assert torch.load(path) == "old"
+    finally:
+        fastserial.uninstall()
+    assert "null" not in engines.names()

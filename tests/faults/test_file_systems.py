@@ -16,6 +16,8 @@ from proofs import Proof
 from states import check, listing
 from victims import Zygote
 
+from fastserial.files import linux
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.proof("file systems")]
 
 _BYTES = 320 << 20
@@ -181,5 +183,5 @@ def test_no_proc(lab: Lab, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert not report["direct"]
-    assert "direct I/O refused" in report["fallback"]
+    assert report["fallback"] == linux.NO_PROC
     assert listing(folder) == ["x.pt"]

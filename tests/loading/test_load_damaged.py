@@ -21,6 +21,7 @@ from support.identity import digest, fast, stock
 from support.loading import FORCED, attempt, both, forced
 
 import fastserial
+from fastserial.engines.null import NullEngine
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import read_directory
 from fastserial.loading.prefetch import Prefetch
@@ -172,7 +173,7 @@ def test_verified_although_torch_reads(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an engine that reads, or without a thread, checksums are compared all the same."""
-    options = {**VERIFIED, "engine": "null"} if trouble == "engine" else VERIFIED
+    options = {**VERIFIED, "engine": NullEngine} if trouble == "engine" else VERIFIED
 
     def failing(self: Prefetch) -> None:
         raise RuntimeError("can't start new thread")

@@ -19,6 +19,7 @@ import fastserial
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines import Capabilities, Completion, Request, threads
+from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.files import caching, linux
@@ -291,8 +292,8 @@ def test_engines_with_own_buffers(path: Path, data: bytes, monkeypatch: pytest.M
 
 def test_engines_that_do_not_read(path: Path) -> None:
     with pytest.raises(EngineUnavailableError, match="null"):
-        FastFileReader(path, Config(engine="null"))
-    with fastserial.options(engine="null"):
+        FastFileReader(path, Config(engine=NullEngine))
+    with fastserial.options(engine=NullEngine):
         torch.save([torch.ones(3)], path.with_suffix(".pt"))
         fastserial.install()
         try:

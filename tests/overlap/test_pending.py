@@ -22,6 +22,7 @@ from support.identity import stock
 
 import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
+from fastserial.engines.null import NullEngine
 from fastserial.files import replacement
 from fastserial.overlap import asynchronous
 
@@ -363,7 +364,7 @@ def test_on_report_may_save(tmp_path: Path, state: Any) -> None:
 
 
 def test_the_options_of_the_call_count(tmp_path: Path, state: Any) -> None:
-    with fastserial.options(durable=False, small_file=0, engine="null"):
+    with fastserial.options(durable=False, small_file=0, engine=NullEngine):
         saving = fastserial.save_async(state, tmp_path / "a.pt")
     assert saving.wait().engine == "null"
 

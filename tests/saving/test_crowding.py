@@ -17,6 +17,7 @@ import torch
 from support.spinning import spinning
 
 import fastserial
+from fastserial.config import MAX_BLOCK
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.engines import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
@@ -143,6 +144,22 @@ def test_a_thread_that_waits_for_the_lock_goes_on_alone(
     assert report is not None
     if direct:
         assert (report.fallback or "").startswith("another thread keeps the interpreter busy")
+
+
+def test_more_blocks_than_one_may_be(
+    tmp_path: Path, pools: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The large block ends at the largest block size, whatever memory the blocks took."""
+    answers = iter([True])
+    monkeypatch.setattr(crowding.Crowding, "found", lambda self: next(answers, False))
+    data = os.urandom(12 * MIB)
+    with (
+        fastserial.options(block_size=2 * MIB, queue_depth=513, small_file=0),
+        fastserial.FastFileWriter(tmp_path / "a") as writer,
+    ):
+        writer.write(data)
+    assert pools == [513 * 2 * MIB, MAX_BLOCK]
+    assert (tmp_path / "a").read_bytes() == data
 
 
 @pytest.mark.parametrize("error", [MemoryError, OSError])

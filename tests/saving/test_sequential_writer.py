@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,6 +101,34 @@ def test_only_writers_are_taken() -> None:
     assert SequentialWriter.accepts(Theirs())
     assert not SequentialWriter.accepts(io.BytesIO())
     assert not SequentialWriter.accepts("path")
+
+
+_RESIZED = """
+import threading, torch, fastserial
+class Theirs:
+    def write(self, data): return len(data)
+    def flush(self): pass
+    def save_torch_storage_object_list(self, storages, save_size=True):
+        other = threading.Thread(target=storage.resize_, args=(0,))
+        other.start(); other.join()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+storage = torch.UntypedStorage(64 << 20)
+tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+fastserial.install()
+try:
+    torch.save(tensor, Theirs())
+except RuntimeError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_storage_that_another_thread_resizes_during_the_write() -> None:
+    """Its memory is gone: to take the checksum of it would end the process."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", _RESIZED], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "StorageChangedError"), done.stderr
 
 
 def test_memory_that_is_not_on_the_host() -> None:

@@ -16,6 +16,7 @@ import fastserial
 from fastserial import engines
 from fastserial.config import Config
 from fastserial.diagnosis.examine import examine
+from fastserial.engines.null import NullEngine
 from fastserial.errors import ConfigError, EngineUnavailableError
 from fastserial.files import device_id
 from fastserial.files.device_id import device_key
@@ -215,7 +216,7 @@ def test_memory_is_never_mixed(tmp_path: Path) -> None:
     keep(tmp_path)
     with fastserial.options(block_size=1 << 20):
         assert saved(tmp_path / "a.pt") == ("threads", 1 << 20, DEFAULT.queue_depth, TUNED.threads)
-    with fastserial.options(engine="null"):
+    with fastserial.options(engine=NullEngine):
         assert saved(tmp_path / "b.pt")[1:] == (DEFAULT.block_size, DEFAULT.queue_depth, 6)
 
 

@@ -122,8 +122,7 @@ def _grid(
 
     names = _values(engine_names, str, "--engine")
     if not names:
-        able = [e for e in engines.survey() if e.capabilities and e.capabilities.moves_data]
-        names = tuple(engine.name for engine in able)
+        names = tuple(engine.name for engine in engines.survey() if engine.capabilities)
     for name in names:
         engines.load(name)
     where = _values(transfers, _transfer, "--transfer")

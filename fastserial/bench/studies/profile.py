@@ -26,7 +26,6 @@ from fastserial.bench.subjects.payload import check_memory, mixed_state
 from fastserial.bench.subjects.saving import Format, fast
 from fastserial.bench.subjects.torch_rows import fast_row, stock_row
 from fastserial.diagnosis.folder import Folder, probe_folder
-from fastserial.engines import load
 from fastserial.reports import SaveReport
 from fastserial.tuning import lookup
 from fastserial.tuning.store import Settings
@@ -119,15 +118,13 @@ def run_profile(
     """Save with and without profiling in turn, and return what the profiled saves show.
 
     Raises:
-        BenchError: too little memory or disk, no such device, or an engine that writes no data.
+        BenchError: too little memory or disk, or no such device.
         PatchError: the installed torch cannot be patched.
         WriteError: a save failed.
     """
     check_memory(bench.nbytes)
     with scratch(bench.folder, _COPIES * bench.nbytes + _HEADROOM) as folder:
         settings = Settings.of(lookup.config_for(bench.folder))
-        if not load(settings.engine).capabilities.moves_data:
-            raise BenchError(f"engine {settings.engine!r} writes no data: there is no profile")
         say("making the data")
         state = _on_device(mixed_state(bench.nbytes, bench.tensors), bench.device)
         path = folder / f"{_STEM}.stock"

@@ -204,9 +204,8 @@ def _keep(
 
 
 def _space() -> Space:
-    """Return what to try with the engines that can run here and write data."""
-    found = engines.survey()
-    return Space(tuple(e.name for e in found if e.capabilities and e.capabilities.moves_data))
+    """Return what to try with the engines that can run here."""
+    return Space(tuple(engine.name for engine in engines.survey() if engine.capabilities))
 
 
 def _room(folder: Path, wanted: int) -> int:

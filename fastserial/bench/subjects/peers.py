@@ -39,7 +39,7 @@ def engine_rows(state: object, formats: Sequence[Format]) -> tuple[list[Row], di
     rows: list[Row] = []
     missing: dict[str, str] = {}
     for engine in engines.survey():
-        if engine.name in ("null", config.current().engine):
+        if engine.name == config.current().engine:
             continue
         if engine.missing is not None:
             missing[f"engine {engine.name}"] = engine.missing

@@ -15,6 +15,7 @@ from fastserial.bench.measuring.pages import small_pages
 from fastserial.bench.measuring.rows import DURABLE, LOOSE, OVERHEAD, OVERWRITE, Row
 from fastserial.bench.subjects.contents import zip_holds
 from fastserial.bench.subjects.saving import Format, fast, stock, sync, write
+from fastserial.engines.null import NullEngine
 
 __all__ = ["fast_row", "stock_row", "torch_rows"]
 
@@ -63,7 +64,7 @@ def fast_row(
     Without `huge_pages` its buffers are on ordinary pages, as fio's are by default.
     """
 
-    null = options.get("engine") == "null"
+    null = options.get("engine") is NullEngine
 
     def run(path: Path) -> Sample:
         pages = nullcontext() if huge_pages else small_pages()
@@ -113,7 +114,7 @@ def torch_rows(
     for container in formats if loose else ():
         rows.append(stock_row(state, container, durable=False))
         rows.append(fast_row(state, container, durable=False))
-        rows.append(fast_row(state, container, durable=False, engine="null"))
+        rows.append(fast_row(state, container, durable=False, engine=NullEngine, preallocate=False))
     return rows
 
 
