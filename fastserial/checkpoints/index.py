@@ -76,7 +76,10 @@ class TensorIndex:
         self._entries = entries
 
     def keys(self) -> list[str]:
-        """Return the keys of all tensors, those that cannot be read by themselves included."""
+        """Return the keys of all tensors, those that cannot be read by themselves included.
+
+        Those of which the pickle does not say enough come first.
+        """
         return list(self._entries)
 
     def __iter__(self) -> Iterator[str]:
@@ -184,7 +187,7 @@ def _entries(found: Outline, storages: dict[str, StoragePlace]) -> dict[str, Ten
             entries[tensor.key] = "two tensors have this key"
         else:
             entries[tensor.key] = _place(tensor, storages)
-    return entries
+    return found.problems | found.unknown | entries
 
 
 def _place(tensor: TensorEntry, storages: dict[str, StoragePlace]) -> TensorPlace | str:

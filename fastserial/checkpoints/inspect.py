@@ -147,7 +147,7 @@ def _inspect_safetensors(name: str, fd: int, size: int) -> Inspection:
 
 
 def _notes(found: Outline) -> tuple[str, ...]:
-    notes = list(found.problems)
+    notes = found.notes
     if not found.complete:
         notes.append("there is more in the pickle than the limits allow to look at")
     return tuple(notes)

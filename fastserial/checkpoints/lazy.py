@@ -83,7 +83,11 @@ class LazyCheckpoint:
         return self._path
 
     def keys(self) -> list[str]:
-        """Return the keys of all tensors, in the order in which they were saved."""
+        """Return the keys of all tensors, in the order in which they were saved.
+
+        Before them come those that `get_tensor` refuses because their dtype is not known, or the
+        pickle is damaged there.
+        """
         return self._index.keys()
 
     def __iter__(self) -> Iterator[str]:

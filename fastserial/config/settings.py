@@ -56,6 +56,7 @@ _SWITCHES = (
     "read_back",
     "progress",
     "verify_on_load",
+    "fast_unpickler",
     "safetensors",
 )
 _PRIORITIES = ("normal", "low")
@@ -100,6 +101,8 @@ class Config:
         progress: show a progress bar (needs tqdm) for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
+        fast_unpickler: pickles of `weights_only` loads that were checked to be plain are decoded by
+            Python's own unpickler, in C; False: all of them by torch's, in Python.
         on_load: called with the `LoadReport` after each load, in the loading thread.
         safetensors: `safetensors.torch.save_file` and `save_model` write through fastserial, too,
             where `install()` was called with it.
@@ -128,6 +131,7 @@ class Config:
     progress: bool = False
     on_report: Callable[[SaveReport], None] | None = None
     verify_on_load: bool = False
+    fast_unpickler: bool = True
     on_load: Callable[[LoadReport], None] | None = None
     safetensors: bool = False
     priority: Priority = "normal"
@@ -267,6 +271,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "read_back": parse_bool,
     "progress": parse_bool,
     "verify_on_load": parse_bool,
+    "fast_unpickler": parse_bool,
     "safetensors": parse_bool,
     "priority": partial(_parse_word, _PRIORITIES),
     "transfer": partial(_parse_word, _TRANSFERS),

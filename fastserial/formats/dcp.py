@@ -163,10 +163,10 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the tensor's elements; None if it is a value."""
-        if self.chunk is None or self.dtype is None:
+        """Bytes of the tensor's elements; None if it is a value, or of a dtype we do not know."""
+        if self.chunk is None or self.dtype not in ITEM_BYTES:
             return None
-        return prod(self.chunk.sizes) * ITEM_BYTES.get(self.dtype, 0)
+        return prod(self.chunk.sizes) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(slots=True)

@@ -1,36 +1,52 @@
 """Which pickles are plain: what a state dict of tensors, numbers and strings becomes.
 
-A plain pickle can do no more than build containers, import the names found here, call them, and
-ask `persistent_load`. Finding that out takes some steps a tensor, not one for each opcode: between
-two strings, a regular expression passes over everything.
+A plain pickle can do no more than build containers, import the names found here, call them, give
+state to objects (BUILD), and ask `persistent_load`. Finding that out takes some steps a tensor, not
+one for each opcode: between two strings, a regular expression passes over everything.
 """
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from typing import NamedTuple
 
-__all__ = ["imported_names"]
+__all__ = ["PlainPickle", "plain_pickle"]
 
-# Opcodes of fixed length: containers, marks, None, True, False, REDUCE, BUILD, BINPERSID; short
+# Opcodes of fixed length: containers, marks, None, True, False, REDUCE, BINPERSID; short
 # puts and gets, ints, floats. No run is long, for the expression keeps a note of each step.
-_FIXED = rb"[(t\x85-\x87)\]}N\x88\x89aesuRbQ]|[qhK].|M..|J.{4}|j.{4}|G.{8}"
+_FIXED = rb"[(t\x85-\x87)\]}N\x88\x89aesuRQ]|[qhK].|M..|J.{4}|j.{4}|G.{8}"
 _RUN = 256
 
 _PROTOCOL_2 = b"\x80\x02"
-_STRING, _LONG, _GLOBAL, _STOP = b"X"[0], b"\x8a"[0], b"c"[0], b"."[0]
+_STRING, _LONG, _GLOBAL, _BUILD, _STOP = b"X"[0], b"\x8a"[0], b"c"[0], b"b"[0], b"."[0]
 
 
-def imported_names(data: bytes) -> frozenset[str] | None:
-    """Return the names that a plain pickle imports, as `module.name`; None if it is not plain.
+class PlainPickle(NamedTuple):
+    """A plain pickle.
+
+    Attributes:
+        names: what it imports, as `module.name`.
+        builds: where its BUILD opcodes are (bytes).
+        end: where it ends (bytes).
+    """
+
+    names: frozenset[str]
+    builds: list[int]
+    end: int
+
+
+def plain_pickle(data: bytes) -> PlainPickle | None:
+    """Return what a plain pickle imports, and where it gives state; None if it is not plain.
 
     Args:
         data: a pickle of protocol 2, and perhaps more after it. It may be hostile: whoever runs
-            it needs time and memory in proportion to its length.
+            it needs time and memory in proportion to its length, but for what he calls for it.
     """
     if data[:2] != _PROTOCOL_2:
         return None
     names: set[str] = set()
+    builds: list[int] = []
     run = _run(len(data) >> 17)
     at, end = 2, len(data)
     while True:
@@ -51,7 +67,10 @@ def imported_names(data: bytes) -> frozenset[str] | None:
         elif opcode == _LONG:
             at += 2 + data[at + 1] if at + 1 < end else 2
         elif opcode == _STOP:
-            return frozenset(names)
+            return PlainPickle(frozenset(names), builds, at + 1)
+        elif opcode == _BUILD:
+            builds.append(at)
+            at += 1
         elif not match or match.end() == match.start():
             return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from fastserial.errors import CorruptCheckpointError
@@ -32,7 +33,7 @@ _CONTAINERS = (Call, Mapping, list, tuple)
 _LONGEST_KEY = 4096
 _MOST_DIMENSIONS = 1024
 _LARGEST = 2**63
-_MOST_PROBLEMS = 100
+_MOST_NOTES = 100
 _MOST_METADATA = 64
 _SHOWN_PARTS = 16  # of a key that is a tuple
 _STRIDED = {
@@ -115,7 +116,9 @@ class Outline:
         users: for each storage, the keys of the tensors (or bare storages) in it.
         globals: the names that unpickling would import.
         values: how many other values there are (numbers, strings, ...).
-        problems: what is wrong with single tensors.
+        problems: what is wrong with single tensors, by key.
+        unknown: the dtypes that we do not know, such as those of a later torch, by their tensors'
+            keys.
         complete: False if there was more than the limits allow to look at.
     """
 
@@ -124,8 +127,15 @@ class Outline:
     users: dict[str, list[str]] = field(default_factory=dict)
     globals: frozenset[Global] = frozenset()
     values: int = 0
-    problems: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
     complete: bool = True
+
+    @property
+    def notes(self) -> list[str]:
+        """What is wrong with the first tensors that are not in `tensors`, a sentence each."""
+        found = islice((*self.problems.items(), *self.unknown.items()), _MOST_NOTES)
+        return [f"tensor {key or '(root)'}: {why}" for key, why in found]
 
 
 class _Visit(NamedTuple):
@@ -171,8 +181,10 @@ def _walk(root: Any, found: Outline, limits: Limits) -> None:
             try:
                 children = list(_children(visit, found))
             except CorruptCheckpointError as error:
-                if len(found.problems) < _MOST_PROBLEMS:
-                    found.problems.append(f"tensor {visit.key or '(root)'}: {error.message}")
+                found.problems[visit.key] = error.message
+                continue
+            except _UnknownDtype as error:
+                found.unknown[visit.key] = str(error)
                 continue
             budget -= len(children) + len(visit.key) // 8 + 1
             budget -= sum(len(tensor.shape) for tensor in found.tensors[known:])
@@ -181,6 +193,10 @@ def _walk(root: Any, found: Outline, limits: Limits) -> None:
                 for key, child, kind in reversed(children)
             )
     found.complete = found.complete and not rest
+
+
+class _UnknownDtype(Exception):
+    """A tensor is of a dtype that we do not know."""
 
 
 _Child = tuple[str, Any, str]
@@ -278,7 +294,7 @@ def _strided(
     at = _STRIDED[name]
     dtype: str | None = storage.dtype
     if at is not None:
-        dtype = dtype_name(arguments[at]) if at < len(arguments) else None
+        dtype = _dtype(arguments[at]) if at < len(arguments) else None
     kind = visit.kind
     if name == "torch._utils._rebuild_qtensor":
         kind = "quantized"
@@ -299,6 +315,12 @@ def _strided(
     found.users.setdefault(storage.key, []).append(visit.key)
 
 
+def _dtype(symbol: Any) -> str | None:
+    if type(symbol) is Global and symbol.module == "torch" and dtype_name(symbol) is None:
+        raise _UnknownDtype(f"fastserial does not know its dtype, {symbol.name}: use torch.load")
+    return dtype_name(symbol)
+
+
 def _pending(arguments: tuple[Any, ...], at: int) -> tuple[str, ...]:
     metadata = arguments[at] if at < len(arguments) else None
     items = metadata.items[:_MOST_METADATA] if type(metadata) is Mapping else ()
@@ -314,7 +336,7 @@ def _without_storage(visit: _Visit, arguments: tuple[Any, ...], at: int, found: 
     kind = visit.kind
     if at:
         kind = arguments[0].name if type(arguments[0]) is Global else kind
-    found.tensors.append(_entry(visit.key, dtype_name(dtype), shape, stride, None, 0, kind))
+    found.tensors.append(_entry(visit.key, _dtype(dtype), shape, stride, None, 0, kind))
 
 
 def _entry(

@@ -1,14 +1,23 @@
 """torch's weights-only unpickler, for what is nearly always in a checkpoint, in C.
 
-Torch interprets each opcode in Python, some 35 a tensor. A plain pickle, which imports nothing but
-storage types, dtypes and what rebuilds tensors, can do no harm in Python's own unpickler: there is
-nothing to call but what torch's would call. Anything else, and any error, is torch's own to read.
+Torch interprets each opcode in Python, some 35 a tensor. Before anything is decoded here, all
+opcodes and all names of a pickle are checked. Python's own unpickler gets only what builds
+containers, and imports nothing but storage types, dtypes, `OrderedDict`, `torch.Size` and what
+rebuilds tensors:
+
+- Called are these last four, with arguments of bounded length, and nothing else: no other object
+  in such a pickle can be called.
+- State (BUILD) is given to an `OrderedDict` only, which the pickle has made.
+- What stands for a function here is in no value that is returned.
+
+Anything else, and any error, is torch's own unpickler's from the first byte on.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,71 +26,103 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler as torchs
 
-from fastserial.formats.plain_pickle import imported_names
+from fastserial.config import current
+from fastserial.formats.plain_pickle import PlainPickle, plain_pickle
 
 __all__ = ["WeightsOnlyUnpickler", "unpickler_module"]
 
 _rebuild: Any = torch._utils
-
-
-class _Call:
-    """A function that can be called; nothing can be set on it, whatever a pickle builds."""
-
-    __slots__ = ()
-
-
-class _RebuildTensor(_Call):
-    __slots__ = ()
-
-    def __call__(self, *args: Any) -> Any:
-        return _rebuild._rebuild_tensor_v2(*args)
-
-
-class _RebuildParameter(_Call):
-    __slots__ = ()
-
-    def __call__(self, *args: Any) -> Any:
-        return _rebuild._rebuild_parameter(*args)
-
-
-_NAMES: dict[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
-    "torch._utils._rebuild_tensor_v2": _RebuildTensor(),
-    "torch._utils._rebuild_parameter": _RebuildParameter(),
-    "torch.Size": torch.Size,
-    "torch.device": torch.device,
-}
-
-
-def _find(name: str) -> Any:
-    """Return what a plain pickle gets for a name that torch allows, None for all others."""
-    allowed: Any = torchs._get_allowed_globals().get(name)
-    if allowed is not None and name in _NAMES:
-        return _NAMES[name]
-    if isinstance(allowed, torch.serialization.StorageType):
-        new: Any = type(allowed)  # one of its own, which the pickle may change
-        return new(name.rpartition(".")[2])
-    return allowed if isinstance(allowed, torch.dtype) else None
+_CONSTANTS = (torch.serialization.StorageType, torch.dtype)
+_LISTS = (tuple, list, torch.Size)
+_MOST_DIMENSIONS = 1024
+_BUILD_MODULE = "fastserial"  # which no plain pickle imports
+# From the target and its state on the stack: `persistent_load(((target, state), _build))`.
+_ASK_FOR_BUILD = b"\x86c%b\nbuild\n\x86Q" % _BUILD_MODULE.encode()
 
 
 class _Refused(pickle.UnpicklingError):
-    """Torch's unpickler is to say what is wrong."""
+    """Torch's unpickler is to load it, or to say what is wrong."""
+
+
+class _Call:
+    """A function for one pickle, which calls it with what costs no more than it is long."""
+
+    __slots__ = ("__weakref__", "_fits", "_function")
+
+    def __init__(self, function: Callable[..., Any], fits: Callable[..., bool]) -> None:
+        self._function = function
+        self._fits = fits
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._fits(*args):
+            raise _Refused("arguments")
+        return self._function(*args)
+
+
+def _no_longer(*sizes: Any) -> bool:
+    return all(type(size) in _LISTS and len(size) <= _MOST_DIMENSIONS for size in sizes)
+
+
+# A list that a call copies can be an argument of any number of calls.
+_CALLS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[..., bool]]] = {
+    "collections.OrderedDict": (lambda: OrderedDict, lambda *args: not args),
+    "torch.Size": (lambda: torch.Size, lambda *args: len(args) == 1 and _no_longer(*args)),
+    "torch._utils._rebuild_tensor_v2": (
+        lambda: _rebuild._rebuild_tensor_v2,
+        lambda *args: len(args) > 3 and _no_longer(*args[2:4]),
+    ),
+    "torch._utils._rebuild_parameter": (
+        lambda: _rebuild._rebuild_parameter,
+        lambda *args: len(args) == 3,
+    ),
+}
+
+
+def _constant(name: str) -> Any:
+    """Return the storage type or dtype of a name that torch allows, or None."""
+    allowed: Any = torchs._get_allowed_globals().get(name)
+    return allowed if isinstance(allowed, _CONSTANTS) else None
+
+
+def _is_known(name: str) -> bool:
+    if name in _CALLS:
+        return name in torchs._get_allowed_globals()
+    return _constant(name) is not None
+
+
+def _guarded(data: bytes, plain: PlainPickle) -> bytes:
+    """Return a plain pickle whose BUILD opcodes ask `persistent_load` to give the state instead."""
+    ends = [*plain.builds, plain.end]
+    starts = [0, *(at + 1 for at in plain.builds)]
+    return _ASK_FOR_BUILD.join(data[start:end] for start, end in zip(starts, ends, strict=True))
 
 
 class _PlainUnpickler(pickle.Unpickler):
+    """Decodes a plain pickle that `_guarded` gave."""
+
     def __init__(self, data: bytes, load_storage: Callable[[Any], Any]) -> None:
         super().__init__(cast("Any", io.BufferedReader(cast("Any", io.BytesIO(data)))))  # peeks
         self.failure: BaseException | None = None
         self._load_storage = load_storage
+        self._calls: dict[str, _Call] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _find(f"{module}.{name}")
-        if found is None:
-            raise _Refused(name)
-        return found
+        if module == _BUILD_MODULE:
+            return _build
+        full = f"{module}.{name}"
+        if full not in _CALLS:
+            return _constant(full)
+        if full not in self._calls:
+            function, fits = _CALLS[full]
+            self._calls[full] = _Call(function(), fits)
+        return self._calls[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        if type(pid) is not tuple or not pid or pid[0] != "storage":
+        if type(pid) is not tuple or not pid:
+            raise _Refused("persistent id")
+        if pid[-1] is _build:
+            return _build(*pid[0])
+        if type(pid[0]) is not str or pid[0] != "storage":
             raise _Refused("persistent id")
         try:
             return self._load_storage(pid)
@@ -89,12 +130,24 @@ class _PlainUnpickler(pickle.Unpickler):
             self.failure = error
             raise
 
+    def loaned(self) -> list[weakref.ref[_Call]]:
+        """Return what stands for functions and must not be in what was loaded."""
+        return [weakref.ref(call) for call in self._calls.values()]
+
+
+def _build(target: Any, state: Any) -> Any:
+    """Give state to an object: to tensors and storages, which others hold, none."""
+    if type(target) is not OrderedDict or type(state) is not dict:
+        raise _Refused("state")
+    vars(target).update(state)
+    return target
+
 
 class WeightsOnlyUnpickler(torchs.Unpickler):
     """Loads what torch's class loads, and fails as it does.
 
-    Made-up pickles that set items of a list or a tensor, or attributes of a storage type, load
-    here and not there: all that they change is what they built themselves.
+    Made-up pickles that set items of a list or a tensor load here and not there: all that they
+    change is what they built themselves.
     """
 
     def __init__(self, file: io.BytesIO, *, encoding: str = "bytes") -> None:
@@ -103,11 +156,15 @@ class WeightsOnlyUnpickler(torchs.Unpickler):
 
     def load(self) -> Any:
         data = self._file.getvalue()  # no copy: nobody wrote to it
-        names = imported_names(data)
-        if names is not None and all(_find(name) is not None for name in names):
-            plain = _PlainUnpickler(data, self.persistent_load)
+        found = plain_pickle(data)
+        if found is not None and all(map(_is_known, found.names)):
+            plain = _PlainUnpickler(_guarded(data, found), self.persistent_load)
             try:
-                return plain.load()
+                value = plain.load()
+                loaned = plain.loaned()
+                del plain
+                if all(call() is None for call in loaned):
+                    return value
             except Exception as error:
                 if error is plain.failure:
                     raise
@@ -119,4 +176,6 @@ _OURS = SimpleNamespace(**{**vars(torchs), "Unpickler": WeightsOnlyUnpickler})
 
 def unpickler_module(stock: Any) -> Any:
     """Return what stands in for `_load`'s `pickle_module`: torch's weights-only one, quicker."""
-    return _OURS if stock is torchs and stock.Unpickler is WeightsOnlyUnpickler.__base__ else stock
+    if stock is not torchs or stock.Unpickler is not WeightsOnlyUnpickler.__base__:
+        return stock
+    return _OURS if current().fast_unpickler else stock

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.archives import checkpoint, rewritten
 from support.corpus import CASES, MIB, Case, noise
 from support.identity import saver, stock
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -35,6 +36,7 @@ from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
     FastserialError,
+    LoadMismatchError,
     UnreadableTensorError,
 )
 from fastserial.loading import crew
@@ -585,3 +587,30 @@ def test_a_thread_may_be_the_last_to_refer_to_a_crew(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "4096\n"
+
+
+def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:
+    """Their tensors do not vanish: they are listed, and refused when they are asked for."""
+    value = {"a": torch.ones(3), "later": torch.ones(4, dtype=torch.uint16)}
+
+    def change(name: str, body: bytes) -> tuple[str, bytes]:
+        return name, body.replace(b"uint16", b"uint99")
+
+    path = tmp_path / "a.pt"
+    path.write_bytes(rewritten(checkpoint(value), change=change))
+    with fastserial.open(path) as file:
+        assert sorted(file.keys()) == ["a", "later"]
+        assert "later" in file
+        assert torch.equal(file.get_tensor("a"), value["a"])
+        for ask in (file.get_tensor, file.get_slice):
+            with pytest.raises(UnreadableTensorError, match=r"'later' .* dtype, uint99"):
+                ask("later")
+    assert "uint99" in fastserial.inspect(path).notes[0]
+    assert fastserial.verify(path).ok
+    for strict in (True, False):
+        target = {"a": torch.zeros(3), "later": torch.zeros(4, dtype=torch.uint16)}
+        with pytest.raises(LoadMismatchError, match=r"'later' .* dtype, uint99"):
+            fastserial.load_into(target, path, strict=strict)
+    assert fastserial.load_into({"a": torch.zeros(3)}, path, strict=False).unexpected_keys == [
+        "later"
+    ]

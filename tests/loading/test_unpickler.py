@@ -17,7 +17,8 @@ from support.identity import digest
 from torch import _weights_only_unpickler as torchs
 from torch import nn
 
-from fastserial.formats.plain_pickle import imported_names
+import fastserial
+from fastserial.formats.plain_pickle import plain_pickle
 from fastserial.loading.unpickler import WeightsOnlyUnpickler, unpickler_module
 
 PLAIN = {
@@ -28,7 +29,7 @@ PLAIN = {
     "numbers": lambda: {"i": [0, 255, 65_536, -1, 1 << 70, -(1 << 300)], "f": (1.5, float("inf")),
                         "n": None, "b": [True, False], 3: {"": []}},
     "strings": lambda: ["ü" * 300, "\ud800", "x" * 70_000],
-    "dtypes": lambda: [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu")],
+    "dtypes": lambda: [torch.bfloat16, torch.Size([2, 3])],
     "many": lambda: {i: (i, str(i), [i]) for i in range(2_000)},
     "halves": lambda: [torch.ones(3, dtype=d) for d in (torch.half, torch.bfloat16, torch.bool)],
 }  # fmt: skip
@@ -174,15 +175,70 @@ def test_nothing_stays_on_what_all_loads_share() -> None:
     for name in (b"torch\nFloatStorage", b"torch._utils\n_rebuild_tensor_v2"):
         for build in (change + b"b.", b"N" + change + b"\x86b."):
             data = b"\x80\x02c" + name + b"\n" + build
-            assert imported_names(data)
+            assert plain_pickle(data)
             _outcome(_Saved({}), WeightsOnlyUnpickler, data)
     assert not vars(torch._utils._rebuild_tensor_v2)
     assert torchs._get_allowed_globals()["torch.FloatStorage"].dtype is torch.float32
 
 
+STORAGE = (
+    b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x03tQ"
+)
+ATTRIBUTE = b"}X\x01\x00\x00\x00xK\x01s"
+LEFT_TO_TORCH = {
+    "a device, which can be called": b"ctorch\ndevice\nX\x03\x00\x00\x00cpu\x85R",
+    "a long size": b"ctorch\nSize\n](" + b"K\x01" * 2000 + b"e\x85R",
+    "a dictionary of a list": b"ccollections\nOrderedDict\n]K\x01K\x02\x86a\x85R",
+    "a class": b"ccollections\nOrderedDict\n",
+    "a function": b"]ctorch._utils\n_rebuild_tensor_v2\na",
+    "a storage's attribute": STORAGE + ATTRIBUTE + b"b",
+    "a tensor's state": b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE
+    + b"K\x00K\x03\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR" + ATTRIBUTE + b"b",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_TO_TORCH)
+def test_what_is_left_to_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, data = _Saved([torch.ones(3)]), b"\x80\x02" + LEFT_TO_TORCH[name] + b"."
+    theirs = _outcome(saved, torchs.Unpickler, data)
+    assert _outcome(saved, WeightsOnlyUnpickler, data) == theirs
+    load, asked = torchs.Unpickler.load, []
+
+    def note(self: Any) -> Any:
+        asked.append(self)
+        return load(self)
+
+    monkeypatch.setattr(torchs.Unpickler, "load", note)
+    assert _outcome(saved, WeightsOnlyUnpickler, data) == theirs
+    assert len(asked) == 1
+
+
+def test_storages_are_as_they_were_when_torch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load keeps the storages it has made, and torch uses them again."""
+    data = b"\x80\x02" + STORAGE + ATTRIBUTE + b"b."
+    make: Any = torch.storage.TypedStorage
+    storage = make(wrap_storage=torch.UntypedStorage(12), dtype=torch.float32, _internal=True)
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(torchs.Unpickler, "load", lambda self: found.append(dict(vars(storage))))
+    before = dict(vars(storage))
+    unpickler = WeightsOnlyUnpickler(io.BytesIO(data), encoding="utf-8")
+    unpickler.persistent_load = lambda pid: storage
+    unpickler.load()
+    assert found == [before]
+
+
+def test_all_pickles_can_be_left_to_torch(tmp_path: Any, without_torchs: None) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    with fastserial.options(fast_unpickler=False):
+        assert unpickler_module(torchs) is torchs
+        with pytest.raises(AssertionError, match="torch's own"):
+            fastserial.load(tmp_path / "a.pt")
+    assert fastserial.load(tmp_path / "a.pt")["a"].tolist() == [1, 1, 1]
+
+
 def test_a_far_put_takes_no_memory() -> None:
     data = b"\x80\x02}r" + struct.pack("<I", 1 << 27) + b"."
-    assert imported_names(data) is None
+    assert plain_pickle(data) is None
     tracemalloc.start()
     with pytest.raises(pickle.UnpicklingError):
         WeightsOnlyUnpickler(io.BytesIO(data[:-1] + b"\x95.")).load()
@@ -241,7 +297,7 @@ def _mutations(data: bytes, seed: int, count: int) -> Any:
 def test_mutated_pickles_load_as_with_torch(name: str) -> None:
     saved, plain, loaded = _Saved(PLAIN[name]()), 0, 0
     for mutant in _mutations(saved.data, 14, 400):
-        plain += imported_names(mutant) is not None
+        plain += plain_pickle(mutant) is not None
         theirs = _outcome(saved, torchs.Unpickler, mutant)
         ours = _outcome(saved, WeightsOnlyUnpickler, mutant)
         loaded += theirs[0] == "loaded"

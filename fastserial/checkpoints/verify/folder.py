@@ -219,6 +219,9 @@ class _Folder:
         if known is None or known.crc is None:
             self._bare += 1
             return
+        if item.chunk is not None and item.nbytes is None:  # of a dtype that we do not know
+            self._bare += 1
+            return
         length = item.length if item.nbytes is None or known.start is None else item.nbytes
         start = known.start or 0
         if start + length > item.length:
@@ -315,7 +318,7 @@ class _Folder:
                     self._add(item, "checksum", f"{_OF_ANOTHER}: its CRC-32 is {crc:08x}")
             return
         outline = zip_outline(copy, read_places(copy, item.length))
-        tensors = outline.tensors if outline is not None and not outline.problems else []
+        tensors = outline.tensors if outline is not None and not outline.notes else []
         if len(tensors) == 1 and not tensors[0].key:
             one = tensors[0]
             if one.shape == item.chunk.sizes and one.dtype != item.dtype and _says_itself(item):

@@ -29,8 +29,8 @@ def verify_legacy(fd: int, size: int, findings: Findings) -> int:
             kind = "pickle"
         findings.add(Problem(kind, error.message, error.record, error.offset))
         return 0
-    for text in found.problems:
-        findings.add(Problem("pickle", text))
+    for key, text in found.problems.items():
+        findings.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
     _check_end(file, findings)
     return len(file.storages)
 

@@ -288,8 +288,8 @@ def _outline(fd: int, directory: Directory, findings: Findings) -> Outline | Non
         else:
             findings.note(f"the tensors' keys are not known: {error}")
         return None
-    if outline is not None and outline.problems:
-        findings.note(outline.problems[0])
+    if outline is not None and outline.notes:
+        findings.note(outline.notes[0])
     return outline
 
 
