@@ -62,7 +62,7 @@ def _about_engine(found: Diagnosis) -> Iterator[Finding]:
     fix = f"change {found.engine_source}; engine `threads` runs everywhere"
     if status is None or status.missing is not None:
         why = status.missing if status is not None else f"there is no engine {found.engine!r}"
-        yield Finding(f"saves will fail: {why}", fix, True)
+        yield Finding(f"saves will fail: {why}", fix, True, fails=True)
     elif status.capabilities is not None:
         if not status.capabilities.moves_data:
             yield Finding(f"engine {found.engine} writes files without their data", fix, True)
@@ -75,7 +75,10 @@ def _about_engine(found: Diagnosis) -> Iterator[Finding]:
 def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
     if found.options_problem is not None:
         yield Finding(
-            f"saves will fail: {found.options_problem}", "correct or unset the variable", True
+            f"saves will fail: {found.options_problem}",
+            "correct or unset the variable",
+            True,
+            fails=True,
         )
     if found.tuned_problem is not None:
         yield Finding(
@@ -150,6 +153,7 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
             f"no file can be made in {folder.path}: {folder.problem}",
             "check the folder's owner, mode and mount options, or save elsewhere",
             True,
+            fails=True,
         )
         return
     in_memory = folder.file_system in _IN_MEMORY

@@ -258,6 +258,17 @@ def test_inspect_goes_through_a_folder(command: Command, tmp_path: Path) -> None
     assert "model_1.pt" in err
 
 
+def test_inspect_of_a_folder_tells_files_of_one_name_apart(
+    command: Command, tmp_path: Path
+) -> None:
+    for step in (10, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        torch.save({"a": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "optimizer.pt")
+    _, out, _ = command("inspect", tmp_path)
+    for step in (10, 20):
+        assert f"{tmp_path}/checkpoint-{step}/optimizer.pt: zip" in out
+
+
 def test_inspect_prints_a_line_for_each_tensor_without_rich(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
