@@ -258,6 +258,23 @@ def test_inspect_goes_through_a_folder(command: Command, tmp_path: Path) -> None
     assert "model_1.pt" in err
 
 
+def test_verify_and_convert_show_how_far_they_are(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal, and of large files."""
+    path, small = tmp_path / "large.pt", tmp_path / "small.pt"
+    torch.save({"a": torch.ones(5 << 20)}, path)
+    torch.save({"a": torch.ones(5)}, small)
+    words = ("verify", path), ("convert", path, tmp_path / "dcp", "--to", "dcp")
+    for one in (*words, ("convert", path, tmp_path / "x.pt"), ("verify", tmp_path / "dcp")):
+        assert "MiB" not in command(*one)[2]
+        monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True)
+        assert command(*one)[2].count("MiB") >= 2 - (one[0] == "verify")
+        monkeypatch.undo()
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True)
+    assert command("verify", small)[2] == ""
+
+
 def test_inspect_of_a_folder_tells_files_of_one_name_apart(
     command: Command, tmp_path: Path
 ) -> None:
