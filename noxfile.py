@@ -224,7 +224,7 @@ def compat(session: nox.Session, ours: str, stock: str) -> None:
     other = Path(session.create_tmp()).resolve() / "stock"
     session.run("python", "-m", "venv", "--clear", str(other))
     python = str(other / "bin" / "python")
-    packages = (f"torch=={stock}", "numpy", "safetensors", "dill", "fsspec", "tqdm", "packaging")
+    packages = (f"torch=={stock}", "numpy", "safetensors", "dill", "fsspec", "packaging")
     session.run(python, "-m", "pip", "install", "-q", *packages, external=True)
     install(session, ours, "test")
     session.run("pytest", "tests/compat", env={"FASTSERIAL_STOCK_PYTHON": python})
@@ -276,7 +276,7 @@ def lowest(session: nox.Session, part: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, format and strict types."""
-    session.install("ruff>=0.14", "mypy>=1.18", "types-tqdm", "nox", "tomli", "import-linter>=2.5")
+    session.install("ruff>=0.14", "mypy>=1.18", "nox", "tomli", "import-linter>=2.5")
     install(session, TORCH, "bench,test")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")

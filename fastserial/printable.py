@@ -7,7 +7,12 @@ encoded at all.
 
 from __future__ import annotations
 
-__all__ = ["printable"]
+from dataclasses import fields
+from typing import Any
+
+__all__ = ["BoundedRepr", "printable"]
+
+_SHOWN = 3
 
 
 def printable(text: str) -> str:
@@ -22,3 +27,21 @@ def printable(text: str) -> str:
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+class BoundedRepr:
+    """Dataclasses whose `repr` shows a few elements of each list: notebooks print it as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        values: Any = self
+        shown = (f"{one.name}={_bounded(getattr(self, one.name))}" for one in fields(values))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _bounded(value: Any) -> str:
+    if not isinstance(value, list | tuple) or len(value) <= _SHOWN:
+        return repr(value)
+    texts = ", ".join(map(repr, value[:_SHOWN]))
+    return f"[{texts}, ... and {len(value) - _SHOWN} more]"

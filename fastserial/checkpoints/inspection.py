@@ -6,12 +6,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fastserial.formats.tensors import TensorEntry
+from fastserial.printable import BoundedRepr
 
 __all__ = ["Inspection", "StorageUse"]
 
 
-@dataclass(frozen=True, slots=True)
-class StorageUse:
+@dataclass(frozen=True, slots=True, repr=False)
+class StorageUse(BoundedRepr):
     """A storage and who is in it.
 
     Attributes:
@@ -43,8 +44,8 @@ class StorageUse:
         return len(self.tensors) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(BoundedRepr):
     """What a checkpoint holds.
 
     Attributes:

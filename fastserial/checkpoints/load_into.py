@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from time import perf_counter
 from typing import Any
 
@@ -31,14 +32,15 @@ from fastserial.formats.storages import reach
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import CheckedSink, PartsSink, ReadExtent, Sink
 from fastserial.memory.held_settings import paused_collection
+from fastserial.printable import BoundedRepr
 
 __all__ = ["LoadedKeys", "load_into"]
 
 _SHOWN = 20  # mismatches that an error lists
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedKeys:
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadedKeys(BoundedRepr):
     """What `load_into` did not fill, and what it did not use, with `strict=False`.
 
     Attributes:
@@ -190,6 +192,8 @@ def _match(
         LoadMismatchError: something differs.
     """
     start = f"{prefix}." if prefix else ""
+    if prefix and wanted and not any(key == prefix or key.startswith(start) for key in index):
+        raise LoadMismatchError(f"there is no tensor under key={prefix!r}{_near(prefix, index)}")
     there = {key[len(start) :] for key in index if key.startswith(start)}
     missing = [key for key in wanted if key not in there]
     missing += [key for key, reason in unread.items() if not reason]
@@ -222,6 +226,14 @@ def _match(
         raise LoadMismatchError(f"the checkpoint does not fit this {name}:\n\t{lines}{more}")
     missing += [key for key, reason in unread.items() if reason]
     return jobs, LoadedKeys(missing, unexpected)
+
+
+def _near(prefix: str, index: TensorIndex) -> str:
+    """Say which keys there are at the depth of one that is not there, those like it first."""
+    depth = prefix.count(".") + 1
+    names = list(dict.fromkeys(".".join(key.split(".")[:depth]) for key in index))
+    like = get_close_matches(prefix, names, cutoff=0.5)
+    return f"; there are: {_listed([*like, *(name for name in names if name not in like)])}"
 
 
 def _listed(keys: Sequence[str]) -> str:

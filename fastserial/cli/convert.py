@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from enum import Enum
 from pathlib import Path
@@ -57,6 +58,7 @@ def convert(
 
     Exit status 2 if it cannot be represented there; what was at the target is intact then.
     """
+    from fastserial.config import current
     from fastserial.config.settings import parse_size
     from fastserial.distributed.convert import convert as run
 
@@ -70,6 +72,7 @@ def convert(
         copy_shared=copy_shared,
         shard_nbytes=parse_size(shard_size) if shard_size else None,
         verify=verify,
+        config=current(progress=sys.stderr.isatty()),
         ranks=ranks,
     )
     say(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")

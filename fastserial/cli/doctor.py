@@ -29,7 +29,9 @@ def show(found: Diagnosis) -> None:
     if not found.findings:
         console.print("[green]All is well, for saves and for loads.[/green]")
     for finding in found.findings:
-        mark = "[red]slow[/red]" if finding.slow else "[yellow]note[/yellow]"
+        mark = "[yellow]note[/yellow]"
+        if finding.slow:
+            mark = "[red]fails[/red]" if finding.fails else "[red]slow[/red]"
         console.print(f"{mark}  {escape(finding.text)}", soft_wrap=True)
         console.print(f"      → {escape(finding.remedy)}", soft_wrap=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,9 +64,8 @@ def inspect(
 
 
 def _print_inspection(console: Console, found: Inspection, records: bool) -> None:
-    name = os.path.basename(os.path.abspath(found.path))
     console.print(
-        f"{escape(name)}: {found.format}, {format_bytes(found.bytes)}, "
+        f"{escape(found.path)}: {found.format}, {format_bytes(found.bytes)}, "
         f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.storages), 'storage')}, "
         f"{counted(found.values, 'other value')}",
         soft_wrap=True,

@@ -62,7 +62,7 @@ def doctor(
 ) -> None:
     """Say how saves and loads would run here, what slows them, and what to do about it.
 
-    Exit status 1 if something makes them stock or slow.
+    Exit status 1 if something makes them stock or slow, or lets them fail.
     """
     from fastserial.cli.doctor import show
     from fastserial.diagnosis import examine as examination
@@ -96,10 +96,15 @@ def demo(
 def run(
     argv: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SCRIPT [ARGS]... | -m MODULE [ARGS]...", show_default=False),
+        typer.Argument(
+            metavar="SCRIPT [ARGS]... | -m MODULE [ARGS]... | COMMAND [ARGS]...", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Run a Python program, and every Python process it starts, with fastserial."""
+    """Run a Python program, and every Python process it starts, with fastserial.
+
+    Or a command, such as torchrun, that starts them.
+    """
     from fastserial.cli.run import run as become
 
     become(argv or [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -45,7 +46,9 @@ def verify(
     from fastserial.checkpoints.verify import verify as check
     from fastserial.checkpoints.verify.file_list import file_lists_in
 
-    config = current(**({"threads": threads} if threads else {}))
+    config = current(
+        **({"threads": threads} if threads else {}), progress=sys.stderr.isatty() and not quiet
+    )
     reports: list[VerifyReport] = []
     console = new_console()
     nothing: list[str] = []

@@ -98,7 +98,7 @@ class Config:
             options it is about are not set.
         read_back: read each block back after writing it and compare it with memory (about half the
             speed; files larger than `small_file`, but not those you hold a `lockf` lock on).
-        progress: show a progress bar (needs tqdm) for each save.
+        progress: show a progress bar for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
         fast_unpickler: pickles of `weights_only` loads that were checked to be plain are decoded by

@@ -32,7 +32,7 @@ from fastserial.tuning.store import Entry
 __all__ = ["examine"]
 
 _LIBAIO = ("libaio.so.1", "libaio.so.1t64")
-_PACKAGES = ("isal", "tqdm", "deepspeed", "cuda-bindings")
+_PACKAGES = ("isal", "deepspeed", "cuda-bindings")
 
 
 def examine(folder: Path | None = None) -> Diagnosis:

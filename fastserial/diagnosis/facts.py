@@ -17,11 +17,15 @@ __all__ = ["Boot", "Diagnosis", "Finding", "Option", "Package", "Torch"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to know, and what to do. `slow`: it makes saves stock or slow."""
+    """Something to know, and what to do. `slow`: it makes saves stock or slow, or lets them fail.
+
+    `fails`: it lets them fail.
+    """
 
     text: str
     remedy: str
     slow: bool
+    fails: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,12 @@ from fastserial.diagnosis.facts import Diagnosis, Finding
 from fastserial.diagnosis.folder import Folder
 from fastserial.engines.direct_memory import missing
 from fastserial.files.gpus import Drive, GpuHost
-from fastserial.files.linux import NO_PROC
 from fastserial.memory.huge_pages import SWITCH
 from fastserial.reports import format_bytes
 
 __all__ = ["judge"]
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs")
-_RESERVING = ("ext4", "xfs", "btrfs")
 _LITTLE_SPACE = 1 << 30
 
 
@@ -64,7 +62,7 @@ def _about_engine(found: Diagnosis) -> Iterator[Finding]:
     fix = f"change {found.engine_source}; engine `threads` runs everywhere"
     if status is None or status.missing is not None:
         why = status.missing if status is not None else f"there is no engine {found.engine!r}"
-        yield Finding(f"saves will fail: {why}", fix, True)
+        yield Finding(f"saves will fail: {why}", fix, True, fails=True)
     elif status.capabilities is not None and not status.capabilities.reads:
         yield Finding(f"loads stay stock: engine {found.engine} cannot read from files", fix, True)
 
@@ -72,7 +70,10 @@ def _about_engine(found: Diagnosis) -> Iterator[Finding]:
 def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
     if found.options_problem is not None:
         yield Finding(
-            f"saves will fail: {found.options_problem}", "correct or unset the variable", True
+            f"saves will fail: {found.options_problem}",
+            "correct or unset the variable",
+            True,
+            fails=True,
         )
     if found.tuned_problem is not None:
         yield Finding(
@@ -149,6 +150,7 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
             f"no file can be made in {folder.path}: {folder.problem}",
             "check the folder's owner, mode and mount options, or save elsewhere",
             True,
+            fails=True,
         )
         return
     in_memory = folder.file_system in _IN_MEMORY
@@ -162,7 +164,7 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
         why = folder.direct_problem or "the kernel says this file system has none"
         yield Finding(
             f"no direct I/O on {folder.file_system} ({why}): saves go through the page cache",
-            "mount /proc" if why == NO_PROC else "save to a local ext4 or XFS",
+            "save to a local ext4 or XFS",
             True,
         )
     elif options.block_size % folder.alignment.offset:
@@ -174,10 +176,8 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
         )
     if not folder.preallocates and not in_memory:
         yield Finding(
-            f"no space can be reserved on {folder.file_system} (fallocate): a full disk shows late",
-            "let the container's filter of system calls (seccomp) pass fallocate"
-            if folder.file_system in _RESERVING
-            else "save to a local ext4 or XFS if speed matters",
+            f"{folder.file_system} cannot reserve space (fallocate): a full disk shows late",
+            "save to a local ext4 or XFS if speed matters",
             False,
         )
     if not folder.unnamed_files:

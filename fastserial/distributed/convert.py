@@ -77,7 +77,7 @@ def convert(
     if from_folder and container == "legacy" and patched("_legacy_save") is None:
         raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
     if verify and (from_folder or not (os.path.isdir(name) or name.endswith(INDEX))):
-        refuse_damaged(name)
+        refuse_damaged(name, config)
     folders = from_folder or container in _FOLDERS
     if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")

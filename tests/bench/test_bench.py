@@ -26,7 +26,7 @@ from fastserial.bench.measuring.scratch import scratch
 from fastserial.bench.measuring.summary import Spread, paired, summarize, unsteadiness
 from fastserial.bench.measuring.units import parse_bytes
 from fastserial.bench.presenting.deepspeed_view import results_as_json, show_results
-from fastserial.bench.presenting.save_view import fio_line
+from fastserial.bench.presenting.save_view import fio_line, table_of
 from fastserial.bench.studies import comparison
 from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench, RowResult
 from fastserial.bench.studies.startup import measure_startup
@@ -413,3 +413,15 @@ def test_deepspeed_s_ratios_are_of_one_round(tmp_path: Path) -> None:
     found = results_as_json(bench, rows)
     assert [row["seconds"] for row in found["rows"]] == [row.seconds for row in rows]
     assert found["machine"]["cores"] > 0
+
+
+def test_a_narrow_terminal_cuts_no_number_off() -> None:
+    table = table_of("what", *(f"column {number}" for number in range(8)))
+    cells = [f"{number}{number}1,234.56" for number in range(8)]
+    table.add_row("a row", *cells)
+    console = Console(width=60, file=io.StringIO())
+    console.print(table)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in said
+    rows = [line.split("│")[2:10] for line in said.splitlines() if line.startswith("│")]
+    assert ["".join(parts).replace(" ", "") for parts in zip(*rows, strict=True)] == cells

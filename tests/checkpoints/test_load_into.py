@@ -111,6 +111,26 @@ def test_large_scattered_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(target["y"], value.permute(2, 1, 0))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_key_that_is_not_there_is_named(strict: bool, tmp_path: Path) -> None:
+    path = saved(tmp_path, {"optimizer": {"w": torch.ones(2)}, "model": Net(1).state_dict()})
+    with pytest.raises(LoadMismatchError) as caught:
+        load_into(Net(1), path, key="modle", strict=strict)
+    said = str(caught.value)
+    assert "no tensor under key='modle'; there are: 'model', 'optimizer'" in said
+    assert "weight" not in said
+
+
+def test_what_a_notebook_shows_is_short(tmp_path: Path) -> None:
+    path = saved(tmp_path, {f"tensor {number}": torch.ones(2) for number in range(1000)})
+    left = load_into({"other": torch.ones(2)}, path, strict=False)
+    assert repr(left).endswith("'tensor 2', ... and 997 more])")
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged = fastserial.verify(path)
+    for found in (left, fastserial.inspect(saved(tmp_path, [torch.ones(1)] * 1000)), damaged):
+        assert len(repr(found)) < 3000
+
+
 def test_nested_and_part(tmp_path: Path) -> None:
     model, optimizer_state = Net(1), [torch.randn(9), {"a": torch.randn(3)}]
     path = saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer_state, "epoch": 3})

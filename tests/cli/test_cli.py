@@ -100,6 +100,43 @@ def test_run_hands_all_words_on(words: list[str], monkeypatch: pytest.MonkeyPatc
     assert seen == [words]
 
 
+@pytest.mark.parametrize(
+    "words", [["torchrun", "--standalone"], ["sh", "-c", 'exec python "$@"', "x"]]
+)
+def test_run_a_command_that_starts_the_program(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun is found, and its ranks have fastserial; so has what a shell starts."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\nfrom fastserial.patching.install import patched\n"
+        "open(sys.argv[1], 'w').write(str(patched('_save') is not None))\n"
+    )
+    torchrun = tmp_path / "torchrun"  # as pip makes it
+    torchrun.write_text(f"#!{sys.executable}\nfrom torch.distributed.run import main\nmain()\n")
+    torchrun.chmod(0o755)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    done = command("run", *words, str(script), str(tmp_path / "said"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "said").read_text() == "True"
+
+
+def test_run_a_command_of_a_python_without_fastserial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would run without a word, and without fastserial."""
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    launcher = tmp_path / "launch"
+    launcher.write_text(f"#!{python}\n")
+    for path in (python, launcher):
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    done = command("run", "launch", "train.py")
+    assert (done.returncode, f"not active in {python}" in done.stderr) == (2, True)
+
+
 def test_run_nothing() -> None:
     done = command("run")
     assert done.returncode == 2

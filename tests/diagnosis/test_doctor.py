@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import fastserial
 from fastserial.bench.measuring.pages import small_pages
+from fastserial.cli.doctor import show
 from fastserial.cli.main import app
 from fastserial.config import Config
 from fastserial.diagnosis import examine as examine_module
@@ -133,8 +134,6 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_loads(healthy: Diagnosis, capsys: pytest.CaptureFixture[str]) -> None:
-    from fastserial.cli.doctor import show
-
     show(healthy)
     assert "torch.load stays stock" in capsys.readouterr().out
     names = ("torch.serialization._save", "torch.serialization._load")
@@ -299,7 +298,7 @@ def test_nothing_to_find(healthy: Diagnosis) -> None:
 @pytest.mark.parametrize(
     ("folder", "word", "slow"),
     [
-        ({"problem": "Read-only file system"}, "Read-only", True),
+        ({"problem": "Read-only file system"}, "Read-only", "fails"),
         ({"direct_problem": "Invalid argument"}, "page cache", True),
         ({"alignment": None}, "page cache", True),
         ({"alignment": DirectAlignment(4, 1 << 23, True)}, "block_size", True),
@@ -311,12 +310,12 @@ def test_nothing_to_find(healthy: Diagnosis) -> None:
         ({"free_bytes": 1000}, "free", False),
     ],
 )
-def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, slow: bool) -> None:
+def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, slow: Any) -> None:
     assert healthy.folder is not None
     changed = dataclasses.replace(healthy.folder, **folder)
     finding = only(dataclasses.replace(healthy, folder=changed))
     assert word in finding.text
-    assert finding.slow is slow
+    assert (finding.slow, finding.fails) == (bool(slow), slow == "fails")
 
 
 @pytest.mark.parametrize(
@@ -326,9 +325,9 @@ def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, 
         ({"torch": Torch("9.9", reason="no patch")}, "no patch", True),
         ({"torch": Torch("2.13.1", "v2.13", False)}, "2.13.1", False),
         ({"torch": Torch("2.13.0", "v2.13", True, ("a", "b"), ("b",))}, "replaced b", True),
-        ({"engine": "warp"}, "warp", True),
-        ({"engine": "x", "engines": (EngineStatus("x", "no libx", None),)}, "no libx", True),
-        ({"options_problem": "FASTSERIAL_DIRECT: what?"}, "FASTSERIAL_DIRECT", True),
+        ({"engine": "warp"}, "warp", "fails"),
+        ({"engine": "x", "engines": (EngineStatus("x", "no libx", None),)}, "no libx", "fails"),
+        ({"options_problem": "FASTSERIAL_DIRECT: what?"}, "FASTSERIAL_DIRECT", "fails"),
         ({"unknown_variables": ("FASTSERIAL_X",)}, "FASTSERIAL_X", False),
         ({"small_pages": "the kernel says never"}, "huge pages", True),
         ({"boot": Boot("0", False, True)}, "off", True),
@@ -337,15 +336,25 @@ def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, 
         ({"boot": Boot("1", True, True)}, None, False),
     ],
 )
-def test_findings(healthy: Diagnosis, state: dict[str, Any], word: str | None, slow: bool) -> None:
+def test_findings(
+    healthy: Diagnosis,
+    state: dict[str, Any],
+    word: str | None,
+    slow: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     changed = dataclasses.replace(healthy, **state)
     if word is None:
         assert texts(changed) == []
         return
     finding = only(changed)
     assert word in finding.text
-    assert finding.slow is slow
-    assert dataclasses.replace(changed, findings=(finding,)).fast is not slow
+    assert (finding.slow, finding.fails) == (bool(slow), slow == "fails")
+    diagnosis = dataclasses.replace(changed, findings=(finding,))
+    assert diagnosis.fast is not bool(slow)
+    show(diagnosis)
+    mark = "fails" if slow == "fails" else "slow" if slow else "note"
+    assert f"\n{mark}  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,7 @@ TORCH = os.environ["FASTSERIAL_TORCH"]
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # What an extra makes importable. `deepspeed` compiles when it is installed: `nox -s deepspeed`.
 EXTRAS = {
-    "progress": ["tqdm"],
-    "bench": ["numpy", "transformers", "safetensors", "tqdm", "fastserial.bench.cli"],
+    "bench": ["numpy", "transformers", "safetensors", "fastserial.bench.cli"],
     "plot": ["matplotlib"],
     "lightning": [
         "fastserial.integrations.lightning",

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress
 
 import fastserial
 from fastserial import FastFileWriter, WriteError, config
@@ -549,29 +550,48 @@ def test_report_and_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_progress_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
+    value = noise(20 << 20)
     with FastFileWriter(tmp_path / "f", config.current(progress=True, **BLOCKS)) as writer:
-        writer.write(noise(1_000_000))
-    assert "977k" in capsys.readouterr().err
+        writer.write(value)
+    said = capsys.readouterr().err
+    assert "20.0" in said
+    with installed(progress=True, **BLOCKS):
+        torch.save(torch.ones(5 << 20), tmp_path / "f")
+        assert "20.0/20.0 MiB" in capsys.readouterr().err
+        torch.load(tmp_path / "f")
+        assert "20.0/20.0 MiB" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("broken", ["__init__", "refresh", "update", "close"])
+def test_no_progress_of_what_is_done_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with installed(progress=True, **BLOCKS):
+        torch.save(torch.ones(256), tmp_path / "small")
+        torch.load(tmp_path / "small")
+        with fastserial.options(progress=False):
+            torch.save(torch.ones(5 << 20), tmp_path / "large")
+        with fastserial.open(tmp_path / "large") as file:
+            assert len(list(file.keys())) == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("broken", ["__init__", "start", "update", "stop"])
 def test_a_save_does_not_need_its_progress_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """Its terminal may go away, as in `train.py 2>&1 | head`."""
-    bar = pytest.importorskip("tqdm.auto").tqdm
+    failed: list[str] = []
 
     def fail(*arguments: object, **options: object) -> None:
+        failed.append(broken)
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(bar, broken, fail)
-    if broken == "__init__":
-        monkeypatch.setattr(bar, "__del__", lambda self: None)
+    monkeypatch.setattr(Progress, broken, fail)
     (tmp_path / "f").write_bytes(b"old")
     with installed(progress=True, **BLOCKS):
-        torch.save(torch.ones(100_000), tmp_path / "f")
-    assert torch.load(tmp_path / "f").numel() == 100_000
+        torch.save(torch.ones(5 << 20), tmp_path / "f")
+    assert failed == [broken]
+    assert torch.load(tmp_path / "f").numel() == 5 << 20
 
 
 def test_a_large_pickle_is_not_copied(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from fastserial.bench.presenting.export import stamp
+from fastserial.bench.presenting.save_view import table_of
 from fastserial.bench.studies.planning import PlanResult
 from fastserial.reports import format_bytes
 
@@ -37,7 +37,7 @@ def show_planning(result: PlanResult, console: Console) -> None:
         f"parallel); {bench.writers or bench.ranks} write. Computed, no byte was moved.",
         soft_wrap=True,
     )
-    table = Table(*_COLUMNS)
+    table = table_of(*_COLUMNS)
     for plan in result.plans:
         table.add_row(
             str(plan.rank),

@@ -119,6 +119,8 @@ def format_ratio(spread: Spread | None) -> str:
 def table_of(*columns: str, title: str | None = None) -> Table:
     """Return a table with all columns but the first aligned right."""
     table = Table(*columns, title=title, title_justify="left")
+    for column in table.columns:
+        column.overflow = "fold"  # a number that is cut off is another number
     for column in table.columns[1:]:
         column.justify = "right"
     return table

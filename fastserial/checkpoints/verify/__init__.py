@@ -6,7 +6,7 @@ Nothing is unpickled and torch is not needed. Files that stock torch wrote verif
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
@@ -17,12 +17,14 @@ from fastserial.checkpoints.verify.legacy import verify_legacy
 from fastserial.checkpoints.verify.rank_folder import verify_rank_folder
 from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
 from fastserial.checkpoints.verify.safetensors import verify_safetensors
-from fastserial.checkpoints.verify.zip import ZipResult, verify_zip
+from fastserial.checkpoints.verify.zip import Feed, ZipResult, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.detect import Format, detect, format_of_head
 from fastserial.interrupts import Descriptors
+from fastserial.loading.scan import scan
+from fastserial.progress import progress_bar
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
 
@@ -49,7 +51,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     Returns:
         What was found. Damage is reported, never raised; so is a file that cannot be read.
     """
-    name = os.fspath(path)
+    name, settings = os.fspath(path), config or current()
     began = perf_counter()
     findings = Findings()
     kind: str | None = None
@@ -66,7 +68,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
             seen: FileStamp | None = stamp(fd, before)
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
                 kind = "zip"
-                result = zip_result = verify_zip(fd, size, config or current(), findings)
+                result = zip_result = verify_zip(fd, size, findings, _feed(fd, name, settings))
                 reason = zip_result.no_checkpoint
             elif found is Format.LEGACY:
                 kind = "legacy"
@@ -77,7 +79,7 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
             elif found is Format.OTHER and is_file_list(name):
                 kind = FILE_LIST
                 result.records = verify_file_list(fd, name, findings)
-            elif found is Format.FOLDER and (checked := _folder(name, config, findings)):
+            elif found is Format.FOLDER and (checked := _folder(name, settings, findings)):
                 result = checked
                 kind, size, seen = checked.format, checked.nbytes, None
                 changed, reason = checked.changed, checked.reason
@@ -111,23 +113,48 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     )
 
 
-def _folder(name: str, config: Config | None, findings: Findings) -> FolderResult | None:
+def _feed(fd: int, name: str, config: Config) -> Feed:
+    """Return what reads a file from its first byte on, with a progress bar if one is wanted."""
+
+    def feed(
+        end: int,
+        visit: Callable[[int, memoryview], None],
+        fail: Callable[[int, int, OSError], None],
+    ) -> None:
+        def counted(offset: int, view: memoryview) -> None:
+            visit(offset, view)
+            bar.update(len(view))
+
+        bar = progress_bar(config.progress, name)
+        bar.expect(end)
+        try:
+            scan(fd, 0, end, counted, fail, config)
+        finally:
+            bar.close()
+
+    return feed
+
+
+def _folder(name: str, config: Config, findings: Findings) -> FolderResult | None:
     """Check a folder; None if it is no checkpoint."""
     if is_dcp_folder(name):
-        return verify_folder(name, config or current(), findings)
+        return verify_folder(name, config, findings)
     found = find_rank_folder(name)
     if found is None:
         return None
     return verify_rank_folder(name, found, lambda path: verify(path, config), findings)
 
 
-def refuse_damaged(path: str | os.PathLike[str]) -> None:
+def refuse_damaged(path: str | os.PathLike[str], config: Config | None = None) -> None:
     """Verify a checkpoint.
+
+    Args:
+        config: as for `verify`.
 
     Raises:
         CorruptCheckpointError: it is damaged; tells the first problem.
     """
-    report = verify(path)
+    report = verify(path, config)
     if report.problems:
         first = report.problems[0]
         where = os.path.join(report.path, first.file) if first.file else report.path

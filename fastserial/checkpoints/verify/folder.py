@@ -22,6 +22,7 @@ from fastserial.formats.zip.records import read_places
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 from fastserial.loading.scan import scan
+from fastserial.progress import ProgressBar, progress_bar
 
 __all__ = ["FolderResult", "verify_folder"]
 
@@ -142,24 +143,12 @@ class _Folder:
         files: dict[str, list[Item]] = {}
         for item in self._metadata.items:
             files.setdefault(item.file, []).append(item)
-        for name, items in sorted(files.items()):
-            self._result.records += len(items)
-            if os.path.basename(name) != name:
-                text = "the metadata names a file outside of the folder"
-                self._findings.add(Problem("directory", text, None, file=name))
-                continue
-            try:
-                with Descriptors() as opened:
-                    path = os.path.join(self._path, name)
-                    fd = opened.open(path, os.O_RDONLY | os.O_NONBLOCK)
-                    self._check_file(fd, sorted(items, key=lambda item: item.offset))
-            except FileNotFoundError:
-                keys = tuple(dict.fromkeys(item.key for item in items))
-                text = f"it is not there, and {len(items)} items are in it"
-                self._findings.add(Problem("missing", text, None, None, keys, name))
-            except OSError as error:
-                text = f"it cannot be read: {error.strerror}"
-                self._findings.add(Problem("read", text, None, file=name))
+        bar = progress_bar(self._config.progress, self._path)
+        bar.expect(sum(item.length for item in self._metadata.items))
+        try:
+            self._check_files(files, bar)
+        finally:
+            bar.close()
         if self._extended:
             self._findings.note(
                 f"{self._extended} items went through an extension (a compression): not checked"
@@ -174,9 +163,30 @@ class _Folder:
         self._result.unchecked += self._extended + self._bare
         return set(files)
 
-    def _check_file(self, fd: int, items: list[Item]) -> None:
+    def _check_files(self, files: dict[str, list[Item]], bar: ProgressBar) -> None:
+        for name, items in sorted(files.items()):
+            self._result.records += len(items)
+            if os.path.basename(name) != name:
+                text = "the metadata names a file outside of the folder"
+                self._findings.add(Problem("directory", text, None, file=name))
+                continue
+            try:
+                with Descriptors() as opened:
+                    path = os.path.join(self._path, name)
+                    fd = opened.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                    self._check_file(fd, sorted(items, key=lambda item: item.offset), bar)
+            except FileNotFoundError:
+                keys = tuple(dict.fromkeys(item.key for item in items))
+                text = f"it is not there, and {len(items)} items are in it"
+                self._findings.add(Problem("missing", text, None, None, keys, name))
+            except OSError as error:
+                text = f"it cannot be read: {error.strerror}"
+                self._findings.add(Problem("read", text, None, file=name))
+
+    def _check_file(self, fd: int, items: list[Item], bar: ProgressBar) -> None:
         size = os.fstat(fd).st_size
         for item in items:
+            bar.update(item.length)
             if item.offset + item.length > size:
                 text = f"the file ends at {size}, before the item does"
                 self._add(item, "truncated", text)
@@ -291,7 +301,7 @@ class _Folder:
 
         with _as_file(fd, item, data) as copy:
             try:
-                zip_result = verify_zip(copy, item.length, self._config, found, feed)
+                zip_result = verify_zip(copy, item.length, found, feed)
                 if not found.found:
                     self._compare(copy, fd, item)
             except CorruptCheckpointError as error:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from fastserial.printable import BoundedRepr
+
 __all__ = ["Findings", "Problem", "Status", "VerifyReport"]
 
 Status = Literal["ok", "damaged", "unreadable"]
 _MOST = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+@dataclass(frozen=True, slots=True, repr=False)
+class Problem(BoundedRepr):
     """One thing that is wrong.
 
     Attributes:
@@ -52,8 +54,8 @@ class Findings:
         self.notes.append(text)
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(BoundedRepr):
     """The verification of one checkpoint.
 
     Attributes:

@@ -21,7 +21,6 @@ from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap
 from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc32_combine
-from fastserial.config import Config
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import CorruptCheckpointError, PickleLimitError, TruncatedCheckpointError
 from fastserial.formats.storages import ITEM_BYTES
@@ -30,7 +29,6 @@ from fastserial.formats.zip.directory import Directory, RecordEntry, read_direct
 from fastserial.formats.zip.layout import ID_RECORD
 from fastserial.formats.zip.records import PICKLE
 from fastserial.formats.zip.structs import DEFLATED, DESCRIPTOR_SIGNATURE
-from fastserial.loading.scan import scan
 
 __all__ = ["Feed", "ZipResult", "verify_zip"]
 
@@ -58,13 +56,11 @@ class ZipResult:
     no_checkpoint: str | None = None
 
 
-def verify_zip(
-    fd: int, size: int, config: Config, findings: Findings, feed: Feed | None = None
-) -> ZipResult:
+def verify_zip(fd: int, size: int, findings: Findings, feed: Feed) -> ZipResult:
     """Check every record's CRC-32 and the whole structure of a zip archive.
 
     Args:
-        feed: gives the bytes of the records, if the descriptor has only the archive's ends.
+        feed: gives the bytes of the records: the descriptor may have only the archive's ends.
 
     Raises:
         OSError: the file's directory cannot be read.
@@ -86,10 +82,7 @@ def verify_zip(
         findings.add(problem)
     check = _Pass(fd, directory, torch_made)
     end = directory.end.directory_offset
-    if feed is not None:
-        feed(end, check.visit, check.fail)
-    else:
-        scan(fd, 0, end, check.visit, check.fail, config)
+    feed(end, check.visit, check.fail)
     result = _conclude(fd, directory, check, torch_made, findings)
     for text, count in Counter((*check.remarks, *remarks)).items():
         findings.note(text if count == 1 else f"{text} ({count} times)")
