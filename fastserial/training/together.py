@@ -175,8 +175,10 @@ class Together:
 
     def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
         traffic = self._talk()
+        own["rng"] = [portable(own.pop("rng", None))] * self._count
+        state = {**_saved(objects), OWN: own if traffic.rank == 0 else None}
         with traffic.together():
-            return size_of({**_saved(objects), OWN: own}, path, traffic, check_loadable)
+            return size_of(state, path, traffic, check_loadable)
 
     def is_asked(self, mine: bool) -> bool:
         """Tell whether any rank was asked; about once a second the ranks really ask each other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.pieces import as_dtensor, holding
+from fastserial.distributed.tables import SHARED_FROM
 
 __all__ = ["BYTES", "OTHER", "REPLICA", "SHARD", "LocalRows", "Part", "Row", "kind_of", "parts_of"]
 
@@ -71,6 +73,15 @@ class LocalRows(NamedTuple):
             LoadMismatchError: a placement cannot be saved: `Partial`, say.
         """
         return _Rows().of(state)
+
+    def replicas(self) -> list[str]:
+        """Return the keys of the plain tensors that are large enough to be cut."""
+        return [
+            row.key
+            for row in self.rows
+            if row.kind == REPLICA
+            and prod(row.sizes) * self.properties[row.properties].dtype.itemsize >= SHARED_FROM
+        ]
 
     def items(self, parts: Iterable[Part]) -> list[WriteItem]:
         """Return what stock calls rows or parts of them."""
