@@ -28,6 +28,7 @@ __all__ = [
     "TornSnapshotError",
     "TransferAbandonedError",
     "TruncatedCheckpointError",
+    "UnknownPlacementError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
@@ -122,6 +123,10 @@ class UnreadableTensorError(FastserialError, RuntimeError):
 
 class LoadMismatchError(FastserialError, RuntimeError):
     """What is to be filled and what the checkpoint holds differ; nothing was changed."""
+
+
+class UnknownPlacementError(LoadMismatchError):
+    """A DTensor's placement does not say which part of the tensor a rank holds."""
 
 
 class CheckpointReplacedError(FastserialError, FileNotFoundError):

@@ -16,7 +16,7 @@ import torch
 
 from fastserial.distributed.boxes import Box, boxes_of_range
 from fastserial.distributed.flat_shard import FlatShard
-from fastserial.errors import LoadMismatchError
+from fastserial.errors import LoadMismatchError, UnknownPlacementError
 from fastserial.formats.storages import reach
 
 __all__ = [
@@ -462,5 +462,8 @@ def _split(placement: Any, key: str) -> Split:
         )
     dim = getattr(placement, "dim", None)
     if dim is None:
-        raise LoadMismatchError(f"{key}: a placement {placement} is not known")
+        raise UnknownPlacementError(
+            f"{key}: its placement {type(placement).__name__} is not known here; give the part of "
+            "this rank as a FlatShard, or redistribute it to Shard or Replicate"
+        )
     return Split(int(dim), int(getattr(placement, "split_factor", 1)))

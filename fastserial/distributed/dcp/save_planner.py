@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import secrets
@@ -27,6 +28,7 @@ from fastserial.distributed.dcp.flattening import flattened
 from fastserial.distributed.dcp.global_plan import Told, global_plan, stock_owners, told_of
 from fastserial.distributed.dcp.kept_plans import Kept, kept_with
 from fastserial.distributed.dcp.local_rows import (
+    OTHER,
     REPLICA,
     SHARD,
     LocalRows,
@@ -35,6 +37,7 @@ from fastserial.distributed.dcp.local_rows import (
     parts_of,
 )
 from fastserial.distributed.pieces import oddity
+from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastSavePlanner"]
@@ -176,6 +179,8 @@ class FastSavePlanner(DefaultSavePlanner):
         mappings = self.mappings if self.flatten_state_dict else None
         with paused_collection():
             self._told = told_of(LocalRows.of(self.state_dict), mappings)
+            if any(row.kind == OTHER for row in self._told.local.rows):
+                self._fingerprint = None  # who knows when torch would plan otherwise
         self._replicas = self._told.local.replicas()
         self.plan = SavePlan([], planner_data=self._told._replace(sums=self._sums()))
         return self.plan
@@ -308,10 +313,13 @@ class FastSavePlanner(DefaultSavePlanner):
         data = write_item.tensor_data
         value = self.state_dict.get(write_item.index.fqn)
         kind = kind_of(value)
-        if data is None or kind not in (REPLICA, SHARD) or not isinstance(value, torch.Tensor):
+        part: torch.Tensor | None = None
+        if data is not None and kind in (REPLICA, SHARD) and isinstance(value, torch.Tensor):
+            with contextlib.suppress(UnknownPlacementError):  # then torch made the plan
+                part = self._part(write_item.index.fqn, kind, value, data.chunk)
+        if part is None:
             found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
             return found
-        part = self._part(write_item.index.fqn, kind, value, data.chunk)
         return self.transform_object(write_item, part)  # type: ignore[no-any-return]
 
     def _part(self, key: str, kind: int, value: Any, chunk: ChunkStorageMetadata) -> torch.Tensor:
