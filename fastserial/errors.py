@@ -28,6 +28,7 @@ __all__ = [
     "TornSnapshotError",
     "TransferAbandonedError",
     "TruncatedCheckpointError",
+    "UnknownPlacementError",
     "UnreadableCheckpointError",
     "UnreadableTensorError",
     "UnsupportedTorchWarning",
@@ -127,6 +128,10 @@ class LoadMismatchError(FastserialError, RuntimeError):
 
     Nothing was changed, unless the text says so.
     """
+
+
+class UnknownPlacementError(LoadMismatchError):
+    """A DTensor's placement does not say which part of the tensor a rank holds."""
 
 
 class CheckpointReplacedError(FastserialError, FileNotFoundError):

@@ -38,6 +38,7 @@ SUMMARY = "FASTSERIAL_SUMMARY"  # no option: see `fastserial.diagnosis.totals`
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
 Priority = Literal["normal", "low"]
+Compare = Literal["sampled", "all"]
 Transfer = Literal[
     "auto", "gds", "cpu", "cpu_gpu", "cpu_async_gpu", "cpu_cached_gpu", "gpu_async", "gpu_batch"
 ]
@@ -60,6 +61,7 @@ _SWITCHES = (
     "safetensors",
 )
 _PRIORITIES = ("normal", "low")
+_COMPARES = ("sampled", "all")
 # In the order of the numbers that gdsio gives them, from 0 on (`-x`).
 TRANSFERS = (
     "gds",
@@ -108,6 +110,9 @@ class Config:
             where `install()` was called with it.
         priority: of the threads that save beside the program: `"low"` gives them less CPU time and
             lets other I/O go first.
+        compare: what saves of several ranks compare of the copies that these have of one plain
+            tensor: `"sampled"`: some KiB of each, `"all"`: all bytes, which each rank has to read
+            for that.
         transfer: how tensors on a device get to the disk and back. `"auto"` and
             `"cpu_async_gpu"`: through pinned memory, on streams of its own, so that copies,
             checksums and I/O overlap; `"cpu_gpu"`: each copy is waited for; `"cpu"`: likewise, and
@@ -135,6 +140,7 @@ class Config:
     on_load: Callable[[LoadReport], None] | None = None
     safetensors: bool = False
     priority: Priority = "normal"
+    compare: Compare = "sampled"
     transfer: Transfer = "auto"
 
     def __post_init__(self) -> None:
@@ -167,6 +173,8 @@ class Config:
             raise ConfigError(f'cache must be "auto", "keep" or "drop", not {self.cache!r}')
         if self.priority not in _PRIORITIES:
             raise ConfigError(f'priority must be "normal" or "low", not {self.priority!r}')
+        if self.compare not in _COMPARES:
+            raise ConfigError(f'compare must be "sampled" or "all", not {self.compare!r}')
         if self.transfer not in _TRANSFERS:
             known = ", ".join(_TRANSFERS)
             raise ConfigError(f"transfer must be one of {known}, not {self.transfer!r}")
@@ -274,6 +282,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "fast_unpickler": parse_bool,
     "safetensors": parse_bool,
     "priority": partial(_parse_word, _PRIORITIES),
+    "compare": partial(_parse_word, _COMPARES),
     "transfer": partial(_parse_word, _TRANSFERS),
 }
 

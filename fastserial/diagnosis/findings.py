@@ -103,8 +103,6 @@ def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
             "set durable to True",
             False,
         )
-    if options.progress and not _has(found, "tqdm"):
-        yield Finding("the progress bar needs tqdm", "pip install 'fastserial[progress]'", False)
 
 
 def _about_memory(found: Diagnosis) -> Iterator[Finding]:
@@ -221,7 +219,3 @@ def _about_boot(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(
             f"FASTSERIAL={found.boot.variable} is neither on nor off", "set it to 1 or 0", True
         )
-
-
-def _has(found: Diagnosis, package: str) -> bool:
-    return any(p.name == package and p.version is not None for p in found.packages)

@@ -7,11 +7,14 @@ next collective call of fastserial with the same ranks waits for it.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
+from fastserial.config import current
+from fastserial.distributed.agreement import Agreement, are_alike, blame
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.full_pickle import lay_out
 from fastserial.distributed.group import Traffic, collective
@@ -20,7 +23,7 @@ from fastserial.distributed.orders import Writers
 from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.saver import TIMEOUT, Saving
 from fastserial.distributed.tables import table_of
-from fastserial.distributed.walk import leaves, optimizers, states
+from fastserial.distributed.walk import buffers_of, leaves, optimizers, states
 from fastserial.errors import ConfigError, StorageChangedError, TornSnapshotError
 from fastserial.formats.zip.layout import archive_name
 from fastserial.memory.held_settings import quick_switches
@@ -163,11 +166,24 @@ def size_of(obj: object, path: str, traffic: Traffic, look: Callable[[bytes], ob
         look: gets the pickle, on rank 0.
 
     Raises:
-        DistributedError: another rank failed.
+        DistributedError: another rank failed, or the ranks' states differ.
         Exception: the state cannot be saved; or `look` raises.
     """
     state = states(obj)
-    table = table_of(leaves(state), traffic.rank, traffic.ranks)
+    found = leaves(state)
+    table = table_of(found, traffic.rank, traffic.ranks, buffers_of(obj))
+    agreement = Agreement(found, table.copies, traffic, current(), table.odd)
+
+    def compared(messages: list[bytes]) -> bytes:
+        digests, told = zip(*map(pickle.loads, messages), strict=True)
+        return pickle.dumps((len(set(digests)) == 1, are_alike(told)))
+
+    mine = pickle.dumps((table.digest(), agreement.likeness()))
+    alike, agreed = pickle.loads(traffic.consult(mine, compared))
+    if not alike:
+        blame(table, traffic)
+    if not agreed:
+        agreement.settle()
 
     def laid_out(_: list[bytes]) -> bytes:
         made = lay_out(archive_name(path), state, table, keep=False)

@@ -18,7 +18,7 @@ import torch
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.group import Traffic
 from fastserial.distributed.joined import Described, Joined
-from fastserial.distributed.pieces import Mesh, as_dtensor, holding
+from fastserial.distributed.pieces import Mesh, as_dtensor, holding, oddity
 from fastserial.distributed.walk import sequence_like
 from fastserial.errors import LoadMismatchError
 
@@ -77,6 +77,8 @@ class _Pickler(pickle.Pickler):
             spec = holding(leaf, "a tensor", self._traffic.rank, self._traffic.ranks).spec
             mesh = spec.held if isinstance(spec.held, Mesh) else None
             return Described("mesh", shape, spec.dtype, leaf.requires_grad, mesh)
+        if (odd := oddity(leaf)) is not None:
+            raise LoadMismatchError(f"a tensor of shape {shape}: {odd}")
         storage = leaf.untyped_storage()
         number = self._storages.setdefault(storage._cdata, len(self._storages))
         view = (number, storage.nbytes(), leaf.storage_offset(), leaf.stride())

@@ -7,6 +7,7 @@ import marshal
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from fastserial.distributed.agreement import Likeness, are_alike
 from fastserial.distributed.schedule import FilePlan
 from fastserial.distributed.shared_file import Place
 from fastserial.distributed.tables import Table
@@ -24,31 +25,35 @@ class Hello(NamedTuple):
     Attributes:
         kept: name of the plan of its last save, b"" if that does not count any more.
         node: what tells the nodes apart.
+        likeness: None without such a plan.
     """
 
     kept: bytes
     node: str
+    likeness: Likeness | None
 
 
 class Told(NamedTuple):
-    """What a rank tells if there is no plan: of its `Table`."""
+    """What a rank tells if there is no plan: of its `Table`, and of the state."""
 
     digest: bytes
     ranges: list[tuple[int, int, int]]
     misfits: list[int]
     grids: list[tuple[tuple[int, ...], ...]]
+    likeness: Likeness
 
     @staticmethod
-    def of(table: Table) -> Told:
+    def of(table: Table, likeness: Likeness) -> Told:
         """Return what a rank with this table tells."""
-        return Told(table.digest(), table.ranges(), table.misfits, table.grids)
+        return Told(table.digest(), table.ranges(), table.misfits, table.grids, likeness)
 
 
 class Orders(NamedTuple):
     """What rank 0 answers.
 
     Attributes:
-        alike: False: the ranks' states differ, and all tell theirs.
+        alike: False: the ranks' tables differ, and all tell theirs.
+        agreed: False: what else is compared differs (`Agreement`), and all tell theirs.
         name: of the plan.
         plan: None: the one that all have from the last save; then the next three are empty.
         ranges: of each FlatShard: rank, first element, end.
@@ -59,6 +64,7 @@ class Orders(NamedTuple):
     """
 
     alike: bool
+    agreed: bool
     name: bytes
     plan: FilePlan | None
     ranges: Ranges
@@ -69,10 +75,10 @@ class Orders(NamedTuple):
     sync_alone: bool
 
 
-def same_orders(name: bytes, nodes: Sequence[str], place: Place) -> Orders:
+def same_orders(name: bytes, agreed: bool, nodes: Sequence[str], place: Place) -> Orders:
     """Return rank 0's answer if all have the plan of this name."""
     checksums = torch_writer.checksums_wanted()
-    return Orders(True, name, None, {}, [], [], place, checksums, len(set(nodes)) > 1)
+    return Orders(True, agreed, name, None, {}, [], [], place, checksums, len(set(nodes)) > 1)
 
 
 def orders_of(told: Sequence[Told], nodes: Sequence[str], plan: FilePlan, place: Place) -> Orders:
@@ -94,9 +100,10 @@ def orders_of(told: Sequence[Told], nodes: Sequence[str], plan: FilePlan, place:
     whole: Any = (tuple(plan), sorted(ranges.items()), misfits, grids, told[0].digest)
     name = hashlib.sha256(marshal.dumps(whole, 2)).digest()
     alike = all(one.digest == told[0].digest for one in told)
+    agreed = are_alike([one.likeness for one in told])
     several = len(set(nodes)) > 1
     checksums = torch_writer.checksums_wanted()
-    return Orders(alike, name, plan, ranges, misfits, grids, place, checksums, several)
+    return Orders(alike, agreed, name, plan, ranges, misfits, grids, place, checksums, several)
 
 
 def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 
 from fastserial.distributed.boxes import Box, boxes_of_range
 from fastserial.distributed.flat_shard import FlatShard
-from fastserial.errors import LoadMismatchError
+from fastserial.errors import LoadMismatchError, UnknownPlacementError
 from fastserial.formats.storages import reach
 
 __all__ = [
@@ -35,10 +35,12 @@ __all__ = [
     "is_ambiguous",
     "local_bytes",
     "local_of",
+    "oddity",
     "views",
 ]
 
 Range = tuple[int, int]
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 class Split(NamedTuple):
@@ -133,6 +135,26 @@ class Holding(NamedTuple):
     spec: TensorSpec
     local: torch.Tensor
     parts: list[tuple[Box, torch.Tensor]]
+
+
+def oddity(leaf: torch.Tensor) -> str | None:
+    """Return why a load could not fill a tensor of one rank, None if it could."""
+    if type(leaf) not in _PLAIN:
+        what = f"of the class {type(leaf).__name__}"
+    elif leaf.is_nested:
+        what = "nested"
+    elif leaf.layout is not torch.strided:
+        what = f"of the layout {leaf.layout}"
+    elif leaf.is_quantized:
+        what = "quantized"
+    elif leaf.device.type == "meta":
+        what = "without memory (device meta)"
+    else:
+        return None
+    return (
+        f"it is {what}, and ranks could not load it again; save plain tensors from which it can "
+        "be made"
+    )
 
 
 def as_dtensor(leaf: object) -> Any | None:
@@ -440,5 +462,8 @@ def _split(placement: Any, key: str) -> Split:
         )
     dim = getattr(placement, "dim", None)
     if dim is None:
-        raise LoadMismatchError(f"{key}: a placement {placement} is not known")
+        raise UnknownPlacementError(
+            f"{key}: its placement {type(placement).__name__} is not known here; give the part of "
+            "this rank as a FlatShard, or redistribute it to Shard or Replicate"
+        )
     return Split(int(dim), int(getattr(placement, "split_factor", 1)))

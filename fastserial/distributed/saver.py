@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import errno
-import marshal
 import os
 import pickle
 from collections.abc import Callable
@@ -22,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
+from fastserial.distributed.agreement import Agreement, are_alike, blame
 from fastserial.distributed.container import Container
+from fastserial.distributed.copies import Copy
 from fastserial.distributed.exchange import Exchange
 from fastserial.distributed.facts import facts_of, numbers_of
 from fastserial.distributed.finishing import finish_file
@@ -47,12 +48,11 @@ from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
 from fastserial.distributed.tables import (
     Sources,
     Table,
-    difference,
     has_devices,
     synchronize_devices,
     table_of,
 )
-from fastserial.distributed.walk import Leaves, leaves, states
+from fastserial.distributed.walk import Leaves, buffers_of, leaves, states
 from fastserial.errors import WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
@@ -89,6 +89,7 @@ class _Kept:
         name, plan, made: the plan and what this rank does in it.
         keys, specs, firsts: of the sources, see `Table`.
         devices: whether there are tensors on some.
+        copies: see `Table`.
         facts: what the plan depends on; None: that is not known.
         file: on rank 0, the layout, if the next one may be made of it.
     """
@@ -100,6 +101,7 @@ class _Kept:
     specs: list[TensorSpec]
     firsts: list[int]
     devices: bool
+    copies: list[Copy]
     facts: list[Any] | None
     file: KeptFile | None = None
 
@@ -130,8 +132,9 @@ def save(
     Args:
         obj: a nest of dicts, lists and tuples of whatever `torch.save` takes, with plain tensors,
             DTensors, FlatShards, modules and optimizers (these with their modules). What is no
-            tensor, and tensors of less than 1 MiB, count as rank 0 has them; larger plain tensors
-            have to be equal on all ranks.
+            tensor, the buffers of modules, and plain tensors of less than 1 MiB, count as rank 0
+            has them; larger plain tensors have to be equal on all ranks (option `compare`). No
+            rank may have a key that rank 0 has not.
         path: on a file system that all ranks see. As rank 0 gives it.
         group: the ranks that save; by default all.
         writers: who writes: all ranks, one of each node, or so many.
@@ -144,7 +147,9 @@ def save(
 
     Raises:
         DistributedError: any rank failed, all raise it; the previous file is intact, unless a
-            rank was lost after the new one took its place.
+            rank was lost after the new one took its place. Also if plain tensors differ between
+            ranks that would write them together, if a rank has a key that the file would lack, or
+            if a tensor is sparse, quantized or otherwise none that `load` could fill.
         Exception: an object cannot be pickled, or a `state_dict()` failed, on this rank.
     """
     began = perf_counter()
@@ -199,7 +204,10 @@ class Saving:
             found = leaves(state)
             last = self._kept.facts if self._kept is not None else None
             facts = facts_of(found, traffic.rank == 0, last)
-            orders, kept = self._agreed(state, found, facts)
+            buffers = buffers_of(obj) if state is not obj else set()
+            if facts is not None:
+                facts.append(len(buffers))
+            orders, kept = self._agreed(state, found, facts, buffers)
             if self._laid_out is not None:
                 self._container = Container(self._laid_out)
             if self._new is None:
@@ -240,7 +248,7 @@ class Saving:
         return self._report(orders, done.report, out)
 
     def _agreed(
-        self, state: object, found: Leaves, facts: list[Any] | None
+        self, state: object, found: Leaves, facts: list[Any] | None, buffers: set[int]
     ) -> tuple[Orders, _Kept]:
         """Agree with the other ranks on the plan: the one that all have, or a new one."""
         traffic, kept = self._traffic, self._kept
@@ -253,18 +261,26 @@ class Saving:
             self._laid_out = last.now(self._archive(), state, numbers) if last else None
             if self._laid_out is None:
                 kept = None
-        hello = Hello(kept.name if kept is not None else b"", node_name())
+        hello = Hello(b"", node_name(), None)
+        if kept is not None:
+            agreement = Agreement(found, kept.copies, traffic, self.config)
+            hello = hello._replace(kept=kept.name, likeness=agreement.likeness())
         answer = traffic.consult(pickle.dumps(hello), self._greet)
         if answer and kept is not None:
             orders: Orders = pickle.loads(answer)
+            if not orders.agreed:
+                agreement.settle()
             return orders, kept
-        table = table_of(found, traffic.rank, traffic.ranks)
+        table = table_of(found, traffic.rank, traffic.ranks, buffers)
+        agreement = Agreement(found, table.copies, traffic, self.config, table.odd)
         if traffic.rank == 0:
             self._laid_out = lay_out(self._archive(), state, table, keep=facts is not None)
-        answer = traffic.consult(pickle.dumps(Told.of(table)), self._decide)
-        orders = pickle.loads(answer)
+        told = Told.of(table, agreement.likeness())
+        orders = pickle.loads(traffic.consult(pickle.dumps(told), self._decide))
         if not orders.alike:
-            traffic.consult(marshal.dumps(table.rows, 2), self._blame)
+            blame(table, traffic)
+        if not orders.agreed:
+            agreement.settle()
         return orders, self._planned(orders, table, facts)
 
     def _archive(self) -> str:
@@ -284,7 +300,8 @@ class Saving:
             return b""
         if any(hello.kept != kept.name for hello in self._hellos):
             return b""
-        return pickle.dumps(same_orders(kept.name, nodes, self._make_file(laid_out)))
+        agreed = are_alike([hello.likeness for hello in self._hellos if hello.likeness])
+        return pickle.dumps(same_orders(kept.name, agreed, nodes, self._make_file(laid_out)))
 
     def _make_file(self, laid_out: LaidOut) -> Place:
         self._new = NewFile(self.path, self.config)
@@ -311,10 +328,14 @@ class Saving:
         keys, devices = [source.key for source in table.sources], has_devices(table.leaves)
         if last is not None and last.name == orders.name:
             last.keys, last.firsts, last.devices, last.facts = keys, table.firsts, devices, facts
+            last.copies = table.copies
             return last
         specs = [source.spec for source in table.sources]
         made = schedule(orders.plan, specs, traffic.rank, traffic.size, tile_bytes(traffic.size))
-        kept = _Kept(orders.name, orders.plan, made, keys, specs, table.firsts, devices, facts)
+        kept = _Kept(
+            *(orders.name, orders.plan, made, keys, specs, table.firsts),
+            *(devices, table.copies, facts),
+        )
         traffic.kept["save"] = kept
         return kept
 
@@ -378,15 +399,6 @@ class Saving:
             transfer_why=out.transfer.why,
             ranks=self._reports,
         )
-
-    def _blame(self, messages: list[bytes]) -> bytes:
-        """Say which rank's state differs from rank 0's, and where."""
-        tables = [marshal.loads(text) for text in messages]
-        for rank, rows in enumerate(tables):
-            found = difference(tables[0], rows)
-            if found is not None:
-                raise self._traffic.fail(rank, found)
-        return b""
 
     def _explained(self, error: OSError) -> WriteError:
         if isinstance(error, WriteError):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import marshal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fastserial.distributed.boxes import Box
+from fastserial.distributed.copies import Copy
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import (
@@ -25,6 +26,7 @@ from fastserial.distributed.pieces import (
     TensorSpec,
     as_dtensor,
     local_of,
+    oddity,
     views,
 )
 from fastserial.memory.storages import synchronize
@@ -136,6 +138,8 @@ class Table:
             meshes of one shape: then each mesh has the whole tensor.
         joined: number of the source of a merged tensor.
         firsts: of each source, its leaf's place among the leaves.
+        copies: the plain tensors that several ranks have, and that should be equal.
+        odd: the tensors that no load could fill, and why.
     """
 
     leaves: Sequence[tuple[str, Any]] = ()
@@ -149,6 +153,8 @@ class Table:
     meshes: dict[Mesh, int] = field(default_factory=dict)
     joined: dict[Any, int] = field(default_factory=dict)
     firsts: list[int] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
 
     def digest(self) -> bytes:
         """Return what is the same on all ranks if and only if their tables are alike."""
@@ -221,13 +227,19 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return empty.set_(storage)
 
 
-def table_of(found: Sequence[tuple[str, Any]], rank: int, ranks: Mapping[int, int]) -> Table:
+def table_of(
+    found: Sequence[tuple[str, Any]],
+    rank: int,
+    ranks: Mapping[int, int],
+    buffers: Set[int] = frozenset(),
+) -> Table:
     """Return the table of a state.
 
     Args:
         found: its tensors (`walk.leaves`).
         rank: this rank in the group.
         ranks: the group's rank of each global rank.
+        buffers: identities of the storages of modules' buffers, which count as rank 0 has them.
 
     Raises:
         LoadMismatchError: a tensor has a placement that cannot be in a file.
@@ -237,11 +249,13 @@ def table_of(found: Sequence[tuple[str, Any]], rank: int, ranks: Mapping[int, in
     how: dict[int, tuple[Any, ...]] = {}
     for index, (key, leaf) in enumerate(found):
         if isinstance(leaf, Joined):
-            _add_joined(table, key, leaf, specs)
+            _add_joined(table, key, leaf, specs, index, buffers)
         elif not is_plain(leaf):
             _add_sharded(table, key, leaf, specs, how)
-        elif type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.device.type != "meta":
-            _add_plain(table, key, leaf)
+        elif (odd := oddity(leaf)) is not None:
+            table.odd.append(f"{key}: {odd}")
+        else:
+            _add_plain(table, key, leaf, index, buffers)
         if len(table.firsts) < len(table.sources):
             table.firsts.append(index)
     return table
@@ -300,9 +314,19 @@ def _is_flat(leaf: object) -> bool:
     return isinstance(leaf, FlatShard) or (isinstance(leaf, Joined) and leaf.told.kind == "flat")
 
 
-def _add_joined(table: Table, key: str, joined: Joined, specs: Specs) -> None:
-    """Add a tensor of a merged state: the rows are the same on all ranks, who has it or not."""
-    told = joined.told
+def _add_joined(
+    table: Table, key: str, joined: Joined, specs: Specs, index: int, buffers: Set[int]
+) -> None:
+    """Add a tensor of a merged state: the rows are the same on all ranks, who has it or not.
+
+    Args:
+        index: its place among the leaves.
+    """
+    told, having = joined.told, tuple(sorted(set(joined.ranks)))
+    if told.storage is not None and told.storage[1] and len(having) > 1:
+        shared = told.storage[1] >= SHARED_FROM
+        if shared or joined.leaf is None or not _is_in(joined.leaf, buffers):
+            table.copies.append(Copy(index, having, shared))
     # Storages are told apart by the first rank that has them, and their number there.
     place: Any = id(joined) if told.storage is None else (joined.ranks[0], told.storage[0])
     number = table.joined.get(place)
@@ -311,8 +335,8 @@ def _add_joined(table: Table, key: str, joined: Joined, specs: Specs) -> None:
         spec = TensorSpec(told.shape, told.dtype)
         if told.storage is not None:
             nbytes = told.storage[1]
-            having = joined.ranks if nbytes >= SHARED_FROM else joined.ranks[:1]
-            flat = Flat(tuple((other, 0, nbytes) for other in sorted(having)) if nbytes else ())
+            writing = joined.ranks if nbytes >= SHARED_FROM else joined.ranks[:1]
+            flat = Flat(tuple((other, 0, nbytes) for other in sorted(writing)) if nbytes else ())
             spec = TensorSpec((nbytes,), torch.uint8, flat)
         elif joined.leaf is not None:
             spec = specs.of(joined.leaf, key)
@@ -326,7 +350,7 @@ def _add_joined(table: Table, key: str, joined: Joined, specs: Specs) -> None:
         table.sources.append(Source(key, spec, joined, table.rank))
     table.by_leaf[id(joined)] = number
     # Who has it belongs to the digest: with a tensor that moved, the last plan is no longer right.
-    who = (tuple(sorted(set(joined.ranks))), tuple(sorted(set(joined.grids))))
+    who = (having, tuple(sorted(set(joined.grids))))
     how = (told.likeness()[3:], who)
     table.rows.append((key, number, told.shape, str(told.dtype), repr(how)))
 
@@ -344,15 +368,23 @@ def _note_mesh(table: Table, number: int, spec: TensorSpec) -> int:
     return index
 
 
-def _add_plain(table: Table, key: str, leaf: torch.Tensor) -> None:
+def _add_plain(table: Table, key: str, leaf: torch.Tensor, index: int, buffers: Set[int]) -> None:
     storage = leaf.untyped_storage()
     nbytes = storage.nbytes()
+    is_buffer = _is_in(leaf, buffers)
+    shared = nbytes >= SHARED_FROM and not is_buffer
+    if nbytes and not is_buffer:
+        table.copies.append(Copy(index, None, shared))
     number = table.by_storage.get(storage._cdata)
     if number is None:
         number = table.by_storage[storage._cdata] = len(table.sources)
         spec = TensorSpec((nbytes,), torch.uint8)
-        if nbytes < SHARED_FROM:
+        if not shared:
             spec = replace(spec, held=Flat(((0, 0, nbytes),) if nbytes else ()))
         table.sources.append(Source(key, spec, leaf, table.rank))
-    view = (nbytes, leaf.storage_offset(), leaf.stride()) if nbytes >= SHARED_FROM else None
+    view = (nbytes, leaf.storage_offset(), leaf.stride()) if shared else None
     table.rows.append((key, number, tuple(leaf.shape), str(leaf.dtype), view))
+
+
+def _is_in(leaf: torch.Tensor, storages: Set[int]) -> bool:
+    return bool(storages) and leaf.untyped_storage()._cdata in storages

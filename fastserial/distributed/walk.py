@@ -13,9 +13,11 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.states import module_of, state_of_module, state_of_optimizer
+from fastserial.overlap.watch import all_storages
 
 __all__ = [
     "Leaves",
+    "buffers_of",
     "is_leaf",
     "is_live",
     "is_sharded",
@@ -27,6 +29,11 @@ __all__ = [
 ]
 
 _CONTAINERS = (Mapping, list, tuple)
+# Dictionaries whose keys name things. A Counter is a value as a whole, as is a dictionary without
+# tensors that has other keys than these, or more than anybody would give names to.
+_NAMING = (dict, OrderedDict)
+_NAMES = {str, int}
+_MOST_NAMES = 4096
 _LEAF, _CONTAINER, _LIVE = 1, 2, 4  # kinds; modules may be containers, too
 
 
@@ -54,11 +61,13 @@ class Leaves(Sequence[tuple[str, Any]]):
         values: the tensors.
         keys: where they are, to be compared: for some tensors each, what their paths begin with
             and how they go on.
+        others: likewise, where dictionaries have what is no tensor.
     """
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self.keys: list[tuple[str, list[str]]] = []
+        self.others: list[tuple[str, list[str]]] = []
         self._paths: list[str] | None = None
 
     def __len__(self) -> int:
@@ -106,12 +115,19 @@ def _collect(path: str, value: Any, seen: set[int], kinds: dict[type, int], foun
     seen.add(id(value))
     keys, values = _items(value)
     there = _kinds_of(values, kinds)
-    if not any(kind & (_LEAF | _CONTAINER) for kind in there):
+    more = any(kind & (_LEAF | _CONTAINER) for kind in there)
+    named = type(value) in _NAMING and (more or _are_names(keys))
+    if not (more or named):
         return
     if isinstance(value, Mapping):
         before = f"{path}." if path else ""
         if set(map(type, keys)) - {str}:
             keys = [f"{key}" for key in keys]
+        if named and there != {_LEAF}:
+            pairs = zip(keys, values, strict=True)
+            found.others.append((before, [key for key, one in pairs if kinds[type(one)] != _LEAF]))
+        if not more:
+            return
     else:
         before = f"{path}["
         keys = [f"{key}]" for key in keys]
@@ -124,6 +140,10 @@ def _collect(path: str, value: Any, seen: set[int], kinds: dict[type, int], foun
             found.add(before, [key], [item])
         elif kind & _CONTAINER:
             _collect(f"{before}{key}", item, seen, kinds, found)
+
+
+def _are_names(keys: list[Any]) -> bool:
+    return len(keys) <= _MOST_NAMES and set(map(type, keys)) <= _NAMES
 
 
 def _kinds_of(values: Collection[Any], kinds: dict[type, int]) -> set[int]:
@@ -190,6 +210,12 @@ def states(obj: object) -> Any:
         return obj
     modules = [one for one in found if isinstance(one, torch.nn.Module)]
     return _replaced(obj, {id(one): _state(one, modules, obj) for one in found}, {})
+
+
+def buffers_of(obj: object) -> set[int]:
+    """Return the identities of the storages of the buffers of all modules of a nest."""
+    modules = [one for one in live(obj) if isinstance(one, torch.nn.Module)]
+    return {found for one in modules for found in all_storages(one.buffers())}
 
 
 def optimizers(obj: object) -> Iterator[torch.optim.Optimizer]:

@@ -188,7 +188,9 @@ class Together:
 
     def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
         with self._talk() as ranks:
-            return size_of({**states(objects, _saved), OWN: own}, path, ranks, check_loadable)
+            own["rng"] = [portable(own.pop("rng", None))] * self._count
+            state = {**states(objects, _saved), OWN: own if ranks.rank == 0 else None}
+            return size_of(state, path, ranks, check_loadable)
 
     def is_asked(self, mine: bool) -> bool:
         """Tell whether any rank was asked; about once a second the ranks really ask each other."""

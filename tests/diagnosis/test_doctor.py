@@ -25,7 +25,7 @@ from fastserial.config import Config
 from fastserial.diagnosis import examine as examine_module
 from fastserial.diagnosis import folder as folder_module
 from fastserial.diagnosis.examine import examine
-from fastserial.diagnosis.facts import Boot, Diagnosis, Finding, Package, Torch
+from fastserial.diagnosis.facts import Boot, Diagnosis, Finding, Torch
 from fastserial.diagnosis.findings import judge
 from fastserial.diagnosis.folder import Folder, probe_folder
 from fastserial.engines import Capabilities, EngineStatus
@@ -367,10 +367,3 @@ def test_option_findings(
     finding = only(healthy, **options)
     assert word in finding.text
     assert finding.slow is slow
-
-
-def test_progress_without_tqdm(healthy: Diagnosis) -> None:
-    without = dataclasses.replace(healthy, packages=(Package("tqdm", None),))
-    assert "tqdm" in only(without, progress=True).text
-    with_it = dataclasses.replace(healthy, packages=(Package("tqdm", "4.0"),))
-    assert texts(with_it, progress=True) == []

@@ -144,16 +144,20 @@ def test_what_was_saved_is_loaded(who: str, planner: Any, tmp_path: Path) -> Non
         assert_same(load(blank(state), dcp.FileSystemReader(tmp_path), FastLoadPlanner()), state)
 
 
-def test_a_sparse_tensor_is_left_to_torch(tmp_path: Path) -> None:
-    """Stock cannot save one; torch.save can."""
-    state = {"sparse": torch.eye(4).to_sparse()}
-    save(state, FastStorageWriter(tmp_path))
-    data = (tmp_path / "__0_0.distcp").read_bytes()
-    (tmp_path / "item.pt").write_bytes(data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.15: that it checks the indices
-        loaded = torch.load(tmp_path / "item.pt")
-    assert torch.equal(loaded.to_dense(), torch.eye(4))
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FastStorageWriter])
+def test_a_sparse_tensor_is_refused_as_by_stock(
+    writer: Any, layout: torch.layout, tmp_path: Path
+) -> None:
+    """Stock's reader would leave zeros of it without a word."""
+    save({"sparse": torch.eye(4)}, FastStorageWriter(tmp_path))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        save({"sparse": torch.eye(4).to_sparse(layout=layout)}, writer(tmp_path))
+    assert "Sparse" in str(caught.value) or "sparse: its layout is" in str(caught.value)
+    if writer is FastStorageWriter:
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("small_file", [0, 8 * MIB])

@@ -149,7 +149,7 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
     "case",
     [
         *("within_an_object", "default_device", "stages_change", "negative", "turned_mesh"),
-        *("modes", "zeros", "type_of_shards"),
+        *("modes", "zeros", "type_of_shards", "unknown_placement"),
     ],
 )
 def test_unusual_states(case: str, tmp_path: Path) -> None:

@@ -37,6 +37,10 @@ def test_long(case: str, tmp_path: Path) -> None:
     ranks.run("ranks_long", 4, tmp_path, case, timeout=200)
 
 
+def test_what_differs_between_ranks_is_no_file(tmp_path: Path) -> None:
+    ranks.run("ranks_differ", 3, tmp_path, timeout=200)
+
+
 def test_loads_while_the_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     program = Path(__file__).parent.parent / "programs" / "replacing.py"

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.ranks import join
 from support.sharded import noise
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 from fastserial import distributed
-from fastserial.distributed import FlatShard
-from fastserial.errors import LoadMismatchError
+from fastserial.distributed import FastSavePlanner, FastStorageWriter, FlatShard
+from fastserial.errors import DistributedError, LoadMismatchError
 
 
 def same(folder: Path, state: Any, whole: Any, **options: Any) -> None:
@@ -142,9 +152,59 @@ def type_of_shards(folder: Path, rank: int, count: int) -> None:
     assert torch.equal(target.to_local(), mine.double())
 
 
+class Ragged(Placement):
+    """Rows of uneven numbers, which only the DTensor's own class knows."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ragged)
+
+    def __hash__(self) -> int:
+        return hash(Ragged)
+
+
+class RaggedTensor(DTensor):
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        rows = self._local_tensor.shape[0]
+        before = torch.Size([sum(range(3, 3 + dist.get_rank()))])
+        chunk = ChunkStorageMetadata(before, torch.Size([rows]))
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        data = TensorWriteData(chunk, properties, self.shape)
+        return [WriteItem(MetadataIndex(fqn, before), WriteItemType.SHARD, tensor_data=data)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._local_tensor
+
+
+def unknown_placement(folder: Path, rank: int, count: int) -> None:
+    """DCP's own plan saves it; one file cannot hold it."""
+    mesh = DeviceMesh("cpu", torch.arange(count))
+    first = sum(range(3, 3 + rank))
+    local = torch.arange(float(first), float(first + 3 + rank))
+    meta = TensorMeta(torch.Size([12]), (1,), torch.float32)
+    spec = DTensorSpec(mesh, (Ragged(),), tensor_meta=meta)
+    new: Any = DTensor.__new__
+    for number in range(2):
+        state = {"x": new(RaggedTensor, local, spec, requires_grad=False), "n": number}
+        writer = FastStorageWriter(folder / str(number))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dcp.save(state, storage_writer=writer, planner=FastSavePlanner())
+        assert len([one for one in caught if "x: its placement Ragged" in str(one.message)]) == 1
+        found = {"x": torch.zeros(12)}
+        dcp.load(found, checkpoint_id=folder / str(number))
+        assert torch.equal(found["x"], torch.arange(12.0))
+    try:
+        distributed.save(state, folder / "file.pt", timeout=30)
+    except DistributedError as error:
+        assert "x: its placement Ragged" in str(error), error
+        assert "FlatShard" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
 CASES = (
     *(within_an_object, default_device, stages_change, negative, turned_mesh, modes),
-    *(zeros, type_of_shards),
+    *(zeros, type_of_shards, unknown_placement),
 )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -16,13 +17,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 
 from fastserial.distributed.boxes import Box, intersect
 from fastserial.distributed.dcp.balance import Item, Share, shares
 from fastserial.distributed.dcp.local_rows import BYTES, OTHER, LocalRows, Part, Row
 from fastserial.distributed.tables import SHARED_FROM
 
-__all__ = ["Told", "global_plan", "paths_of", "told_of"]
+__all__ = ["Told", "global_plan", "paths_of", "stock_owners", "told_of"]
 
 Path = tuple[str | int, ...]
 _PARTS_EACH = 20  # a dimension with so many rows for each rank can be cut evenly enough
@@ -35,10 +37,12 @@ class Told(NamedTuple):
         local: its rows.
         paths: where in the nested state the keys are that are not at its top; None: it was not
             flattened.
+        sums: checksums of its plain tensors, in the order of `LocalRows.replicas`.
     """
 
     local: LocalRows
     paths: dict[str, Path] | None
+    sums: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -79,12 +83,29 @@ def paths_of(told: Sequence[Told]) -> dict[str, Path] | None:
     return found
 
 
-def global_plan(told: Sequence[Told], lowest: bool) -> tuple[list[list[Part]], Metadata]:
+def stock_owners(told: Sequence[Told], keys: Set[str]) -> dict[str, int]:
+    """Return which rank's tensor stock would save, of plain tensors that several ranks have."""
+    plans = [
+        SavePlan(one.local.items([Part(row, None, 0) for row in range(len(one.local.rows))]))
+        for one in told
+    ]
+    return {
+        item.index.fqn: rank
+        for rank, plan in enumerate(dedup_save_plans(plans))
+        for item in plan.items
+        if item.index.fqn in keys
+    }
+
+
+def global_plan(
+    told: Sequence[Told], lowest: bool, apart: Mapping[str, int] | None = None
+) -> tuple[list[list[Part]], Metadata]:
     """Return what each rank writes, and the metadata.
 
     Args:
         told: by each rank.
         lowest: what several ranks have is written by the first of them.
+        apart: plain tensors that differ between the ranks, and whose is saved as a whole.
 
     Raises:
         ValueError: the pieces of a tensor do not make up the tensor, or a key has a value on some
@@ -97,7 +118,7 @@ def global_plan(told: Sequence[Told], lowest: bool) -> tuple[list[list[Part]], M
     for piece in pieces:
         if len(piece.ranks) == 1:
             load[piece.ranks[0]] += piece.nbytes
-    items = [_item(pieces[number], lowest, len(told)) for number in several]
+    items = [_item(pieces[number], lowest, apart or {}) for number in several]
     cuts: dict[int, list[Share]] = {}
     for share in shares(items, len(told), load):
         cuts.setdefault(several[share.item], []).append(share)
@@ -155,7 +176,7 @@ class _Made:
 
 def _pieces(told: Sequence[Told]) -> list[_Piece]:
     found: dict[tuple[str, tuple[int, ...] | None], _Piece] = {}
-    for rank, (local, _) in enumerate(told):
+    for rank, (local, *_) in enumerate(told):
         for number, row in enumerate(local.rows):
             properties = local.properties[row.properties] if row.kind != BYTES else None
             place = row.key, None if properties is None else row.offsets
@@ -188,8 +209,10 @@ def _alike(piece: _Piece, row: Row, properties: TensorProperties | None) -> bool
     return row[3:] == piece.row[3:] and mine.dtype == properties.dtype
 
 
-def _item(piece: _Piece, lowest: bool, ranks: int) -> Item:
+def _item(piece: _Piece, lowest: bool, apart: Mapping[str, int]) -> Item:
     nbytes, owners = piece.nbytes, tuple(piece.ranks)
+    if apart.get(piece.row.key) in owners:
+        return Item(nbytes, (apart[piece.row.key],))
     if lowest or piece.properties is None:
         return Item(nbytes, owners[:1])
     if len(owners) == 1 or nbytes < SHARED_FROM or piece.row.kind == OTHER:

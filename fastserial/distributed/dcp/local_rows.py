@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.pieces import as_dtensor, holding
+from fastserial.distributed.tables import SHARED_FROM
+from fastserial.errors import UnknownPlacementError
 
 __all__ = ["BYTES", "OTHER", "REPLICA", "SHARD", "LocalRows", "Part", "Row", "kind_of", "parts_of"]
 
@@ -72,6 +76,15 @@ class LocalRows(NamedTuple):
         """
         return _Rows().of(state)
 
+    def replicas(self) -> list[str]:
+        """Return the keys of the plain tensors that are large enough to be cut."""
+        return [
+            row.key
+            for row in self.rows
+            if row.kind == REPLICA
+            and prod(row.sizes) * self.properties[row.properties].dtype.itemsize >= SHARED_FROM
+        ]
+
     def items(self, parts: Iterable[Part]) -> list[WriteItem]:
         """Return what stock calls rows or parts of them."""
         found: list[WriteItem] = []
@@ -118,6 +131,7 @@ class _Rows:
         # Of tensors that are alike everything but the key is the same.
         self._alike: dict[Any, list[tuple[Any, ...]]] = {}
         self._meshes: dict[int, tuple[int, ...]] = {}
+        self._warned = False
 
     def of(self, state: Mapping[str, Any]) -> LocalRows:
         for key, value in state.items():
@@ -144,13 +158,25 @@ class _Rows:
             if found is None:
                 if value.device_mesh.get_coordinate() is None:
                     return
-                boxes = [box for box, _ in parts_of(value, key, self._meshes)]
+                try:
+                    boxes = [box for box, _ in parts_of(value, key, self._meshes)]
+                except UnknownPlacementError as error:
+                    self._warn(error)
+                    self._add_other(key, value)
+                    return
                 number = self._number(TensorProperties.create_from_tensor(value.to_local()))
                 shape = tuple(value.shape)
                 found = self._alike[likeness] = [(SHARD, number, shape, *box) for box in boxes]
             self._rows += [Row(key, *what) for what in found]
         else:
             self._add_other(key, value)
+
+    def _warn(self, error: UnknownPlacementError) -> None:
+        """Say once of all tensors that torch plans how they are saved."""
+        if not self._warned:
+            text = f"{error}. It is saved as DefaultSavePlanner would, as are others like it"
+            warnings.warn(text, UserWarning, stacklevel=2)
+        self._warned = True
 
     def _add_other(self, key: str, value: Any) -> None:
         """Add what torch says of a sharded tensor of another kind."""

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import secrets
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from fastserial.config import current
 from fastserial.distributed.boxes import Box
+from fastserial.distributed.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.dcp.deferred_metadata import deferred
 from fastserial.distributed.dcp.fingerprint import fingerprint
 from fastserial.distributed.dcp.flattening import flattened
-from fastserial.distributed.dcp.global_plan import Told, global_plan, told_of
+from fastserial.distributed.dcp.global_plan import Told, global_plan, stock_owners, told_of
 from fastserial.distributed.dcp.kept_plans import Kept, kept_with
 from fastserial.distributed.dcp.local_rows import (
+    OTHER,
     REPLICA,
     SHARD,
     LocalRows,
@@ -30,6 +36,8 @@ from fastserial.distributed.dcp.local_rows import (
     kind_of,
     parts_of,
 )
+from fastserial.distributed.pieces import oddity
+from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastSavePlanner"]
@@ -38,9 +46,13 @@ _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "lookup_o
 
 
 class _AsBefore(NamedTuple):
-    """Instead of rows: those of any plan with these numbers. Instead of parts: of the only one."""
+    """Instead of rows: those of any plan with these numbers. Instead of parts: of the only one.
+
+    The checksums are as in `Told`.
+    """
 
     numbers: tuple[int, ...]
+    sums: Sequence[int] = ()
 
 
 class _Orders(NamedTuple):
@@ -65,6 +77,7 @@ class _Own:
     fingerprint: list[Any]
     settings: Any
     told: Told
+    replicas: list[str]
     items: list[WriteItem]
 
 
@@ -73,6 +86,8 @@ class _OfAll:
     """A plan, as the coordinator keeps it: who gets the metadata may change it, in any depth."""
 
     told: list[Told]
+    replicas: list[list[str]]
+    apart: dict[str, int]  # see `global_plan`
     keys: list[str]  # as they are: those of the index are the same objects, and pickled once
     entries: bytes
     paths: dict[str, Any] | None
@@ -87,7 +102,8 @@ class FastSavePlanner(DefaultSavePlanner):
     """The `planner` of `dcp.save`. It takes the arguments of `DefaultSavePlanner`.
 
     What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
-    for that, so plain ones have to be equal on all ranks, as those of a data-parallel model are.
+    for that. Plain ones are compared in every save (option `compare`); of one that differs between
+    ranks, that rank's is saved whose stock would save, with a warning.
 
     A class derived from it that overrides what makes plans (`create_local_plan`,
     `create_global_plan`, `finish_plan`, `lookup_object`) gets those of `DefaultSavePlanner`: ours
@@ -102,6 +118,7 @@ class FastSavePlanner(DefaultSavePlanner):
             warnings.warn(text, UserWarning, stacklevel=2)
         self._fingerprint: list[Any] | None = None
         self._told: Told | None = None
+        self._replicas: list[str] = []
         self._kept: Kept[_Own] | None = None
         self._own: dict[int, _Own] = {}  # the plans that this rank asked for
         self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
@@ -156,13 +173,26 @@ class FastSavePlanner(DefaultSavePlanner):
         if kept is not None:
             kept.asked = bool(self._own)
         if self._own:
-            self.plan = SavePlan([], planner_data=_AsBefore(tuple(self._own)))
+            self._replicas = next(iter(self._own.values())).replicas
+            self.plan = SavePlan([], planner_data=_AsBefore(tuple(self._own), self._sums()))
             return self.plan
         mappings = self.mappings if self.flatten_state_dict else None
         with paused_collection():
             self._told = told_of(LocalRows.of(self.state_dict), mappings)
-        self.plan = SavePlan([], planner_data=self._told)
+            if any(row.kind == OTHER for row in self._told.local.rows):
+                self._fingerprint = None  # who knows when torch would plan otherwise
+        self._replicas = self._told.local.replicas()
+        self.plan = SavePlan([], planner_data=self._told._replace(sums=self._sums()))
         return self.plan
+
+    def _sums(self) -> list[int]:
+        """Return the checksums of the plain tensors that may be cut."""
+        if not dist.is_initialized() or self.dedup_save_to_lowest_rank:
+            return [0] * len(self._replicas)  # nothing is
+        tensors = [self.state_dict[key] for key in self._replicas]
+        plain = [one for one in tensors if oddity(one) is None]
+        found = iter(checksums(plain, current().compare == "all"))
+        return [next(found) if oddity(one) is None else 0 for one in tensors]
 
     def _as_before(self, kept: Kept[_Own] | None) -> dict[int, _Own]:
         """Return the plans for just such a state, by their numbers."""
@@ -198,16 +228,27 @@ class FastSavePlanner(DefaultSavePlanner):
         messages = [plan.planner_data for plan in all_plans]
         number = _number_of_all(messages)
         found = kept.get(number) if kept is not None and number is not None else None
+        if found is not None and len(found.told) != len(all_plans):
+            found = None
+        told = found.told if found is not None else self._told_by_all(messages, kept)
+        replicas = found.replicas if found else [one.local.replicas() for one in told]
+        known = found.apart if found is not None else {}
+        sums = [message.sums for message in messages]
+        mixed = differing(
+            [dict(zip(*one, strict=True)) for one in zip(replicas, sums, strict=True)]
+        )
         answers: list[Any]
-        if found is not None and number is not None and len(found.told) == len(all_plans):
+        if found is not None and number is not None and mixed.keys() <= known.keys():
             answers = [_AsBefore((number,))] * len(all_plans)
         else:
-            told = self._told_by_all(messages, kept)
+            apart = {**known, **(stock_owners(told, mixed.keys()) if mixed else {})}
+            _warn(mixed, apart)
             with paused_collection():
-                parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank)
+                parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank, apart)
                 entries = metadata.state_dict_metadata
                 pickled = pickle.dumps(list(entries.values()))
-            found = _OfAll(told, list(entries), pickled, metadata.planner_data)
+            paths = metadata.planner_data
+            found = _OfAll(told, replicas, apart, list(entries), pickled, paths)
             number = secrets.randbits(62)
             if kept is not None:
                 kept.put(number, found)
@@ -257,7 +298,8 @@ class FastSavePlanner(DefaultSavePlanner):
             with paused_collection():
                 items = self._told.local.items(message.parts)
             if kept is not None and self._fingerprint is not None:
-                own = _Own(self._fingerprint, self._settings(), self._told, items)
+                settings, replicas = self._settings(), self._replicas
+                own = _Own(self._fingerprint, settings, self._told, replicas, items)
                 kept.put(message.number, own)
         else:
             raise ValueError(_other_planner(None))
@@ -271,10 +313,13 @@ class FastSavePlanner(DefaultSavePlanner):
         data = write_item.tensor_data
         value = self.state_dict.get(write_item.index.fqn)
         kind = kind_of(value)
-        if data is None or kind not in (REPLICA, SHARD) or not isinstance(value, torch.Tensor):
+        part: torch.Tensor | None = None
+        if data is not None and kind in (REPLICA, SHARD) and isinstance(value, torch.Tensor):
+            with contextlib.suppress(UnknownPlacementError):  # then torch made the plan
+                part = self._part(write_item.index.fqn, kind, value, data.chunk)
+        if part is None:
             found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
             return found
-        part = self._part(write_item.index.fqn, kind, value, data.chunk)
         return self.transform_object(write_item, part)  # type: ignore[no-any-return]
 
     def _part(self, key: str, kind: int, value: Any, chunk: ChunkStorageMetadata) -> torch.Tensor:
@@ -305,6 +350,18 @@ def _number_of_all(messages: list[Any]) -> int | None:
         return None
     common = set(messages[0].numbers).intersection(*(message.numbers for message in messages))
     return next((number for number in reversed(messages[0].numbers) if number in common), None)
+
+
+def _warn(mixed: Mapping[str, list[int]], apart: Mapping[str, int]) -> None:
+    if mixed:
+        keys = list(mixed)
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        text = (
+            f"plain tensors of {ranks_in_words(mixed[keys[0]])} differ from the first rank's: "
+            f"{', '.join(map(repr, keys[:5]))}{more}. Of {keys[0]!r} that of rank "
+            f"{apart[keys[0]]} is saved, as by stock. Parts of one tensor have to be DTensors"
+        )
+        warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def _contains(box: Box, part: Box) -> bool:

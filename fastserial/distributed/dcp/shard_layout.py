@@ -129,11 +129,19 @@ class ShardLayout:
 
         Args:
             planned: what the item says of a tensor is what `.metadata` says of it.
+
+        Raises:
+            LayoutError: a sparse tensor, of which stock's reader would leave zeros.
         """
         if not isinstance(data, torch.Tensor):
             self._add_known(item, bytes(data.getbuffer()), 0)
             return
         tensor = data.detach()
+        if not self._packed and tensor.layout is not torch.strided:
+            raise LayoutError(
+                f"{item.index.fqn}: its layout is {tensor.layout}, which stock cannot load in this "
+                'format; save it dense, or with format="packed"'
+            )
         found = self._bytes_of(tensor) if self._frames_known else None
         planned = planned and _is_as_planned(item, tensor)
         if found is None or (self._packed and not planned):
