@@ -57,6 +57,9 @@ class FileTensor:
         offset: of its first element, in the file (bytes).
         pending: `conj`, `neg`: what torch applies to the elements when they are used.
         problem: why it cannot be read element by element, None if it can.
+        same: number of the first mention of the same object; -1 where that is not known.
+        storage: offset and bytes of its storage in the file; None where it has none of its own.
+        parameter, requires_grad: what it is made as.
     """
 
     number: int
@@ -66,6 +69,10 @@ class FileTensor:
     offset: int
     pending: tuple[str, ...] = ()
     problem: str | None = None
+    same: int = -1
+    storage: tuple[int, int] | None = None
+    parameter: bool = False
+    requires_grad: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -152,6 +159,7 @@ class _Outliner:
     def __init__(self, mapped: Mapped) -> None:
         self._mapped = mapped
         self._made: dict[int, Any] = {}
+        self._first: dict[int, int] = {}  # number of the first mention, by the tensor's `id`
         self._count = 0
 
     def without_bytes(self, value: Any) -> Any:
@@ -179,16 +187,34 @@ class _Outliner:
         problem = _problem(tensor)
         stride: tuple[int, ...] = ()
         offset = 0
+        storage: tuple[int, int] | None = None
         if problem is None:
             stride = tuple(tensor.stride())
             if tensor.numel():
-                offset = self._offset_of(tensor)
+                start = self._start_of(tensor)
+                offset = start + int(tensor.storage_offset()) * tensor.itemsize
+                if self._mapped.container != "safetensors":
+                    storage = start, tensor.untyped_storage().nbytes()
         pending = tuple(
             name for name, has in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if has
         )
-        return FileTensor(self._count - 1, tensor.dtype, shape, stride, offset, pending, problem)
+        number = self._count - 1
+        return FileTensor(
+            number,
+            tensor.dtype,
+            shape,
+            stride,
+            offset,
+            pending,
+            problem,
+            self._first.setdefault(id(tensor), number),
+            storage,
+            isinstance(tensor, torch.nn.Parameter),
+            tensor.requires_grad,
+        )
 
-    def _offset_of(self, tensor: torch.Tensor) -> int:
+    def _start_of(self, tensor: torch.Tensor) -> int:
+        """Return where a tensor's storage begins in the file."""
         storage = tensor.untyped_storage()
         start = self._mapped.offset_of(storage)
         if start is None:
@@ -198,7 +224,7 @@ class _Outliner:
         last = first + sum((size - 1) * step for size, step in steps)
         if (last + 1) * tensor.itemsize > storage.nbytes():
             raise CorruptCheckpointError("a tensor goes past the end of its storage")
-        return start + first * tensor.itemsize
+        return start
 
 
 def _problem(tensor: torch.Tensor) -> str | None:

@@ -51,6 +51,8 @@ class Match:
     _puts: list[Callable[[], None]] = field(default_factory=list)
     _live: list[LiveState] = field(default_factory=list)
     _meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    _storages: dict[tuple[int, int], torch.UntypedStorage] = field(default_factory=dict)
 
     def compare(self, into: Any, there: Any) -> None:
         """Compare all of what is to be filled with all that the file holds.
@@ -234,8 +236,12 @@ class Match:
                 return None
             if like is not None and there.shape and like.shape == there.shape:
                 new = torch.empty_like(like, dtype=there.dtype, requires_grad=False)
-            else:
+            elif like is not None:
                 new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+            elif there.same in self._tensors:
+                return self._tensors[there.same]
+            else:
+                new = self._tensors[there.same] = self._as_saved(there)
             held = holding(new, path_name(path), self.rank, self.ranks, self._meshes)
             self.jobs.append(Job(there, held))
             return new
@@ -249,10 +255,36 @@ class Match:
             return sequence_like(there, made)
         return there
 
+    def _as_saved(self, there: FileTensor) -> torch.Tensor:
+        """Return a new tensor; what shares memory in the file shares it here, too."""
+        new = torch.empty(0, dtype=there.dtype, device="cpu")
+        if there.storage is not None and not there.pending and _is_apart(there):
+            start, nbytes = there.storage
+            memory = self._storages.get(there.storage)
+            if memory is None:
+                made = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                memory = self._storages[there.storage] = made.untyped_storage()
+            new.set_(memory, (there.offset - start) // there.itemsize, there.shape, there.stride)
+        else:
+            new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+        if there.parameter:
+            return torch.nn.Parameter(new, there.requires_grad)
+        return new.requires_grad_(there.requires_grad)
+
     def _mismatch(self, path: Path, wanted: str, there: Any) -> None:
         self.used.add(path)
         found = "a tensor" if isinstance(there, FileTensor) else f"a {type(there).__name__}"
         self.problems.append(f"{path_name(path)}: it is {wanted} here, in the file {found}")
+
+
+def _is_apart(tensor: FileTensor) -> bool:
+    """Tell whether each element of a tensor has memory of its own."""
+    end = 0
+    for step, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+        if size > 1 and step <= end:
+            return False
+        end += (size - 1) * step
+    return True
 
 
 def _are_values(into: Any, there: Any) -> bool:

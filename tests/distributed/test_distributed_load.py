@@ -31,7 +31,7 @@ def test_any_placement_loads_from_any_file(tmp_path: Path, count: int, cases: in
 @pytest.mark.parametrize("count", [2, 3])
 def test_cases(tmp_path: Path, count: int) -> None:
     out = ranks.run("load_cases", count, tmp_path)
-    assert {int(text) for text in out} == {21}
+    assert {int(text) for text in out} == {22}
 
 
 def test_a_process_alone(tmp_path: Path) -> None:
