@@ -17,7 +17,7 @@ from fastserial.config import current
 from fastserial.distributed.agreement import Agreement, are_alike, blame
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.full_pickle import lay_out
-from fastserial.distributed.group import Traffic, collective
+from fastserial.distributed.group import Traffic, collective, path_of
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.orders import Writers
 from fastserial.distributed.pieces import as_dtensor
@@ -82,7 +82,7 @@ def save_async(
     """
     return start_save(
         obj,
-        os.fspath(path),
+        path,
         snapshot,
         snapshot_budget,
         group=group,
@@ -95,7 +95,7 @@ def save_async(
 
 def start_save(
     obj: object,
-    path: str,
+    path: str | os.PathLike[str],
     kind: Kind,
     budget: int | None,
     *,
@@ -118,6 +118,7 @@ def start_save(
     try:
         with collective(group, timeout) as traffic, quick_switches():
             _check(kind, budget)
+            path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
             saving = Saving(traffic, path, writers, merge, began)

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import os
 import threading
 import time
 import weakref
@@ -31,7 +32,7 @@ from fastserial.errors import (
 )
 from fastserial.overlap.threads_at import at_rest
 
-__all__ = ["Traffic", "collective", "traffic_of"]
+__all__ = ["Traffic", "collective", "path_of", "traffic_of"]
 
 _FAILED = "failed"  # key of the failure in the store
 _FIRST = 1024  # bytes that every message begins with: its length, and of it what fits behind that
@@ -67,6 +68,21 @@ def collective(
     with traffic.together(theirs):
         yield traffic
         traffic.agree()
+
+
+def path_of(path: str | os.PathLike[str], other: object, call: str) -> str:
+    """Return a path as text.
+
+    Args:
+        other: what it may have been swapped with.
+        call: how the call is written.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike) and isinstance(other, str | os.PathLike):
+        raise TypeError(f"the arguments are swapped: {call}")
+    return os.fspath(path)
 
 
 def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -> Traffic:

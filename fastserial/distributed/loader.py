@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import zlib
@@ -17,7 +18,7 @@ from fastserial.checksums import Piece as CrcPiece
 from fastserial.config import Config
 from fastserial.distributed.file_index import FileIndex, fingerprint, index_of_file, unpack
 from fastserial.distributed.flow import Flow
-from fastserial.distributed.group import Traffic, collective
+from fastserial.distributed.group import Traffic, collective, path_of
 from fastserial.distributed.matching import Match, file_leaves, path_name, unused
 from fastserial.distributed.nodes import node_name
 from fastserial.distributed.owners import Share, block_bytes, share_out
@@ -83,7 +84,8 @@ def load(
     try:
         with collective(group, timeout) as traffic:
             config = config_module.current()
-            task = _Load(traffic, os.fspath(path), config, broadcast, strict, began)
+            name = path_of(path, into, "distributed.load(path, into)")
+            task = _Load(traffic, name, config, broadcast, strict, began)
             refusal = task.compare(into, cast)
             if not refusal:
                 verdict = task.fill()
@@ -244,6 +246,12 @@ class _Load:
 
     def _open(self) -> FastFileReader:
         if self._reader is None:
+            if os.path.exists(os.path.join(self.path, ".metadata")):
+                text = (
+                    "it is a folder of torch.distributed.checkpoint. Load it by dcp.load (with "
+                    "FastStorageReader), or make one file of it: fastserial.convert(folder, file)"
+                )
+                raise IsADirectoryError(errno.EISDIR, text, self.path)
             self._reader = FastFileReader(self.path, self._config)
         return self._reader
 

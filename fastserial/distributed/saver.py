@@ -28,7 +28,7 @@ from fastserial.distributed.exchange import Exchange
 from fastserial.distributed.facts import facts_of, numbers_of
 from fastserial.distributed.finishing import finish_file
 from fastserial.distributed.full_pickle import lay_out
-from fastserial.distributed.group import Traffic, collective
+from fastserial.distributed.group import Traffic, collective, path_of
 from fastserial.distributed.laid_out import KeptFile, LaidOut
 from fastserial.distributed.merging import merged
 from fastserial.distributed.nodes import node_name
@@ -156,7 +156,8 @@ def save(
     saving: Saving | None = None
     try:
         with collective(group, timeout) as traffic:
-            saving = Saving(traffic, os.fspath(path), writers, merge, began)
+            name = path_of(path, obj, "distributed.save(obj, path)")
+            saving = Saving(traffic, name, writers, merge, began)
             report = saving.run(obj)
     except BaseException:
         if saving is not None:

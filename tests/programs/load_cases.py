@@ -378,6 +378,11 @@ def files_that_are_no_checkpoints() -> None:
     dist.barrier()
     with pytest.raises(DistributedError, match=r"rank 0: .*neither a zip"):
         load(path, {"a": torch.zeros(2)})
+    folder = FOLDER / "dcp"
+    folder.mkdir(exist_ok=True)
+    (folder / ".metadata").touch()
+    with pytest.raises(DistributedError, match=r"dcp\.load.*fastserial\.convert.*/dcp'"):
+        load(folder, {"a": torch.zeros(2)})
     path = written("code", {"a": os.system, "b": rows(2)})
     with pytest.raises(DistributedError, match="rank 0: ConvertError"):
         load(path, {"b": torch.zeros(2)}, strict=False)

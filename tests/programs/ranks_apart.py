@@ -76,6 +76,15 @@ def arguments() -> None:
     refused(lambda: distributed.save_async(STATE, PATH, snapshot=snapshot), ConfigError, "cpoy")
     refused(lambda: distributed.save(STATE, nowhere), TypeError, "NoneType")
     refused(lambda: distributed.load(nowhere, dict(STATE)), TypeError, "NoneType")
+    swapped: Any = distributed  # the type checker would see it
+    for call in (
+        lambda: swapped.save(str(PATH), STATE),
+        lambda: swapped.save_async(PATH, STATE),
+        lambda: swapped.load(dict(STATE), PATH),
+    ):
+        with pytest.raises(TypeError, match="swapped"):
+            call()
+        dist.barrier()
 
 
 class Stateful:
