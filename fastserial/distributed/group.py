@@ -70,7 +70,7 @@ def collective(
         traffic.agree()
 
 
-def path_of(path: str | os.PathLike[str], other: object, call: str) -> str:
+def path_of(path: Any, other: object, call: str) -> str:
     """Return a path as text.
 
     Args:

@@ -34,7 +34,9 @@ _CONTAINERS = (Mapping, list, tuple)
 _NAMING = (dict, OrderedDict)
 _NAMES = {str, int}
 _MOST_NAMES = 4096
-_LEAF, _CONTAINER, _LIVE = 1, 2, 4  # kinds; modules may be containers, too
+# Kinds; modules may be containers, too. Others with a state are what torch calls stateful, as
+# schedulers are.
+_LEAF, _CONTAINER, _LIVE, _STATEFUL = 1, 2, 4, 8
 
 
 def is_leaf(value: object) -> bool:
@@ -160,7 +162,9 @@ def _kinds_of(values: Collection[Any], kinds: dict[type, int]) -> set[int]:
 def _kind_of(value: object) -> int:
     if is_leaf(value):
         return _LEAF
-    return _CONTAINER * isinstance(value, _CONTAINERS) + _LIVE * is_live(value)
+    kind = _CONTAINER * isinstance(value, _CONTAINERS) + _LIVE * is_live(value)
+    stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return kind or _STATEFUL * (stateful and not isinstance(value, type))
 
 
 def _items(container: Any) -> tuple[list[Any], list[Any]]:
@@ -178,22 +182,47 @@ def _items(container: Any) -> tuple[list[Any], list[Any]]:
 
 
 def live(value: object) -> list[Any]:
-    """Return the modules and optimizers of a nest, each once."""
+    """Return the modules and optimizers of a nest, each once.
+
+    Raises:
+        ValueError: it holds another object with a state, which no load could fill.
+    """
     found: dict[int, Any] = {}
     seen: set[int] = set()
     kinds: dict[type, int] = {}
     below: list[Collection[Any]] = [(value,)]
     for values in below:  # which grows
-        if not any(kind & (_CONTAINER | _LIVE) for kind in _kinds_of(values, kinds)):
+        if not any(kind & ~_LEAF for kind in _kinds_of(values, kinds)):
             continue
         for one in values:
             kind = kinds[type(one)]
+            if kind & _STATEFUL:
+                raise ValueError(_stateful(value, one))
             if kind & _LIVE:
                 found[id(one)] = one
             if kind & _CONTAINER and id(one) not in seen:
                 seen.add(id(one))
                 below.append(list(one.values()) if isinstance(one, Mapping) else one)
     return list(found.values())
+
+
+def _stateful(nest: Any, wanted: Any) -> str:
+    """Return why an object in a nest cannot be saved or filled, with the path to it."""
+    path = ""
+    below: list[tuple[str, Any]] = [("the object", nest)]
+    seen: set[int] = set()
+    for name, value in below:  # which grows
+        if value is wanted:
+            path = name
+            break
+        if isinstance(value, _CONTAINERS) and id(value) not in seen:
+            seen.add(id(value))
+            before = f"{name}." if value is not nest else ""
+            below += [(f"{before}{key}", item) for key, item in zip(*_items(value), strict=True)]
+    return (
+        f"{path} is a {type(wanted).__name__}, of which ranks save and load the state only: give "
+        "its state_dict(), and call its load_state_dict() with what was loaded"
+    )
 
 
 def states(obj: object) -> Any:
@@ -204,6 +233,7 @@ def states(obj: object) -> Any:
 
     Raises:
         ConfigError: an optimizer comes without what names its parameters.
+        ValueError: there is another object with a state, as a scheduler.
     """
     found = live(obj)
     if not found:

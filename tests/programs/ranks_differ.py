@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.ranks import join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fastserial
 from fastserial import Checkpointer, distributed
@@ -144,6 +145,22 @@ def odd_tensors(path: Path, rank: int) -> None:
             keeps(path, {"x": {"odd": tensor}}, word, **options)
 
 
+def objects(path: Path, rank: int) -> None:
+    """Those with a state that is neither a module's nor an optimizer's."""
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    state = {"model": module, "optimizer": optimizer, "more": [{"scheduler": scheduler}]}
+    words = ("more.0.scheduler is a StepLR", "state_dict()")
+    keeps(path, state, *words)
+    refused(lambda: distributed.load(path, state, timeout=30), *words)
+    state["more"] = scheduler.state_dict()
+    distributed.save(state, path, timeout=30)
+    assert torch.load(path)["more"] == scheduler.state_dict()
+    zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    keeps(path, {"model": module, "optimizer": zero}, "ZeroRedundancyOptimizer", "fully_shard")
+
+
 def checkpoints(folder: Path, rank: int) -> None:
     """`Checkpointer` says so in `check`, and in `save`."""
     module = torch.nn.Linear(2, 2)
@@ -205,7 +222,8 @@ def main() -> None:
     if rank == 0:
         path.parent.mkdir()
     dist.barrier()
-    for case in (plain_tensors, all_bytes, stages, small_ones, buffers, keys, odd_tensors):
+    cases = (plain_tensors, all_bytes, stages, small_ones, buffers, keys, odd_tensors, objects)
+    for case in cases:
         distributed.save({"old": torch.ones(3)}, path, timeout=30)
         case(path, rank)
         dist.barrier()
