@@ -34,6 +34,9 @@ TRIAL = 16 * MiB
 # Bytes a second. Through the page cache 2 cores save about 1 GB a second, so a device of half that
 # speed is waited for either way; a faster one is written to directly.
 FAST_DEVICE = 400e6
+# Seconds for which a device that was slow counts as slow: it may have been busy. To measure it
+# again costs no more than `TRIAL` bytes that are waited for.
+SLOW_FOR = 60.0
 LARGE_FILE = 64 * MiB  # to free a replaced file of less takes 0.1 ms on ext4, no more than a thread
 
 # -- saves -----------------------------------------------------------------------------------------

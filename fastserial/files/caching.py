@@ -6,7 +6,8 @@ a save. Direct I/O gives that up. So
 
 - loads read through the page cache any file it has room for;
 - saves write through it on a device that is slower than the page cache's way, where that costs no
-  time, and directly on a faster one. How fast a device is, the first large save to it finds out.
+  time, and directly on a faster one. How fast a device is, the first large save to it finds out;
+  one that was slow, perhaps because it was busy, is measured again a minute later.
 
 What is in the cache, `cachestat(2)` tells (Linux 6.5), which counts the pages of a range. Where it
 is missing or not allowed, a few bytes are asked for with `RWF_NOWAIT`, which fails where a read
@@ -18,12 +19,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import math
 import os
 from mmap import PAGESIZE
 from time import perf_counter
 
 from fastserial.config import Config
-from fastserial.config.performance import ALWAYS_FITS, FAST_DEVICE, TRIAL
+from fastserial.config.performance import ALWAYS_FITS, FAST_DEVICE, SLOW_FOR, TRIAL
 from fastserial.files.meminfo import available_bytes
 
 __all__ = [
@@ -43,6 +45,7 @@ _sync_file_range = getattr(_libc, "sync_file_range", None)
 # By the number of the device, and whether it is about short files, which may end before a trial
 # does: for those alone a throttle or a disk's cache may be fast.
 _fast: dict[tuple[int, bool], bool] = {}
+_slow_since: dict[tuple[int, bool], float] = {}  # `perf_counter()` of the verdict
 
 
 def fits(nbytes: int) -> bool:
@@ -77,11 +80,23 @@ def cached_writes(fd: int, config: Config, nbytes: int, synced: bool) -> CachedW
     if config.cache == "keep":
         return CachedWrites(fd, synced, False)
     device, short = os.fstat(fd).st_dev, 0 < nbytes < 2 * TRIAL
-    large = _fast.get((device, False))
-    fast = large or _fast.get((device, short), large)
+    large = _verdict((device, False))
+    own = _verdict((device, True)) if short else None
+    fast = large or (large if own is None else own)
     if fast or not fits(nbytes):
         return None
     return CachedWrites(fd, synced, fast is None, short)
+
+
+def _verdict(key: tuple[int, bool]) -> bool | None:
+    """Return whether a device is fast, None if it is to be measured, or measured again.
+
+    A disk that was busy, or cold, is slow for a while only.
+    """
+    if perf_counter() - _slow_since.get(key, math.inf) > SLOW_FOR:
+        _slow_since.pop(key, None)
+        _fast.pop(key, None)
+    return _fast.get(key)
 
 
 class CachedWrites:
@@ -151,7 +166,10 @@ class CachedWrites:
         # and those to a file opened with O_SYNC or O_DSYNC, which is part of it, did
         waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
         took = perf_counter() - (self._began if waited else began)
-        fast = _fast[device, self._short] = self._nbytes > took * FAST_DEVICE
+        key = device, self._short
+        fast = _fast[key] = self._nbytes > took * FAST_DEVICE
+        if not fast:
+            _slow_since[key] = perf_counter()
         return fast
 
     def _sync(self, offset: int, length: int, flags: int) -> bool:

@@ -7,10 +7,11 @@ torch's, once, before fastserial is switched on: a torch whose C++ writer differ
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
 import os
 import stat
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def new_writer(sink: Any, align: int) -> Any:
 @trace.traced("layout")
 def finish(layout: ZipLayout) -> ZipPlan:
     """Add what torch's writer adds at the end of an archive, and return the plan."""
-    digits = _names_hash(tuple(layout.names))
+    digits = _names_hash(layout.names)
     layout.add_bytes("version", _VERSION, crc32(_VERSION))
     if "byteorder" not in layout.names:
         order = sys.byteorder.encode()
@@ -66,19 +67,31 @@ def finish(layout: ZipLayout) -> ZipPlan:
     return layout.finish(digits, crc32)
 
 
-@functools.lru_cache(maxsize=8)  # the same state is saved again and again
-def _names_hash(names: tuple[str, ...]) -> str:
+# The same state is saved again and again. By a digest of the names, which may take 60 MB.
+_hashes: dict[bytes, str] = {}
+_MOST_HASHES = 64
+
+
+def _names_hash(names: Collection[str]) -> str:
     """Return the 20 digits of the serialization id that torch derives from the record names.
 
     torch's writer runs over empty records into the null device: their order in its hash set, and
     with it the digits, depends on the names alone.
     """
+    text = "\0".join((str(len(names)), *names)).encode("utf-8", "surrogatepass")
+    key = hashlib.blake2b(text).digest()
+    if (known := _hashes.get(key)) is not None:
+        return known
     writer = _discarding_writer()
     record = writer.write_record_metadata
     for name in names:
         record(name, 0)
     writer.write_end_of_file()
-    return str(writer.serialization_id())[:_DIGITS]
+    found = str(writer.serialization_id())[:_DIGITS]
+    if len(_hashes) >= _MOST_HASHES:
+        _hashes.clear()
+    _hashes[key] = found
+    return found
 
 
 def _discarding_writer() -> Any:

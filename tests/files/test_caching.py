@@ -28,6 +28,7 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
     monkeypatch.setattr(caching, "_fast", {})
+    monkeypatch.setattr(caching, "_slow_since", {})
     monkeypatch.setattr(caching, "TRIAL", MIB)
 
 
@@ -113,6 +114,20 @@ def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
         assert report.fallback is None
         assert cached(tmp_path / name) > 0.99
     assert list(caching._fast.values()) == [False]
+
+
+def test_a_device_that_was_busy_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    if not has_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
+    assert not saved(tmp_path / "busy.pt").direct
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    assert not saved(tmp_path / "soon.pt").direct
+    monkeypatch.setattr(caching, "SLOW_FOR", 0.0)
+    assert saved(tmp_path / "later.pt").direct  # but for the beginning
+    assert list(caching._fast.values()) == [True]
 
 
 def test_short_files_are_judged_by_those_before(
