@@ -48,7 +48,11 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     Returns:
         What was found. Damage is reported, never raised; so is a file that cannot be read.
     """
-    name = os.fspath(path)
+    return _verify(os.fspath(path), None, config)
+
+
+def _verify(name: str, opened: int | None, config: Config | None) -> VerifyReport:
+    """Check a checkpoint, by its descriptor if it is open."""
     began = perf_counter()
     findings = Findings()
     kind: str | None = None
@@ -58,7 +62,9 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     changed = False
     try:
         with Descriptors() as files:
-            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+            fd = opened
+            if fd is None:
+                fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
             size = before.st_size
             found = detect(fd, name)
@@ -114,13 +120,17 @@ def _folder(name: str, config: Config | None, findings: Findings) -> FolderResul
     return verify_rank_folder(name, found, lambda path: verify(path, config), findings)
 
 
-def refuse_damaged(path: str | os.PathLike[str]) -> None:
+def refuse_damaged(path: str | os.PathLike[str], fd: int | None = None) -> None:
     """Verify a checkpoint.
+
+    Args:
+        path: its name.
+        fd: a descriptor of it, which is read afterwards: another file may get the name meanwhile.
 
     Raises:
         CorruptCheckpointError: it is damaged; tells the first problem.
     """
-    report = verify(path)
+    report = _verify(os.fspath(path), fd, None)
     if report.problems:
         first = report.problems[0]
         where = os.path.join(report.path, first.file) if first.file else report.path
