@@ -125,7 +125,14 @@ class LazyCheckpoint:
         Tensors that were read stay.
         """
         self._source = None
-        finish(*(reader.close for reader in self._idle), self._idle.clear)
+        idle: list[FastFileReader] = []
+        with contextlib.suppress(IndexError):  # another thread took the last
+            while self._idle:
+                idle.append(self._idle.pop())
+        finish(*(reader.close for reader in idle))
+
+    def _is_closed(self) -> bool:
+        return self._source is None
 
     def __enter__(self) -> LazyCheckpoint:
         return self
@@ -151,10 +158,12 @@ class LazyCheckpoint:
             reader.close()
             raise
         reader.blocks.rest()
-        if self._source is None or self._idle:  # closed in between, or one is enough to keep open
+        if self._is_closed() or self._idle:  # closed in between, or one is enough to keep open
             reader.close()
         else:
             self._idle.append(reader)
+            if self._is_closed():  # by another thread, which did not see this reader
+                self.close()
 
     def _read(self, place: TensorPlace, view: torch.Tensor) -> torch.Tensor:
         base = place.storage.offset + place.first

@@ -10,6 +10,8 @@ import torch
 
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import options
+from fastserial.errors import CorruptCheckpointError
+from fastserial.files.sources import stamp
 from fastserial.patching.install import installed, patched
 
 __all__ = ["load"]
@@ -35,9 +37,21 @@ def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
     """
     function = _function()
     if verify and function is torch.load and not installed() and isinstance(f, str | os.PathLike):
-        refuse_damaged(f)  # torch has no patch: in a pass of its own
+        return _verified(function, f, *args, **kwargs)
     with options(**({} if verify is None else {"verify_on_load": verify})):
         return function(f, *args, **kwargs)
+
+
+def _verified(function: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """Verify a file in a pass of its own, for a torch without a patch, and load the same one."""
+    with open(path, "rb") as file:
+        seen = stamp(file.fileno())
+        refuse_damaged(path, file.fileno())
+        found = function(path, *args, **kwargs)
+        same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+        if not same or not seen.holds_for(file.fileno()):
+            raise CorruptCheckpointError("the file changed while it was read", path=os.fspath(path))
+    return found
 
 
 def _function() -> Any:

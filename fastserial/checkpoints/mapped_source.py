@@ -12,6 +12,7 @@ import torch
 
 from fastserial.checkpoints.mapped import Mapped, map_checkpoint
 from fastserial.checkpoints.streaming import FileMemory, Places
+from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.safetensors import read_metadata
@@ -52,8 +53,10 @@ class Source(Places, Protocol):
 class MappedSource:
     """Files that are mapped."""
 
-    def __init__(self, container: str) -> None:
+    def __init__(self, container: str, verify: bool = False) -> None:
+        """`verify`: check every checksum of a file when it is opened, by the same descriptor."""
         self.container = container
+        self._verify = verify
         self.value: Any = None
         self.metadata: dict[str, str] = {}
         self._files = Descriptors()
@@ -69,6 +72,8 @@ class MappedSource:
         """
         fd = self._files.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is refused
         before = stamp(fd)
+        if self._verify:
+            refuse_damaged(name, fd)
         mapped = map_checkpoint(fd, name)
         if mapped.container == "safetensors":
             self.metadata.update(read_metadata(fd))
@@ -120,8 +125,12 @@ class MappedSource:
         self._files.close()
 
 
-def open_source(name: str) -> MappedSource:
+def open_source(name: str, verify: bool = False) -> MappedSource:
     """Open a file, or safetensors files with an index: given that, or the folder.
+
+    Args:
+        name: its path.
+        verify: check every checksum first.
 
     Raises:
         ConvertError: the pickle needs more than `weights_only` allows.
@@ -130,8 +139,10 @@ def open_source(name: str) -> MappedSource:
     """
     index = _index_of(name)
     if index is None:
-        return _opened(MappedSource(""), lambda source: _fill(source, name))
-    return _opened(MappedSource("safetensors"), lambda source: _fill_from_index(source, index))
+        return _opened(MappedSource("", verify), lambda source: _fill(source, name))
+    return _opened(
+        MappedSource("safetensors", verify), lambda source: _fill_from_index(source, index)
+    )
 
 
 def _opened(source: MappedSource, fill: Callable[[MappedSource], None]) -> MappedSource:

@@ -73,7 +73,7 @@ class ModuleState:
         from fastserial.checkpoints.mapped import map_checkpoint
 
         if verify and self.unpickled:
-            refuse_damaged(path)
+            refuse_damaged(path, fd)
         reasons: dict[str, str] = {}
         part: Any = None
         if self.unpickled:

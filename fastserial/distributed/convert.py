@@ -8,7 +8,7 @@ from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, container_of, write_source
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
-from fastserial.checkpoints.mapped_source import INDEX, Source, open_source
+from fastserial.checkpoints.mapped_source import Source, open_source
 from fastserial.checkpoints.rank_folder import RankFolder, find_rank_folder
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
@@ -76,14 +76,14 @@ def convert(
     container = container_of(path, to, shard_nbytes)
     if from_folder and container == "legacy" and patched("_legacy_save") is None:
         raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
-    if verify and (from_folder or not (os.path.isdir(name) or name.endswith(INDEX))):
-        refuse_damaged(name, config)
+    if verify and from_folder:
+        refuse_damaged(name, config=config)
     folders = from_folder or container in _FOLDERS
     if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")
     if folder is not None and os.path.realpath(name) == os.path.dirname(os.path.realpath(path)):
         raise ConvertError(f"{path}: the target is among the files of the source")
-    opened = _opened(name, from_folder, folder, key)
+    opened = _opened(name, from_folder, folder, key, verify)
     if folder is not None:
         key = ""
     try:
@@ -108,9 +108,11 @@ def convert(
         opened.close()
 
 
-def _opened(name: str, from_folder: bool, ranks: RankFolder | None, key: str) -> Source:
+def _opened(
+    name: str, from_folder: bool, ranks: RankFolder | None, key: str, verify: bool
+) -> Source:
     if not from_folder:
-        return open_source(name)
+        return open_source(name, verify)
     if ranks is not None:
         from fastserial.distributed.rank_source import RankSource
 

@@ -614,3 +614,21 @@ def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:
     assert fastserial.load_into({"a": torch.zeros(3)}, path, strict=False).unexpected_keys == [
         "later"
     ]
+
+
+def test_nothing_stays_open_if_it_is_closed_while_a_reader_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(3)}, path)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    file = fastserial.open(path)
+
+    class Late(list[Any]):
+        def append(self, reader: Any) -> None:
+            file.close()  # as another thread would, after this one has looked
+            super().append(reader)
+
+    file._idle = Late(file._idle)
+    file.get_tensor("a")
+    assert not file._idle
+    assert len(os.listdir("/proc/self/fd")) == before

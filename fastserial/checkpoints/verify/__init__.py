@@ -51,7 +51,11 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     Returns:
         What was found. Damage is reported, never raised; so is a file that cannot be read.
     """
-    name, settings = os.fspath(path), config or current()
+    return _verify(os.fspath(path), None, config or current())
+
+
+def _verify(name: str, opened: int | None, settings: Config) -> VerifyReport:
+    """Check a checkpoint, by its descriptor if it is open."""
     began = perf_counter()
     findings = Findings()
     kind: str | None = None
@@ -61,7 +65,9 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     changed = False
     try:
         with Descriptors() as files:
-            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+            fd = opened
+            if fd is None:
+                fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
             size = before.st_size
             found = detect(fd, name)
@@ -145,16 +151,20 @@ def _folder(name: str, config: Config, findings: Findings) -> FolderResult | Non
     return verify_rank_folder(name, found, lambda path: verify(path, config), findings)
 
 
-def refuse_damaged(path: str | os.PathLike[str], config: Config | None = None) -> None:
+def refuse_damaged(
+    path: str | os.PathLike[str], fd: int | None = None, config: Config | None = None
+) -> None:
     """Verify a checkpoint.
 
     Args:
+        path: its name.
+        fd: a descriptor of it, which is read afterwards: another file may get the name meanwhile.
         config: as for `verify`.
 
     Raises:
         CorruptCheckpointError: it is damaged; tells the first problem.
     """
-    report = verify(path, config)
+    report = _verify(os.fspath(path), fd, config or current())
     if report.problems:
         first = report.problems[0]
         where = os.path.join(report.path, first.file) if first.file else report.path

@@ -17,7 +17,7 @@ from fastserial.checksums import crc32
 from fastserial.errors import CorruptCheckpointError, FastserialError
 from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory
-from fastserial.formats.zip.records import read_places, read_record
+from fastserial.formats.zip.records import all_checksums, read_places, read_record
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.saving.buffered import write_all
 
@@ -76,14 +76,14 @@ class Structures:
         return found
 
 
-def check_archive(data: bytes, path: str, item: str) -> None:
-    """Compare the CRC-32s in an archive with its records; anything else passes.
+def check_archive(data: bytes, path: str, item: str) -> bool:
+    """Compare the CRC-32s in an archive with its records; return whether there are any for all.
 
     Raises:
         CorruptCheckpointError: one is wrong.
     """
     if not data.startswith(LOCAL_SIGNATURE) and data[-END.size :][:4] != END_SIGNATURE:
-        return
+        return False
     with _as_file(lambda first, count: data[first : first + count], len(data), len(data)) as fd:
         try:
             directory = read_places(fd, len(data))
@@ -93,6 +93,7 @@ def check_archive(data: bytes, path: str, item: str) -> None:
             if record.crc and crc32(read_record(fd, record, len(data))) != record.crc:
                 text = f"damaged: the CRC-32 of {record.name} is wrong"
                 raise CorruptCheckpointError(text, path=path, record=item)
+        return all_checksums(directory)
 
 
 def _checksum(peek: Peek, content: Content, length: int) -> int | None:

@@ -172,7 +172,7 @@ class ShardReader:
         if known is not None:
             self._check(wanted, crc32(data) if self._verify else None, known.crc)
         elif self._verify:
-            check_archive(data, self._reader.name, wanted.name)
+            self.all_verified &= check_archive(data, self._reader.name, wanted.name)
 
     def _loaded_by_torch(self, wanted: Wanted, data: bytes) -> torch.Tensor:
         self._check_whole(wanted, data)
