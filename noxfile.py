@@ -199,6 +199,7 @@ def integrations(session: nox.Session) -> None:
     default = [*PARALLEL, "tests/integrations"]
     if session.posargs == ["short"]:
         long = "ddp or fsdp2 or control or last_is_found or outlives or sigterm or two_ranks"
+        long += " or compiled"
         session.run("pytest", *default, "-k", f"not ({long})")
         return
     session.run("pytest", *(session.posargs or default))
