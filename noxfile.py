@@ -189,15 +189,17 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Lightning, Hugging Face's Trainer and accelerate for real, killed in saves and resumed.
+    """Lightning, Hugging Face's Trainer, accelerate, ordinary programs: killed and resumed.
 
     `-- short`, for CI: one process only, and without the controls.
     """
     install(session, TORCH, "test,lightning,transformers")
     session.install("--no-deps", "nvidia-resiliency-ext")  # its tools for GPUs are not needed
+    session.install("peft", "torch-ema", "torchdata", "pytorch-optimizer", f"torch=={TORCH}")
     default = [*PARALLEL, "tests/integrations"]
     if session.posargs == ["short"]:
         long = "ddp or fsdp2 or control or last_is_found or outlives or sigterm or two_ranks"
+        long += " or compiled"
         session.run("pytest", *default, "-k", f"not ({long})")
         return
     session.run("pytest", *(session.posargs or default))

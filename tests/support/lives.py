@@ -1,0 +1,764 @@
+"""A training run whose state and events chance decides, and what stock would have left of it.
+
+At each save a blocking `torch.save` of the same objects is made into memory. After a resume the
+objects must be as that file says for the step that `resume` returned, or an error was raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fastserial
+from fastserial import Checkpointer, CorruptCheckpointError, TornSnapshotError
+from fastserial.engines import Request
+from fastserial.engines.threads import ThreadsEngine
+
+__all__ = ["BOXES", "CONTROLS", "DAMAGES", "ENTRIES", "OPTIMIZERS", "SCHEDULERS", "SEEN", "UNSEEN"]
+__all__ += ["Held", "Life", "Spec", "Wrong", "by_chance", "slowly"]
+
+KEEP = 2
+
+
+class Wrong(AssertionError):
+    """The state is silently another than the one that stock would have left."""
+
+
+class Foreign:
+    """An optimizer that is no `torch.optim.Optimizer`: momentum, and a step without hooks."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.momentum = [torch.zeros_like(one) for one in self.parameters]
+        self.count = 0
+
+    def zero_grad(self) -> None:
+        for one in self.parameters:
+            one.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.count += 1
+        for one, momentum in zip(self.parameters, self.momentum, strict=True):
+            if one.grad is not None:
+                momentum.mul_(0.9).add_(one.grad)
+                one.sub_(momentum, alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+        for mine, theirs in zip(self.momentum, state["momentum"], strict=True):
+            mine.copy_(theirs)
+
+
+class Loader:
+    """A data loader that knows where it is."""
+
+    def __init__(self, seed: int) -> None:
+        self.epoch, self.order = seed, torch.arange(seed % 7 + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "order": self.order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.order = state["epoch"], state["order"].clone()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
+    "foreign": lambda p: Foreign([one for group in p for one in group["params"]]),
+}
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "multi": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4, 4], gamma=0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 7),
+    "chained": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [2],
+    ),
+}
+
+
+def _sparse(seed: int) -> torch.Tensor:
+    rows = torch.tensor([[0, 1 + seed % 5, 7]])
+    return torch.sparse_coo_tensor(rows, torch.randn(3), (9,)).coalesce()
+
+
+ENTRIES: dict[str, Callable[[int], Any]] = {
+    "loader": Loader,
+    "counter": lambda seed: Counter({seed: 1}),
+    "epoch": lambda seed: seed,
+    "history": lambda seed: [],
+    "settings": lambda seed: {"lr": seed / 3, f"only_{seed % 3}": None, "layers": (seed, "x")},
+    "ordered": lambda seed: OrderedDict([(seed, True), ("name", f"run {seed}")]),
+    "size": lambda seed: torch.Size((seed % 5, 2)),
+    "average": lambda seed: torch.full((40_000,), float(seed)),
+    "tensors": lambda seed: {"a": [torch.randn(20_000), torch.randn(3)], "n": torch.tensor(seed)},
+    "strided": lambda seed: torch.randn(300, 200).t(),
+    "tied": lambda seed: (lambda one: {"all": one, "part": one[5:10]})(torch.randn(50)),
+    "sparse": _sparse,
+    "module": lambda seed: nn.BatchNorm1d(9),
+    "generator": lambda seed: torch.Generator().manual_seed(seed).get_state(),
+}
+BOXES = ("", "", "dict", "list", "deep", "tuple")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a state holds.
+
+    Attributes:
+        entries: names of ENTRIES, and in which container each is.
+        boxed: the container of the model and its optimizers.
+        inner: the model holds its own average, which the optimizer does not train.
+        wide: the optimizer trains a second module and a loose tensor, too.
+        named: adds what may be refused: "state_dict" a state dict in place of its object, "each"
+            a key that each rank has for itself.
+    """
+
+    optimizer: str = "adamw"
+    scheduler: str | None = "multi"
+    entries: tuple[tuple[str, str], ...] = ()
+    boxed: str = ""
+    inner: bool = False
+    wide: bool = False
+    named: str = ""
+    width: int = 150  # a weight has 88 KiB: more than is copied in any case
+
+    @classmethod
+    def of(cls, dice: random.Random, width: int, named: Sequence[str]) -> Spec:
+        names = dice.sample(sorted(ENTRIES), dice.randrange(6))
+        return cls(
+            dice.choice(sorted(OPTIMIZERS)),
+            dice.choice([None, *SCHEDULERS]),
+            tuple((name, dice.choice(BOXES)) for name in names),
+            dice.choice(BOXES),
+            dice.random() < 0.3,
+            dice.random() < 0.3,
+            dice.choice(named),
+            width,
+        )
+
+
+def _boxed(kind: str, value: Any) -> Any:
+    if kind == "dict":
+        return {"it": value, "label": 1}
+    if kind == "deep":
+        return {"a": [{"it": value}], "label": 1}
+    return [value, "label"] if kind == "list" else (value, "label")
+
+
+def _unboxed(kind: str, box: Any) -> Any:
+    if kind == "deep":
+        return box["a"][0]["it"]
+    return box["it" if kind == "dict" else 0]
+
+
+class Objects:
+    """The objects of a run, and the mapping that its Checkpointer gets."""
+
+    def __init__(self, spec: Spec, seed: int, rank: int) -> None:
+        torch.manual_seed(seed)
+        self.spec, self.rank, width = spec, rank, spec.width
+        self.net: Any = nn.Sequential(
+            nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 4)
+        )
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+        self.critic = nn.Linear(width, 3)
+        self.alpha = torch.zeros((), requires_grad=True)
+        trained = [{"params": list(self.net.parameters())}]
+        model = self.net
+        if spec.inner:
+            model = nn.ModuleDict({"online": self.net, "target": self.average})
+        if spec.wide:
+            more = [*self.critic.parameters(), self.alpha]
+            trained.append({"params": more, "lr": 0.05})
+        self.optimizer = OPTIMIZERS[spec.optimizer](trained)
+        self.scheduler = None
+        if spec.scheduler is not None and isinstance(self.optimizer, torch.optim.Optimizer):
+            self.scheduler = SCHEDULERS[spec.scheduler](self.optimizer)
+        self.boxes: dict[str, str] = {}
+        self.state: dict[str, Any] = {}
+        self.held: dict[str, Any] = {}  # what the program itself holds: it must be filled in place
+        self.put("model", model, spec.boxed)
+        self.put("optimizer", self.optimizer, spec.boxed)
+        if self.scheduler is not None:
+            self.put("scheduler", self.scheduler, spec.boxed)
+        if not spec.inner:
+            self.put("ema", self.average, "")
+        if spec.wide:
+            self.put("critic", self.critic, "")
+            self.put("alpha", self.alpha, spec.boxed)
+        for name, box in spec.entries:
+            self.put(name, ENTRIES[name](seed), box)
+        if spec.named == "state_dict":
+            self.put("weights", self.critic.state_dict(), spec.boxed)
+        if spec.named == "each":
+            self.put(f"loader_{rank}", {"at": 1000 * rank + seed}, "")
+
+    def put(self, name: str, value: Any, kind: str) -> None:
+        self.boxes[name] = kind
+        self.state[name] = _boxed(kind, value) if kind else value
+        if hasattr(value, "load_state_dict") or isinstance(value, torch.Tensor):
+            self.held[name] = value
+
+    def get(self, name: str) -> Any:
+        kind = self.boxes[name]
+        return _unboxed(kind, self.state[name]) if kind else self.state[name]
+
+    def check_held(self) -> None:
+        """Make sure that what the program holds is what the mapping holds."""
+        for name, value in self.held.items():
+            found = self.get(name)
+            live = hasattr(value, "load_state_dict")
+            if (found is not value) if live else canonical(found) != canonical(value):
+                raise Wrong(f"{name} in the state is not what the program holds")
+
+    # -- what happens in training --------------------------------------------------------------
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        inputs = torch.randn(4, self.spec.width)
+        loss = self.net(inputs).square().mean() + self.critic(inputs).square().mean()
+        (loss * self.alpha.exp()).backward()
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def forward(self) -> None:
+        """Change running statistics; each rank's own."""
+        with torch.no_grad():
+            self.net(torch.randn(4, self.spec.width) + self.rank)
+
+    def follow(self) -> None:
+        """A momentum encoder."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                mine.lerp_(theirs, 0.5).add_(0.25)
+
+    def follow_by_data(self) -> None:
+        for mine, theirs in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            mine.data = mine.data * 0.5 + theirs.data * 0.5 + 0.25
+
+    def climb(self) -> None:
+        """SAM's first step: parameters move outside of an optimizer's step."""
+        with torch.no_grad():
+            for one in self.net.parameters():
+                one.add_(0.125)
+
+    def climb_by_data(self) -> None:
+        for one in self.net.parameters():
+            one.data.add_(0.125)
+
+    def climb_by_numpy(self) -> None:
+        array = self.net[0].weight.detach().numpy()
+        array += 0.125
+
+    def load(self) -> None:
+        """The best weights come back, as for an evaluation."""
+        self.net.load_state_dict({k: v * 0.5 for k, v in self.net.state_dict().items()})
+
+    def settings(self) -> None:
+        """Change everything that is plain."""
+        changes: dict[str, Callable[[Any], Any]] = {
+            "counter": lambda x: x.update([1, "b"]),
+            "history": lambda x: x.append(dice(torch.tensor(1.5), 2.5, [torch.ones(3)])),
+            "settings": lambda x: x.update(lr=torch.rand(()).item(), more={"x": [1, 2]}),
+            "ordered": lambda x: x.update(name="other", best=0.5),
+            "loader": lambda x: x.__dict__.update(epoch=x.epoch + 1, order=torch.arange(9)),
+            "average": lambda x: x.add_(1),
+            "tensors": lambda x: x["a"][0].mul_(2).add_(1),
+            "strided": lambda x: x.add_(1),
+            "tied": lambda x: x["part"].add_(1),
+            "sparse": lambda x: x.mul_(2),
+            "module": lambda x: x.running_mean.add_(1),
+        }
+        dice = lambda *these: these[int(torch.randint(len(these), ()))]  # noqa: E731
+        for name, box in self.spec.entries:
+            if name in changes:
+                changes[name](self.get(name))
+            elif name in ("epoch", "size"):
+                new = self.get(name) + (1 if name == "epoch" else torch.Size((3,)))
+                self.put(name, new, box)
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            self.optimizer.param_groups[0]["weight_decay"] = 0.25
+
+    def forget(self) -> None:
+        """Change the optimizer's state outside of its step."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            with torch.no_grad():
+                for state in self.optimizer.state.values():
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor):
+                            value.mul_(0.5)
+
+
+# Changes that torch's version counters see, and those that they do not.
+SEEN = ("train", "train", "forward", "follow", "climb", "load", "settings", "forget")
+UNSEEN = ("follow_by_data", "climb_by_data", "climb_by_numpy")
+
+
+# -- stock -----------------------------------------------------------------------------------------
+
+
+def stock(value: Any) -> Any:
+    """Return what users of torch.save write by hand: the state dicts of what has one."""
+    if hasattr(value, "load_state_dict"):
+        return value.state_dict()
+    if type(value) is dict:
+        return {key: stock(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(stock(one) for one in value)
+    return value
+
+
+def canonical(value: Any) -> Any:
+    """Return what can be compared with ==, bit for bit."""
+    if hasattr(value, "load_state_dict"):
+        return canonical(value.state_dict())
+    if isinstance(value, torch.Tensor):
+        if value.is_sparse:
+            value = value.detach().coalesce()
+            return ("sparse", value.shape, canonical(value.indices()), canonical(value.values()))
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return ("tensor", str(value.dtype), tuple(value.shape), raw)
+    if isinstance(value, Mapping):
+        pairs = [(repr(key), canonical(one)) for key, one in value.items()]
+        return (type(value).__name__, sorted(pairs, key=lambda pair: pair[0]))
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, [canonical(one) for one in value])
+    return (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))
+
+
+def differences(found: Any, expected: Any, where: str = "") -> Iterator[str]:
+    """Say where two canonical values differ."""
+    if found == expected:
+        return
+    if (
+        isinstance(found, tuple)
+        and isinstance(expected, tuple)
+        and len(found) == 2 == len(expected)
+        and found[0] == expected[0]
+        and isinstance(found[1], list)
+        and isinstance(expected[1], list)
+    ):
+        if found[0] not in ("list", "tuple", "Size"):
+            mine, theirs = dict(found[1]), dict(expected[1])
+        else:
+            mine, theirs = dict(enumerate(found[1])), dict(enumerate(expected[1]))
+        for key in sorted({*mine, *theirs}, key=str):
+            yield from differences(mine.get(key), theirs.get(key), f"{where}[{key}]")
+        return
+    yield f"{where}: {_short(found)}, not {_short(expected)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 90 else text[:90] + " …"
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+class Held:
+    """Holds each save before its second block, for a moment or until `release`."""
+
+    def __init__(self) -> None:
+        self._open = Event()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def engine(self, threads: int) -> ThreadsEngine:
+        event = self._open = Event()
+
+        class Engine(ThreadsEngine):
+            name = "held"
+
+            def submit(self, requests: Sequence[Request]) -> None:
+                event.wait(0.03)
+                event.set()
+                super().submit(requests)
+
+        return Engine(threads, True)
+
+
+DAMAGES = ("bit", "half", "empty", "noise", "gone")
+
+
+def damage(path: Path, how: str, dice: random.Random) -> None:
+    text = bytearray(path.read_bytes() or b"empty")
+    if how == "bit":
+        text[dice.randrange(len(text))] ^= 1 << dice.randrange(8)
+    elif how == "half":
+        del text[dice.randrange(1, len(text)) :]
+    else:
+        text = bytearray(b"noise" * 999 if how == "noise" else b"")
+    path.unlink()
+    if how != "gone":
+        path.write_bytes(text)
+
+
+def _is_torn(error: Exception | None) -> bool:
+    """Tell whether a save was torn; other ranks' errors are told by their names."""
+    return isinstance(error, TornSnapshotError) or "TornSnapshotError" in str(error)
+
+
+class Life:
+    """A run, its folder, and which steps stock would have left there.
+
+    Among several ranks each makes the same calls; `checkpointer` makes what is tested.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: Spec,
+        kind: str | None = None,
+        budget: int | None = None,
+        rank: int = 0,
+        count: int = 1,
+        checkpointer: Callable[..., Checkpointer] = Checkpointer,
+    ) -> None:
+        self.folder, self.spec, self.rank, self.count = folder, spec, rank, count
+        self.arguments: dict[str, Any] = {"keep": KEEP}
+        if kind is not None:
+            self.arguments |= {"snapshot": kind, "snapshot_budget": budget}
+        self.make = checkpointer
+        self.may_tear = kind == "in_place"
+        self.held = Held()
+        self.whole: dict[
+            int, Any
+        ] = {}  # steps of which there is a file for sure, and what it holds
+        self.maybe: dict[int, list[Any]] = {}  # what a file may hold that may be there or be whole
+        self.pending: tuple[int, Any] | None = None
+        self.step = 0
+        self.counts: Counter[str] = Counter()
+        self.checkpointer: Checkpointer | None = None
+        self.objects = self._begin(1)
+
+    # -- ranks ---------------------------------------------------------------------------------
+
+    def _all(self, mine: Any) -> list[Any]:
+        found: list[Any] = [mine] * self.count
+        if self.count > 1:
+            dist.all_gather_object(found, mine)
+        return found
+
+    def _try(self, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        """Return the result, or the error; all ranks have one, or none has."""
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+        names = self._all(error and f"{type(error).__name__}: {error}")
+        if any(names) and not all(names):
+            raise Wrong(f"an error on some ranks only: {names}") from error
+        return result, error
+
+    def _now(self) -> Any:
+        """Return what a blocking torch.save of rank 0 would have left; generators are each's."""
+        file = io.BytesIO()
+        torch.save(stock(self.objects.state), file)
+        file.seek(0)
+        found = canonical(torch.load(file, weights_only=False))
+        return self._all(found)[0], torch.get_rng_state().numpy().tobytes()
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _begin(self, seed: int) -> Objects:
+        """Make new objects and a Checkpointer; what is refused at once is left out from now on."""
+        objects = Objects(self.spec, seed, self.rank)
+        self.checkpointer, error = self._try(
+            lambda: self.make(self.folder, objects.state, **self.arguments)
+        )
+        if error is not None:
+            self._refused(error)
+            return self._begin(seed)
+        return objects
+
+    def _refused(self, error: Exception) -> None:
+        """Take an error for a refusal of what may be refused; leave that out from now on."""
+        entries = self.spec.entries
+        if self.count > 1 and "sparse" in str(error) and "sparse" in dict(entries):
+            left = tuple(pair for pair in entries if pair[0] != "sparse")
+            self.counts["refused sparse"] += 1
+            self.spec = replace(self.spec, entries=left)
+        elif self.spec.named:
+            self.counts[f"refused {self.spec.named}"] += 1
+            self.spec = replace(self.spec, named="")
+        else:
+            raise error
+
+    def change(self, name: str, seed: int) -> None:
+        if self.may_tear and name in UNSEEN:
+            self.wait()  # in place, the user has to
+        torch.manual_seed(seed)
+        getattr(self.objects, name)()
+
+    def save(self, gap: int) -> None:
+        assert self.checkpointer is not None
+        expected, step = self._now(), self.step + gap
+        saving, error = self._try(lambda: self.checkpointer.save(step))
+        if error is not None:
+            if self.pending is not None and _is_torn(error):
+                self._torn(error)
+                self.save(gap)  # the error was that of the save before
+            else:
+                self._refused(error)
+                self.resume(step)
+            return
+        assert saving is not None
+        if self.pending is not None:
+            self._written(another=True)
+        self.step, self.pending = step, (step, expected)
+        self.counts["saves"] += 1
+
+    def _torn(self, error: Exception) -> None:
+        if not self.may_tear:
+            raise Wrong(f"a save failed that a blocking one would have made: {error!r}") from error
+        self.counts["torn"] += 1
+        self.pending = None
+
+    def wait(self, close: bool = False) -> None:
+        assert self.checkpointer is not None
+        self.held.release()
+        end = self.checkpointer.close if close else self.checkpointer.wait
+        _, error = self._try(end)
+        if error is None and self.pending is not None:
+            self._written()
+        elif _is_torn(error):
+            self._torn(error)
+        elif error is not None:
+            self._refused(error)
+            self.pending = None
+
+    def _steps(self) -> list[int]:
+        self._all(None)
+        found = sorted(int(path.stem[5:]) for path in self.folder.glob("step-*.pt"))
+        self._all(None)
+        return found
+
+    def _written(self, another: bool = False) -> None:
+        """The save that was pending is in place: older ones but `KEEP` may be gone, no others.
+
+        Args:
+            another: one is under way that may be in place, too: the folder is looked at later.
+        """
+        assert self.pending is not None
+        step, expected = self.pending
+        self.pending = None
+        self.maybe.pop(step, None)
+        self.whole[step] = expected
+        if another:
+            return
+        before = sorted({*self.whole, *self.maybe})
+        there = self._steps()
+        required = {step, *[one for one in before if one <= step][-KEEP:]} & self.whole.keys()
+        if lost := required - set(there):
+            raise Wrong(f"after step {step} was written, {sorted(lost)} are gone: {there}")
+        if set(there) - set(before):
+            raise Wrong(f"files that nobody wrote: {there}, not {before}")
+        if len(there) > KEEP + len(self.maybe) + sum(one > step for one in there):
+            raise Wrong(f"nothing is pruned: {there}")
+        self.whole = {one: state for one, state in self.whole.items() if one in there}
+        self.maybe = {one: states for one, states in self.maybe.items() if one in there}
+
+    def damage(self, how: str, dice: random.Random) -> None:
+        """Damage a file while nothing is saved."""
+        self.wait()
+        there = self._steps()
+        if not there:
+            return
+        step = there[-1] if dice.random() < 0.7 else dice.choice(there)
+        if self.rank == 0:
+            damage(self.folder / f"step-{step:08d}.pt", how, dice)
+        self._all(None)
+        self.counts[f"damaged {how}"] += 1
+        states = self.maybe.pop(step, [])
+        if step in self.whole:
+            states = [self.whole.pop(step)]
+        if how != "gone":  # a bit that is nobody's leaves the file whole
+            self.maybe[step] = states
+
+    def crash(self, delay: float, seed: int) -> None:
+        """Let another process save the same objects, and kill it in the middle."""
+        assert self.count == 1
+        self.wait(close=True)
+        expected, step = self._now(), self.step + 1
+        torch.set_num_threads(1)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                arguments = {**self.arguments, "keep": KEEP + 1}  # what is pruned is not known
+                checkpointer = self.make(self.folder, self.objects.state, **arguments)
+                checkpointer.save(step)
+                if not self.may_tear:
+                    torch.manual_seed(seed)
+                    self.objects.climb_by_data()
+                self.held.release()
+                time.sleep(delay)
+                os.kill(os.getpid(), signal.SIGKILL)
+            finally:
+                os._exit(9)
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        assert code == -signal.SIGKILL, f"the process that was to be killed ended with {code}"
+        there = self._steps()
+        self.counts["crashes"] += 1
+        self.counts["crashes in time"] += step not in there
+        if step in there:  # then it is whole: it was put in place at once
+            self.whole[step] = expected
+            self.step = step
+        self.whole = {one: state for one, state in self.whole.items() if one in there}
+        self.resume(seed, closed=True)
+
+    def resume(self, seed: int, closed: bool = False) -> None:
+        """Start anew in the folder: new objects, other weights, `resume`."""
+        if not closed:
+            self.wait(close=True)
+        self.counts["resumes"] += 1
+        objects = self._begin(1000 + seed)
+        before = canonical(stock(objects.state))
+        checkpointer = self.checkpointer
+        assert checkpointer is not None
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            step, error = self._try(checkpointer.resume)
+        self.objects = objects
+        newest = max(self.whole, default=0)
+        if error is not None:
+            if newest or not self.maybe or not isinstance(error, CorruptCheckpointError):
+                raise Wrong(f"{self._steps()} cannot be resumed: {error!r}") from error
+            self._restart(seed)
+            return
+        self._check(step, newest, before)
+
+    def _restart(self, seed: int) -> None:
+        """All files are damaged, and the user moves them away."""
+        self.counts["all damaged"] += 1
+        self.wait(close=True)
+        self._all(None)
+        if self.rank == 0:
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+        self._all(None)
+        self.maybe, self.step = {}, 0
+        self.objects = self._begin(1000 + seed)
+
+    def _check(self, step: int, newest: int, before: Any) -> None:
+        generator = torch.get_rng_state().numpy().tobytes()
+        found = canonical(stock(self.objects.state))
+        if step == newest == 0:
+            if found != before:
+                raise Wrong("there was no checkpoint, and yet the objects changed")
+        else:
+            allowed = [self.whole[step]] if step in self.whole else self.maybe.get(step, [])
+            if step < newest or not allowed:
+                raise Wrong(f"resumed from {step}; there are {sorted(self.whole)}")
+            if (found, generator) not in allowed:
+                expected, _ = allowed[0]
+                text = "; ".join(list(differences(found, expected))[:5]) or "random generators"
+                raise Wrong(f"step {step}: {text}")
+        self.objects.check_held()
+        self.step = step
+        self.counts["checked"] += step > 0
+
+    def end(self) -> None:
+        self.resume(77)
+        self.wait(close=True)
+
+
+def slowly(held: Held) -> Any:
+    """Options under which saves of little states take several blocks."""
+    return fastserial.options(
+        engine=held.engine, small_file=0, block_size=65536, queue_depth=1, durable=False
+    )
+
+
+class Late(Checkpointer):
+    """A control: what is saved is what the objects hold when somebody waits for the save."""
+
+    _due: int | None = None
+
+    def save(self, step: int, **more: Any) -> Any:
+        self.wait()
+        self._due = step
+        return self
+
+    def wait(self) -> None:
+        due, self._due = self._due, None
+        if due is not None:
+            super().save(due)
+        super().wait()
+
+
+class Shallow(Checkpointer):
+    """A control: what is in containers is not restored."""
+
+    def resume(self, step: int | None = None) -> int:
+        boxes = [box for box in self._state.values() if type(box) in (dict, list, tuple)]
+        live = [one for box in boxes for one in _live(box)]
+        before = [copy.deepcopy(one.state_dict()) for one in live]
+        found = super().resume(step)
+        for one, state in zip(live, before, strict=True):
+            one.load_state_dict(state)
+        return found
+
+
+def _live(value: Any) -> Iterator[Any]:
+    if hasattr(value, "load_state_dict"):
+        yield value
+    elif type(value) in (dict, list, tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _live(one)
+
+
+CONTROLS: dict[str, type[Checkpointer]] = {"late": Late, "shallow": Shallow}
+
+
+EVENTS = ("change", "save", "save", "save and change", "wait", "damage", "resume")
+
+
+def by_chance(life: Life, dice: random.Random, events: int) -> None:
+    """Let chance choose what happens; no process is killed."""
+    for _ in range(events):
+        seed = dice.randrange(1000)
+        event = dice.choice(
+            ["change", "save", "save", "save and change", "wait", "damage", "resume"]
+        )
+        if event.startswith("save"):
+            life.save(dice.randrange(1, 3))
+        if event.endswith("change"):
+            life.change(dice.choice([*SEEN, *UNSEEN]), seed)
+        elif event == "damage":
+            life.damage(dice.choice(DAMAGES), random.Random(seed))
+        elif event == "wait":
+            life.wait()
+        elif event == "resume":
+            life.resume(seed)
+    life.end()

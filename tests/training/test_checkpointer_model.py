@@ -1,0 +1,196 @@
+"""Checkpointer against a model: what a blocking torch.save of the same objects would have left.
+
+Chance decides what the state holds, what changes between `save` and `wait`, and what is killed,
+damaged and resumed; see `support.lives`. `FASTSERIAL_FAULTS=full` runs many more examples.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+from support import ranks
+from support.beside import FULL
+from support.lives import (
+    BOXES,
+    CONTROLS,
+    DAMAGES,
+    ENTRIES,
+    OPTIMIZERS,
+    SCHEDULERS,
+    SEEN,
+    UNSEEN,
+    Held,
+    Life,
+    Spec,
+    Wrong,
+    slowly,
+)
+
+from fastserial import Checkpointer
+from fastserial.overlap import guard, snapshot
+
+SPECS = st.builds(
+    Spec,
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    scheduler=st.sampled_from([None, *SCHEDULERS]),
+    entries=st.lists(
+        st.tuples(st.sampled_from(sorted(ENTRIES)), st.sampled_from(BOXES)),
+        max_size=5,
+        unique_by=lambda pair: pair[0],
+    ).map(tuple),
+    boxed=st.sampled_from(BOXES),
+    inner=st.booleans(),
+    wide=st.booleans(),
+    named=st.sampled_from(["", "", "", "state_dict"]),
+)
+KINDS = st.sampled_from(
+    [
+        (None, None),
+        (None, None),
+        ("copy", 0),
+        ("copy", 100_000),
+        ("in_place", None),
+        ("in_place", 0),
+    ]
+)
+SEEDS = st.integers(0, 999)
+MANY = settings(
+    max_examples=1000 if FULL else 50,
+    stateful_step_count=25 if FULL else 14,
+    deadline=None,
+    derandomize=not FULL,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink] if FULL else [Phase.generate],
+)
+
+
+class Machine(RuleBasedStateMachine):
+    """The events of one folder."""
+
+    checkpointer: Callable[..., Checkpointer] = Checkpointer
+    kind: tuple[Any, Any] | None = None
+    counts: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="fastserial-model-"))
+        self.held = Held()
+        self.options = slowly(self.held)
+        self.options.__enter__()
+        self.life: Life | None = None
+
+    @initialize(spec=SPECS, kind=KINDS)
+    def begin(self, spec: Spec, kind: tuple[Any, Any]) -> None:
+        kind = type(self).kind or kind
+        self.life = Life(self.folder, spec, *kind, checkpointer=type(self).checkpointer)
+        self.life.held = self.held
+
+    @rule(name=st.sampled_from([*SEEN, *UNSEEN]), seed=SEEDS)
+    def change(self, name: str, seed: int) -> None:
+        self.life.change(name, seed)
+
+    @rule(gap=st.integers(1, 2), name=st.sampled_from([*SEEN, *UNSEEN]), seed=SEEDS)
+    def save_and_change(self, gap: int, name: str, seed: int) -> None:
+        self.life.save(gap)
+        self.life.change(name, seed)
+
+    @rule(gap=st.integers(1, 2))
+    def save(self, gap: int) -> None:
+        self.life.save(gap)
+
+    @rule()
+    def wait(self) -> None:
+        self.life.wait()
+
+    @rule(how=st.sampled_from(DAMAGES), seed=SEEDS)
+    def damage(self, how: str, seed: int) -> None:
+        self.life.damage(how, random.Random(seed))
+
+    @rule(delay=st.sampled_from([0, 0.0005, 0.002, 0.01]), seed=SEEDS)
+    def crash(self, delay: float, seed: int) -> None:
+        self.life.crash(delay, seed)
+
+    @rule(seed=SEEDS)
+    def resume(self, seed: int) -> None:
+        self.life.resume(seed)
+
+    def teardown(self) -> None:
+        try:
+            if self.life is not None:
+                self.life.end()
+                type(self).counts += self.life.counts
+        finally:
+            self.held.release()
+            if self.life is not None and self.life.checkpointer is not None:
+                self.life.checkpointer._last = None
+                self.life.checkpointer.close()
+            self.options.__exit__(None, None, None)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def run(
+    checkpointer: Callable[..., Checkpointer], many: settings = MANY, **more: Any
+) -> Counter[str]:
+    body = {"checkpointer": staticmethod(checkpointer), "counts": Counter(), **more}
+    machine = type("Machine", (Machine,), body)
+    run_state_machine_as_test(machine, settings=many)
+    return machine.counts
+
+
+pytestmark = [
+    pytest.mark.timeout(7200),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+]
+
+
+def test_it_is_what_a_blocking_save_would_have_left() -> None:
+    counts = run(Checkpointer)
+    print(dict(counts))
+    wanted = ["saves", "checked", "crashes", "crashes in time", "all damaged"]
+    assert all(counts[name] for name in wanted), counts
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_broken_checkpointer_is_noticed(name: str) -> None:
+    with pytest.raises(Wrong):
+        run(CONTROLS[name], settings(MANY, phases=[Phase.generate], report_multiple_bugs=False))
+
+
+def test_saves_in_place_without_guards_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "protect", lambda taken: None)
+    monkeypatch.setattr(snapshot.Snapshot, "_has_changed", lambda self: False)
+    with pytest.raises(Wrong):
+        run(partial(Checkpointer, snapshot="in_place"), kind=(None, None))
+
+
+def counted(out: str) -> dict[str, int]:
+    return {name: int(count) for name, count in (word.split("=") for word in out.split())}
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    outs = ranks.run("ranks_model", 2, tmp_path, 1, 100 if FULL else 6, timeout=3600)
+    found = [counted(out) for out in outs]
+    assert found[0] == found[1]
+    assert all(found[0][name] for name in ("saves", "checked")), found
+
+
+def test_two_ranks_of_a_broken_checkpointer_are_noticed(tmp_path: Path) -> None:
+    ended = ranks.Job("ranks_model", 2, tmp_path, 1, 20, "late").wait(240)
+    assert all(end.code == 1 and "Wrong: step" in end.err for end in ended), ended
