@@ -82,7 +82,8 @@ def path_of(path: Any, other: object, call: str) -> str:
     """
     if not isinstance(path, str | os.PathLike) and isinstance(other, str | os.PathLike):
         raise TypeError(f"the arguments are swapped: {call}")
-    return os.fspath(path)
+    text: str = os.fspath(path)
+    return text
 
 
 def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -> Traffic:
