@@ -19,6 +19,7 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.full_pickle import lay_out
 from fastserial.distributed.group import Traffic, collective, path_of
 from fastserial.distributed.joined import Joined
+from fastserial.distributed.merging import merged
 from fastserial.distributed.orders import Writers
 from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.saver import TIMEOUT, Saving
@@ -160,17 +161,24 @@ def _check(kind: str, budget: int | None) -> None:
         raise ConfigError(f"snapshot_budget must not be negative, not {budget}")
 
 
-def size_of(obj: object, path: str, traffic: Traffic, look: Callable[[bytes], object]) -> int:
+def size_of(
+    obj: object,
+    path: str,
+    traffic: Traffic,
+    look: Callable[[bytes], object],
+    merge: Literal["union"] | None = None,
+) -> int:
     """Return the bytes of the file that would be written. To be called in a `collective`.
 
     Args:
+        merge: as `save_async`.
         look: gets the pickle, on rank 0.
 
     Raises:
         DistributedError: another rank failed, or the ranks' states differ.
         Exception: the state cannot be saved; or `look` raises.
     """
-    state = states(obj)
+    state = states(obj) if merge is None else merged(states(obj), traffic)
     found = leaves(state)
     table = table_of(found, traffic.rank, traffic.ranks, buffers_of(obj))
     agreement = Agreement(found, table.copies, traffic, current(), table.odd)

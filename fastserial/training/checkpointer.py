@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping
 from time import perf_counter
 from types import FrameType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from fastserial.errors import (
     REMEDIES,
@@ -83,6 +83,7 @@ class Checkpointer:
         weights_only: bool = True,
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
+        merge: Literal["union"] | None = None,
     ) -> None:
         """Connect the ranks; nothing is read or written.
 
@@ -104,6 +105,8 @@ class Checkpointer:
             weights_only: as `torch.load`. Several ranks load no other files.
             group: the ranks that save together; by default all, if torch.distributed is in use.
             timeout: seconds after which a rank that is not heard from counts as lost.
+            merge: "union": the ranks hold different keys, as the stages of a pipeline do; see
+                `distributed.save`.
 
         Raises:
             ConfigError: an argument is impossible, a `state_dict()` is given instead of its object,
@@ -122,6 +125,8 @@ class Checkpointer:
                 "state must be a dictionary of what is saved, by name, such as "
                 f'{{"model": model, "optimizer": optimizer}}, not {type(state).__name__}'
             )
+        if merge not in (None, "union"):
+            raise ConfigError(f'merge must be None or "union", not {merge!r}')
         if OWN in state:
             raise ConfigError(f"the name {OWN!r} in `state` is taken; use another")
         refuse_state_dicts(state)
@@ -134,7 +139,7 @@ class Checkpointer:
         self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)))
         self._key = (os.getpid(), os.path.realpath(self._folder.path))
         self._refuse_second()
-        self._way = _way(state, group, weights_only, timeout)
+        self._way = _way(state, group, weights_only, timeout, merge)
         self._processes = _processes()
         self._prepared = False
         self._damaged: set[int] = set()
@@ -474,7 +479,11 @@ def _processes() -> int:
 
 
 def _way(
-    state: Mapping[str, Any], group: dist.ProcessGroup | None, weights_only: bool, timeout: float
+    state: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    weights_only: bool,
+    timeout: float,
+    merge: Literal["union"] | None,
 ) -> Way:
     """Return the way of this process: alone, or as one of the ranks of a group.
 
@@ -500,4 +509,4 @@ def _way(
 
     if alone and not holds_shards(state):
         return Alone(weights_only)
-    return Together(group, timeout)
+    return Together(group, timeout, merge)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -60,7 +60,9 @@ _log = logging.getLogger("fastserial")
 class Together:
     """See `Way`."""
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout: float, merge: Literal["union"] | None
+    ) -> None:
         """Connect the ranks. Collective.
 
         Raises:
@@ -68,6 +70,7 @@ class Together:
         """
         self._group = group
         self._timeout = timeout
+        self._merge = merge
         with self._talk() as ranks:
             self._rank, self._count = ranks.rank, ranks.size
         self.tends = self._rank == 0
@@ -111,6 +114,7 @@ class Together:
             budget,
             group=self._group,
             timeout=self._timeout,
+            merge=self._merge,
             began=began,
             steady=unchanged,
             then=then,
@@ -190,7 +194,7 @@ class Together:
         with self._talk() as ranks:
             own["rng"] = [portable(own.pop("rng", None))] * self._count
             state = {**states(objects, _saved), OWN: own if ranks.rank == 0 else None}
-            return size_of(state, path, ranks, check_loadable)
+            return size_of(state, path, ranks, check_loadable, self._merge)
 
     def is_asked(self, mine: bool) -> bool:
         """Tell whether any rank was asked; about once a second the ranks really ask each other."""

@@ -16,7 +16,7 @@ from support.sharded import noise
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fastserial import distributed
+from fastserial import Checkpointer, distributed
 from fastserial.distributed import FlatShard
 from fastserial.errors import DistributedError, LoadMismatchError
 
@@ -119,6 +119,33 @@ def optimizers(path: Path, number: int) -> None:
     assert [group["params"] for group in whole] == [["0.weight", "0.bias", "1.weight", "1.bias"]]
 
 
+def checkpointer(folder: Path, number: int) -> None:
+    """A Checkpointer of stages: each rank resumes what it had, bit for bit."""
+    stage, again = Stage([number]), Stage([number])
+    ways = {}
+    for name, one in (("first", stage), ("again", again)):
+        state = {"model": one, "optimizer": optimizer_of(one, [0.1 + number]), "epoch": 1}
+        ways[name] = state
+    with Checkpointer(folder, ways["first"], merge="union", timeout=30) as made:
+        train(stage, ways["first"]["optimizer"])
+        assert made.check()
+        made.save(1)
+    train(stage, ways["first"]["optimizer"])
+    ways["again"]["optimizer"].param_groups[0].update(lr=7.0, betas=(0.1, 0.1))
+    with Checkpointer(folder, ways["again"], merge="union", timeout=30) as made:
+        assert made.resume() == 1
+    train(again, ways["again"]["optimizer"])
+    for mine, other in zip(stage.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    refused = ""
+    try:
+        with Checkpointer(folder, ways["first"], timeout=30) as made:
+            made.save(2)
+    except DistributedError as error:
+        refused = str(error)
+    assert "union" in refused, refused
+
+
 def main() -> None:
     rank, count = join()
     assert count == 4
@@ -136,6 +163,7 @@ def main() -> None:
     for _ in range(2):
         distributed.save(state, path, timeout=30, merge="union")
     optimizers(path.with_name("optimizers.pt"), number)
+    checkpointer(path.with_name("stages"), number)
     if rank == 0:
         model = stage(0, None, mesh)
         for key, value in stage(1, None, mesh).items():
