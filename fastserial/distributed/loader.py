@@ -279,7 +279,8 @@ class _Load:
         self._move()
         verdict = self._judge()
         if not verdict.damage:
-            self._match.finish()
+            with self._traffic.together(theirs=True):
+                self._match.finish()
         return verdict
 
     def _move(self) -> None:

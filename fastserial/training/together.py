@@ -168,7 +168,7 @@ class Together:
         if refusal is not None:
             raise refusal
         with options(verify_on_load=True):
-            load(path, into, group=self._group, timeout=self._timeout)
+            load(path, into, cast=True, group=self._group, timeout=self._timeout)
         return into
 
     def restore(self, objects: Mapping[str, Any], found: dict[str, Any], path: str) -> None:

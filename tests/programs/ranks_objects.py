@@ -23,6 +23,8 @@ LARGE = 520  # a weight has more than 1 MiB: every rank writes a part of it
 class Hooked(nn.Linear):
     """A module with a `load_state_dict` and a hook of its own."""
 
+    error: Exception | None = None
+
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.seen: list[str] = []
@@ -30,6 +32,8 @@ class Hooked(nn.Linear):
 
     def load_state_dict(self, state: Any) -> Any:  # without what torch would pass
         self.seen.append("own")
+        if self.error is not None:
+            raise self.error
         return super().load_state_dict(state)
 
 
@@ -77,7 +81,7 @@ def numbers(state: dict[str, Any]) -> set[float]:
     """Return what all that is restored says."""
     module, others = state["nets"]
     optimizer = state["optimizers"]["first"][0]
-    tensors = [*module.parameters(), state["values"]["tensor"]]
+    tensors = [one.detach() for one in (*module.parameters(), state["values"]["tensor"])]
     found = {float(value) for tensor in tensors for value in (tensor.min(), tensor.max())}
     found |= {others["loader"].position, optimizer.param_groups[0]["lr"]}
     return found | {state["optimizers"]["steps"], len(state["values"]["seen"])}
@@ -101,22 +105,28 @@ def containers(folder: Path, rank: int) -> None:
 
 
 def own_code(folder: Path, rank: int) -> None:
-    """What loads by itself is called, and what it raises is no missing file."""
+    """What loads by itself is called, and what it raises on one rank is no missing file."""
     hooked, around, loader = Hooked(), nn.Sequential(Counting(3, 3)), Loader(1)
-    state = {"hooked": hooked, "around": around, "loader": loader}
+    state: dict[str, Any] = {"hooked": hooked, "around": around, "loader": loader}
     with fastserial.Checkpointer(folder, state, timeout=30) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step)
         assert checkpointer.resume() == 2
         assert hooked.seen == ["own", "hook"], hooked.seen
         assert around[0].loads == 1
-        loader.error = FileNotFoundError("a shard of the data")
-        try:
-            checkpointer.resume()
-        except FileNotFoundError as error:
-            assert error is loader.error
-        else:
-            raise AssertionError("the error of the user's own code was lost")
+        for thing in (loader, hooked):
+            thing.error = FileNotFoundError("a shard of the data") if rank == 1 else None
+            try:
+                step = checkpointer.resume()
+            except (FileNotFoundError, fastserial.DistributedError) as error:
+                assert "a shard of the data" in str(error)
+                if rank == 1 and thing is loader:
+                    assert error is loader.error
+                else:
+                    assert not isinstance(error, FileNotFoundError)
+            else:
+                raise AssertionError(f"it took step {step}")
+            thing.error = None
 
 
 def other_dtypes(folder: Path, rank: int) -> None:
