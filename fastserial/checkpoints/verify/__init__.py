@@ -75,7 +75,7 @@ def _verify(name: str, opened: int | None, settings: Config) -> VerifyReport:
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
                 kind = "zip"
                 result = zip_result = verify_zip(fd, size, findings, _feed(fd, name, settings))
-                reason = zip_result.no_checkpoint
+                reason = zip_result.cannot_tell or zip_result.no_checkpoint
             elif found is Format.LEGACY:
                 kind = "legacy"
                 result.records = verify_legacy(fd, size, findings)

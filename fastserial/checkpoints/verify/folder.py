@@ -302,7 +302,9 @@ class _Folder:
         with _as_file(fd, item, data) as copy:
             try:
                 zip_result = verify_zip(copy, item.length, found, feed)
-                if not found.found:
+                if zip_result.cannot_tell is not None:
+                    self._result.reason = f"{item.name}: {zip_result.cannot_tell}"
+                elif not found.found:
                     self._compare(copy, fd, item)
             except CorruptCheckpointError as error:
                 found.add(Problem("directory", error.message, error.record, error.offset))

@@ -22,7 +22,12 @@ from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_who
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc32_combine
 from fastserial.config.performance import INFLATE_CHUNK
-from fastserial.errors import CorruptCheckpointError, PickleLimitError, TruncatedCheckpointError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    PickleLimitError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
+)
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory, read_exactly
@@ -48,12 +53,14 @@ class ZipResult:
         checked_bytes: bytes whose CRC-32 was compared, also where it differs.
         unchecked: records without one.
         no_checkpoint: why it is none, if it is none.
+        cannot_tell: why it cannot be checked, if it cannot.
     """
 
     records: int = 0
     checked_bytes: int = 0
     unchecked: int = 0
     no_checkpoint: str | None = None
+    cannot_tell: str | None = None
 
 
 def verify_zip(fd: int, size: int, findings: Findings, feed: Feed) -> ZipResult:
@@ -70,6 +77,8 @@ def verify_zip(fd: int, size: int, findings: Findings, feed: Feed) -> ZipResult:
         torch_made = is_torch_made(fd, directory)
         if not torch_made:
             directory = read_directory(fd, size)
+    except UnreadableCheckpointError as error:  # it may be whole: that cannot be told
+        return ZipResult(cannot_tell=error.message)
     except CorruptCheckpointError as error:
         kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "directory"
         findings.add(Problem(kind, error.message, error.record, error.offset))
