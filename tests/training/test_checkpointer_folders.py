@@ -40,7 +40,7 @@ def test_ranks_without_a_common_checkpoint_do_not_start_anew(told: list[dict[str
 
 def test_ranks_whose_folder_is_another_process_are_all_refused(told: list[dict[str, Any]]) -> None:
     for saved, checked in (rank["held"] for rank in told):
-        assert saved.startswith("ConfigError: "), saved
+        assert saved.startswith("DistributedConfigError: rank 0: ConfigError: "), saved
         assert "another process saves checkpoints in this folder" in saved
         assert checked == saved
 
