@@ -264,8 +264,12 @@ def _filled(value: Any) -> Any:
         return inner if is_live(inner) else None
     if holds_objects(value):
         return rebuilt(value, _filled)
-    sharded = any(is_sharded(leaf) for leaf in leaves(value).values)
-    return value if isinstance(value, torch.Tensor) or sharded else None
+    held = leaves(value).values
+    if isinstance(value, torch.Tensor) or any(is_sharded(leaf) for leaf in held):
+        return value
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in held):
+        return rebuilt(value, _filled)  # an optimizer may train it, and it names what is trained
+    return None
 
 
 def _refusal(path: str) -> Exception | None:

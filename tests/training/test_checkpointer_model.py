@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -157,6 +158,7 @@ def run(
 pytestmark = [
     pytest.mark.timeout(7200),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+    pytest.mark.filterwarnings("ignore:.*tensors were changed while a checkpoint read them"),
 ]
 
 
@@ -176,7 +178,7 @@ def test_a_broken_checkpointer_is_noticed(name: str) -> None:
 def test_saves_in_place_without_guards_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "protect", lambda taken: None)
     monkeypatch.setattr(snapshot.Snapshot, "_has_changed", lambda self: False)
-    with pytest.raises(Wrong):
+    with pytest.raises((Wrong, FlakyFailure)):  # threads are not the same twice
         run(partial(Checkpointer, snapshot="in_place"), kind=(None, None))
 
 
