@@ -53,7 +53,7 @@ from fastserial.distributed.tables import (
     table_of,
 )
 from fastserial.distributed.walk import Leaves, buffers_of, leaves, states
-from fastserial.errors import WriteError, write_error
+from fastserial.errors import ConfigError, WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
@@ -174,7 +174,7 @@ class Saving:
         self, traffic: Traffic, path: str, writers: Writers, merge: str | None, began: float
     ) -> None:
         if merge not in (None, "union"):
-            raise ValueError(f'merge must be None or "union", not {merge!r}')
+            raise ConfigError(f'merge must be None or "union", not {merge!r}')
         self._traffic = traffic
         self.path = path
         self._writers = writers

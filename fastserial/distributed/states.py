@@ -60,10 +60,10 @@ def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any
     """Return an optimizer's state by the canonical names of its parameters, and change nothing.
 
     Raises:
-        ValueError: its ranks keep their parts of the state to themselves.
+        ConfigError: its ranks keep their parts of the state to themselves.
     """
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        raise ValueError(
+        raise ConfigError(
             "a ZeroRedundancyOptimizer does not say what each rank has of its state: shard with "
             "torch.distributed.fsdp.fully_shard instead, or call consolidate_state_dict(0) on all "
             "ranks and save its state_dict() by torch.save on rank 0"

@@ -13,6 +13,7 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.states import module_of, state_of_module, state_of_optimizer
+from fastserial.errors import ConfigError
 from fastserial.overlap.watch import all_storages
 
 __all__ = [
@@ -185,7 +186,7 @@ def live(value: object) -> list[Any]:
     """Return the modules and optimizers of a nest, each once.
 
     Raises:
-        ValueError: it holds another object with a state, which no load could fill.
+        ConfigError: it holds another object with a state, which no load could fill.
     """
     found: dict[int, Any] = {}
     seen: set[int] = set()
@@ -197,7 +198,7 @@ def live(value: object) -> list[Any]:
         for one in values:
             kind = kinds[type(one)]
             if kind & _STATEFUL:
-                raise ValueError(_stateful(value, one))
+                raise ConfigError(_stateful(value, one))
             if kind & _LIVE:
                 found[id(one)] = one
             if kind & _CONTAINER and id(one) not in seen:
@@ -232,8 +233,8 @@ def states(obj: object) -> Any:
     is the object itself, as every container in it is that holds none.
 
     Raises:
-        ConfigError: an optimizer comes without what names its parameters.
-        ValueError: there is another object with a state, as a scheduler.
+        ConfigError: an optimizer comes without what names its parameters, or there is another
+            object with a state, as a scheduler.
     """
     found = live(obj)
     if not found:

@@ -76,7 +76,7 @@ def test_library(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deepspeed(machine: Path, monkeypatch: pytest.MonkeyPatch, spec: Any) -> None:
     """Not installed, or only a folder of this name: the engine says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(EngineUnavailableError, match=r"pip install 'fastserial\[deepspeed\]'"):
+    with pytest.raises(EngineUnavailableError, match="pip install deepspeed"):
         engines.create("deepspeed", 4)
     with pytest.raises(EngineUnavailableError, match="pip install"):
         aio_op.load_op()

@@ -216,7 +216,7 @@ def _suffer(job: dict[str, Any]) -> int:
         os.setgid(job["user"])
         os.setuid(job["user"])
     if job.get("unguarded"):
-        os.open(job["path"], os.O_RDONLY)  # a file that its process has open is overwritten
+        os.open(job["path"], os.O_RDWR)  # a file that its process may write to is overwritten
     if job.get("deaf"):
         _take_every_write_for_a_whole_one()
     if "remove" in job:

@@ -17,7 +17,7 @@ from torch import nn
 import fastserial
 from fastserial.checkpoints.save import write as save_now
 from fastserial.overlap.asynchronous import Kind, start_save
-from fastserial.training.parts import states, steady
+from fastserial.training.parts import state_of, states, steady
 
 __all__ = ["Hostile", "Outcome"]
 
@@ -101,7 +101,7 @@ class Hostile:
 
     def save(self, kind: Kind, disturb: bool) -> None:
         """Save once, and meanwhile train; or change whatever there is, without an optimizer."""
-        state = states(self.objects)
+        state = states(self.objects, state_of)
         expected = copy.deepcopy(state)
         budget = self.dice.choice([None, 0, 200_000, 10_000_000])
         inert = None if disturb else steady(self.objects)  # as a Checkpointer does

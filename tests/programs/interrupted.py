@@ -231,7 +231,7 @@ def main(folder: str, what: str, handler: str, count: str, guards: str = "guarde
     if guards == "open":
         for call in trials.calls:
             call()
-        kept = [path.open("rb") for path in trials.targets]
+        kept = [path.open("r+b") for path in trials.targets]
     signal.signal(signal.SIGALRM, trials.raises if handler == "raise" else trials.works)
     most = MOST_IN_A_ROW if handler == "raise" else 1
     trials.run(max(20, int(count) // 10), most)  # until all memory was used once

@@ -88,7 +88,7 @@ def unknown_functions_stay_stock(patches: str, version: str = "") -> None:
     assert caught(fastserial.install) == (False, [])
     assert same(functions(), before) and not both() and not fastserial.installed()
     assert fastserial.status().patch is None and fastserial.status().reason in warned[0]
-    assert torch.__version__ in warned[0] and "pgrade fastserial" in warned[0]
+    assert torch.__version__ in warned[0] and "fastserial doctor" in warned[0]
     assert "fastserial patches check" in warned[0]
     try:
         fastserial.install(strict=True)
