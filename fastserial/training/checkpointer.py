@@ -194,7 +194,8 @@ class Checkpointer:
         self.wait()
         if not self._prepared:
             self._prepare()
-            self._look_for_later(step)
+            with self._way.together():
+                self._look_for_later(step)
             self._prepared = True
         folder, damaged, stale = self._folder, self._damaged, self._stale
         keep, tends = self._keep, self._way.tends
@@ -353,13 +354,15 @@ class Checkpointer:
             Exception: of the user's own `load_state_dict`, as it is.
         """
         self.wait()
-        if self._way.tends:
-            self._folder.sweep()
-            self._warn_of_links()
+        with self._way.together():
+            if self._way.tends:
+                self._folder.sweep()
+                self._warn_of_links()
         there = self._way.steps(self._folder)
         if step is not None:
             self._restore(step, self._read(step))
-            self._look_for_later(step)
+            with self._way.together():
+                self._look_for_later(step)
             return step
         for candidate in there:
             try:
@@ -374,7 +377,8 @@ class Checkpointer:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 continue
             self._restore(candidate, found)
-            self._warn_of_newer_run(candidate)
+            with self._way.together():
+                self._warn_of_newer_run(candidate)
             return candidate
         if self._damaged:
             raise CorruptCheckpointError(
