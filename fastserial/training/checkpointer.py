@@ -230,6 +230,9 @@ class Checkpointer:
                 f"{self._folder.path}: this Checkpointer was made before init_process_group(), so "
                 "that each rank would save its own state to the same files. Make it after that"
             )
+        if _live.get(self._key) is not self:  # it was closed, and is used again
+            self._refuse_second()
+            _live[self._key] = self
         self._way.prepare(self._folder)
 
     def _look_for_later(self, step: int) -> None:

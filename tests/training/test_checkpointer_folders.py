@@ -92,7 +92,13 @@ def test_a_second_one_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"another Checkpointer .* `close\(\)`"):
             Checkpointer(other, {"x": 1})
     first.close()
+    first.save(1)  # after `close()` it takes the folder again
+    with pytest.raises(ConfigError, match="another Checkpointer"):
+        Checkpointer(folder, {"x": 1})
+    first.close()
     second = Checkpointer(link, {"x": 1})
+    with pytest.raises(ConfigError, match="another Checkpointer"):
+        first.save(2)
     first.close()
     with pytest.raises(ConfigError, match="another Checkpointer"):
         Checkpointer(folder, {"x": 1})
