@@ -146,7 +146,7 @@ class Agreement:
                 f"plain tensors differ between the lowest rank, whose are in the file, and "
                 f"{ranks}: {_named(new)}. {_PARTS}"
             )
-            warnings.warn(text, UserWarning, stacklevel=6)
+            warnings.warn(text, UserWarning, stacklevel=9)
 
 
 def are_alike(told: Sequence[Likeness]) -> bool:

@@ -164,7 +164,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same sample as bytes, where the tensor is."""
     integers, item = as_integers(tensor), tensor.element_size()
     if tensor.nbytes <= _SAMPLE:
-        return integers.reshape(-1).view(torch.uint8)
+        return integers.contiguous().view(-1).view(torch.uint8)
     firsts = _spots(tensor.nbytes)
     if integers.is_contiguous():
         memory = integers.view(-1).view(torch.uint8)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastserial.memory.storages import is_plain
@@ -36,6 +37,8 @@ class Reached:
 
     def note(self, tensor: torch.Tensor) -> None:
         """Note a tensor, and its counter."""
+        if is_lazy(tensor):  # nothing in it yet
+            return
         try:
             if is_plain(tensor):
                 self.watch(tensor.untyped_storage()._cdata, tensor)
@@ -94,7 +97,10 @@ def all_storages(values: Iterable[Any]) -> Iterator[int]:
     """Yield the identities of the storages of the tensors among values, as far as can be told."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # it is copied in any case
+            # It is copied in any case; a lazy one has nothing in it (ValueError).
+            with contextlib.suppress(
+                RuntimeError, NotImplementedError, ValueError
+            ):  # it is copied in any case
                 yield from storages_of(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fastserial.checkpoints.load import load
@@ -27,6 +28,9 @@ class Alone:
     def __init__(self, weights_only: bool) -> None:
         self._weights_only = weights_only
         self._looked = not weights_only
+
+    def together(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def prepare(self, folder: CheckpointFolder) -> None:
         os.makedirs(folder.path, exist_ok=True)

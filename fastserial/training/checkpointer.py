@@ -194,7 +194,8 @@ class Checkpointer:
         self.wait()
         if not self._prepared:
             self._prepare()
-            self._look_for_later(step)
+            with self._way.together():
+                self._look_for_later(step)
             self._prepared = True
         folder, damaged, stale = self._folder, self._damaged, self._stale
         keep, tends = self._keep, self._way.tends
@@ -229,6 +230,9 @@ class Checkpointer:
                 f"{self._folder.path}: this Checkpointer was made before init_process_group(), so "
                 "that each rank would save its own state to the same files. Make it after that"
             )
+        if _live.get(self._key) is not self:  # it was closed, and is used again
+            self._refuse_second()
+            _live[self._key] = self
         self._way.prepare(self._folder)
 
     def _look_for_later(self, step: int) -> None:
@@ -353,13 +357,15 @@ class Checkpointer:
             Exception: of the user's own `load_state_dict`, as it is.
         """
         self.wait()
-        if self._way.tends:
-            self._folder.sweep()
-            self._warn_of_links()
+        with self._way.together():
+            if self._way.tends:
+                self._folder.sweep()
+                self._warn_of_links()
         there = self._way.steps(self._folder)
         if step is not None:
             self._restore(step, self._read(step))
-            self._look_for_later(step)
+            with self._way.together():
+                self._look_for_later(step)
             return step
         for candidate in there:
             try:
@@ -374,7 +380,8 @@ class Checkpointer:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 continue
             self._restore(candidate, found)
-            self._warn_of_newer_run(candidate)
+            with self._way.together():
+                self._warn_of_newer_run(candidate)
             return candidate
         if self._damaged:
             raise CorruptCheckpointError(

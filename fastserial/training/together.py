@@ -79,6 +79,9 @@ class Together:
         self._next = 1
         self._last = (0, perf_counter())
 
+    def together(self) -> AbstractContextManager[object]:
+        return self._talk(theirs=True)
+
     def prepare(self, folder: CheckpointFolder) -> None:
         def decide(_: list[bytes]) -> bytes:
             os.makedirs(folder.path, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from fastserial.overlap.asynchronous import Kind
@@ -18,6 +19,9 @@ class Way(Protocol):
     """What depends on how many processes take part. With several, each method is collective."""
 
     tends: bool  # whether this process looks after the folder
+
+    def together(self) -> AbstractContextManager[object]:
+        """Do what one process alone may do: what it raises, as warnings may, all learn of."""
 
     def prepare(self, folder: CheckpointFolder) -> None:
         """Make the folder, and keep other processes from saving there.

@@ -420,3 +420,13 @@ def test_a_storage_that_shrank_is_not_read_behind_its_end(nbytes: int) -> None:
     with pytest.raises(StorageChangedError):
         part.copy_to(there.data_ptr())
     assert not there.any()
+
+
+def test_what_a_lazy_module_does_not_have_yet(tmp_path: Path) -> None:
+    state = {"lazy": torch.nn.LazyLinear(3).state_dict(), "x": torch.ones(3)}
+    torch.save(state, tmp_path / "stock.pt")
+    fastserial.save_async(state, tmp_path / "state.pt").wait()
+    for name in ("stock.pt", "state.pt"):
+        found = torch.load(tmp_path / name, weights_only=False)
+        assert torch.nn.parameter.is_lazy(found["lazy"]["weight"])
+        assert found["x"].sum() == 3

@@ -92,6 +92,31 @@ def signals(folder: Path, rank: int) -> Any:
     return found
 
 
+def strict(folder: Path, rank: int) -> Any:
+    """Save and resume where warnings, which are for rank 0's user, are errors."""
+    if rank == 0:
+        save(folder, 5, 10)
+        os.utime(folder / "step-00000010.pt", (1, 1))
+        (folder / "step-00000001.pt").symlink_to("nowhere")
+    dist.barrier()
+    found = []
+    for act in ("later", "link", "newer"):
+        with (
+            warnings.catch_warnings(),
+            Checkpointer(folder, {"x": 0}, rng=False, timeout=60) as checkpointer,
+        ):
+            warnings.simplefilter("error")
+            work = (lambda: checkpointer.save(7)) if act == "later" else checkpointer.resume
+            try:
+                found.append(str(work()))
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+        if rank == 0 and act == "link":
+            (folder / "step-00000001.pt").unlink()
+        dist.barrier()
+    return found
+
+
 def too_early(folder: Path) -> tuple[Any, Checkpointer]:
     """Make Checkpointers before there is a process group, with and without torchrun's variables."""
     refused = outcome(lambda: Checkpointer(folder, {"x": 0}))
@@ -106,7 +131,7 @@ def main() -> None:
     refused, early = too_early(folder / "early")
     rank, _ = join()
     found: dict[str, Any] = {"early": refused + outcome(lambda: early.save(1))}
-    cases = (not_shared, by_hand, held, signals)
+    cases = (not_shared, by_hand, held, signals, strict)
     for case in cases:
         mine = folder / case.__name__
         mine.mkdir(exist_ok=True)

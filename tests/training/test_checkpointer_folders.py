@@ -59,6 +59,20 @@ def test_a_signal_to_one_rank_ends_all_with_the_checkpoint(told: list[dict[str, 
         assert files == [".fastserial.lock", f"step-{step - later:08d}.pt"]
 
 
+def test_warnings_of_one_rank_that_are_errors_are_errors_of_all(told: list[dict[str, Any]]) -> None:
+    first, second = (rank["strict"] for rank in told)
+    for here, there, words in zip(
+        first,
+        second,
+        ("holds later checkpoints", "leads to no file", "was written after"),
+        strict=True,
+    ):
+        assert here.split(" ")[0] in ("UserWarning:", "RuntimeWarning:")
+        assert words in here
+        assert there.startswith("DistributedError: rank 0: ")
+        assert words in there
+
+
 def test_a_checkpointer_made_before_the_process_group(told: list[dict[str, Any]]) -> None:
     for refused, saved in (rank["early"] for rank in told):
         assert refused.startswith("ConfigError: this is one of 2 processes"), refused
@@ -78,7 +92,13 @@ def test_a_second_one_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"another Checkpointer .* `close\(\)`"):
             Checkpointer(other, {"x": 1})
     first.close()
+    first.save(1)  # after `close()` it takes the folder again
+    with pytest.raises(ConfigError, match="another Checkpointer"):
+        Checkpointer(folder, {"x": 1})
+    first.close()
     second = Checkpointer(link, {"x": 1})
+    with pytest.raises(ConfigError, match="another Checkpointer"):
+        first.save(2)
     first.close()
     with pytest.raises(ConfigError, match="another Checkpointer"):
         Checkpointer(folder, {"x": 1})
