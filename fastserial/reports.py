@@ -101,7 +101,7 @@ class Report:
     Attributes:
         path: the file, or the name of the file object.
         container: `zip`, `legacy`, or another format.
-        bytes: how many were moved.
+        bytes: how many were moved; those that `skip_data` leaves out are not among them.
         seconds: from opening the file to its last byte or sync, the pickle included.
         engine: the engine that moved the bytes.
         fallback: why they did not go the fastest way, or None.
@@ -226,7 +226,8 @@ class SaveReport(Report):
         engine: `buffered` for one plain write.
         direct: whether direct I/O was used.
         durable: whether file and directory were synced.
-        phases: `serialize`, `transfer`, `sync`, `commit`.
+        phases: `transfer`, `sync`, `commit`, and `serialize` for the rest, such as the pickle:
+            they add up to `seconds`.
         snapshot: of a save beside the program (`save_async`), else None.
         ranks: of a save of many ranks, each rank's part; on rank 0.
     """

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import weakref
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import torch
 
 from fastserial import config, distributed
 from fastserial.checkpoints.save import write
+from fastserial.console import say
 from fastserial.engines.deepspeed.aio_op import AioSettings, load_op, lockable
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import EngineUnavailableError
@@ -42,7 +42,6 @@ __all__ = [
     "get_pinned_buffer",
 ]
 
-_log = logging.getLogger("fastserial")
 MiB = 1024 * 1024
 GiB = 1024 * MiB
 
@@ -66,7 +65,7 @@ def fastpersist_save(
         aio_handle: from `get_aio_handle`; None for the engine in force.
         pinned_buffer: from `get_pinned_buffer`; staging memory for `aio_handle`.
         use_gds: an error; for GPUDirect Storage there is the option `transfer="gds"`.
-        show_stats: log the statistics (logger `fastserial`, level INFO).
+        show_stats: print the statistics to standard output, as DeepSpeedExamples does.
         double_buffer: fill one half of the buffer while the other half is written.
         num_parallel_writers: how many ranks of `group` write. Without a group it is 1, whatever
             is given: the file is always whole. DeepSpeedExamples' default of 8 makes its legacy
@@ -76,8 +75,9 @@ def fastpersist_save(
             all of them.
 
     Returns:
-        `total_bytes`, `total_secs`, `total_GB/s`, `write_secs` (the save without pickling),
-        `write_GB/s`, and the statistics of DeepSpeed's FastFileWriter. Seconds, bytes, GiB/s.
+        `total_bytes`, `total_secs`, `total_GB/s`, `write_secs` (writing, syncing and renaming,
+        without pickling), `write_GB/s`, and the statistics of DeepSpeed's FastFileWriter. Seconds,
+        bytes, GiB/s. Bytes that `skip_data` leaves out do not count.
 
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
@@ -127,14 +127,11 @@ def _save(
     with _in_force(options, use_gds):
         writer = write(obj, path, zip_container=zip_container, pickle_protocol=protocol)
     seconds = perf_counter() - began
-    statistics: Statistics = {}
-    serialize = 0.0
-    if writer is not None:
-        statistics |= writer.get_stats()
-        if writer.report is not None:
-            serialize = writer.report.phases.get("serialize", 0.0)
-    own = max(0.0, seconds - serialize)
-    return _statistics(statistics, path, os.path.getsize(path), seconds, own, show)
+    if writer is None or writer.report is None:  # torch wrote the file
+        return _statistics({}, path, os.path.getsize(path), seconds, seconds, show)
+    report = writer.report
+    own = report.seconds - report.phases["serialize"]
+    return _statistics(writer.get_stats(), path, report.bytes, seconds, own, show)
 
 
 @contextlib.contextmanager
@@ -169,7 +166,7 @@ def _statistics(
         "total_GB/s": nbytes / seconds / GiB if seconds else 0.0,
     }
     if show:
-        _log.info("stats = %s", statistics)
+        say(f"stats = {statistics}")
     return statistics
 
 

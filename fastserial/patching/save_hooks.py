@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,7 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
     """
     if mode == "rb":
         return load_hooks.open_source(target)
-    if mode != "wb" or isinstance(target, FastFileWriter):
+    if mode != "wb" or _takes_storages(target):
         return None
     found = _classify(target)
     if found is None:
@@ -119,14 +120,20 @@ def save_legacy_storages(
     keys: Sequence[str],
 ) -> bool:
     """Hand all storages of a legacy checkpoint over; False leaves them to torch's loop."""
-    hand_over = getattr(file, "save_torch_storage_object_list", None)
-    if hand_over is None:
+    if not _takes_storages(file):
         return False
     found = [storages[key] for key in keys]
     if not _all_have_bytes([storage for storage, _ in found]):
         return False
-    hand_over(found, save_size=True)
+    began = perf_counter()
+    file.save_torch_storage_object_list(found, save_size=True)
+    if not isinstance(file, FastFileWriter):  # which counts when it is closed
+        SAVES.add(sum(storage.nbytes() for storage, _ in found), perf_counter() - began, None)
     return True
+
+
+def _takes_storages(file: Any) -> bool:
+    return callable(getattr(file, "save_torch_storage_object_list", None))
 
 
 def _writer(found: Target, container: str) -> FastFileWriter | None:

@@ -206,23 +206,25 @@ class BlockWriter:
     @trace.traced("write tail (page cache)")
     def _write_cached(self, view: memoryview, offset: int) -> None:
         began = perf_counter()
-        self.tally.cached_bytes += len(view)
+        self.tally.plain_bytes += len(view)
         write_all(self._fd, [view], offset)
-        self.tally.cached_seconds += perf_counter() - began
+        self.tally.plain_seconds += perf_counter() - began
 
     def _dispatch(self) -> None:
         """Queue the block that is complete, or the last one."""
         parts, self._parts = self._parts, []
         length = sum(part.length for part in parts)
         if all(type(part.source) is Hole for part in parts):
+            self.tally.skipped_bytes += length
             self._advance(length)
             return
         if length > self._config.block_size:  # copies have no bounds of their own
             raise EngineError(f"{length} bytes do not fit a block of {self._config.block_size}")
         pool = self._pool or self._open()
         if pool is None:
+            began = perf_counter()
             write_buffered(self._fd, parts)
-            self.tally.cached_bytes += length
+            self.tally.add_plain(parts, perf_counter() - began)
             self._advance(length)
             return
         while not pool.free:
@@ -399,6 +401,7 @@ class BlockWriter:
             if self._read_back is not None:
                 self._read_back.check(request, self.direct and request.fd == self._direct_fd)
             self._pool.give(request.buffer)
+            self.tally.filled_bytes += block.length
             self.tally.blocks += 1
             self.tally.fill_seconds += block.fill_seconds
             if block.length == self._config.block_size:
@@ -412,8 +415,8 @@ class BlockWriter:
         request, error = completion.request, completion.error
         if error is None:
             if completion.transferred == request.length:
-                if request.fd == self._direct_fd:
-                    self.tally.direct_bytes += request.length
+                self.tally.engine_bytes += request.length
+                self.tally.spans.append((request.times[1], request.times[2]))
                 return
             raise OSError(
                 errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"

@@ -161,8 +161,7 @@ class ExtentWriter:
             self._transfer = Transfer("cpu_gpu", "a small file")
         began = perf_counter()
         write_buffered(self._fd, parts, self._sequential)
-        self.tally.cached_bytes += nbytes
-        self.tally.cached_seconds += perf_counter() - began
+        self.tally.add_plain(parts, perf_counter() - began, self._sequential)
         if self._on_progress is not None:
             self._on_progress(nbytes)
 

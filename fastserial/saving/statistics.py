@@ -5,7 +5,14 @@ The names are DeepSpeed's, and so are the units: bytes, seconds, and "GB/s" for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastserial.formats.extents import Hole
+
+if TYPE_CHECKING:
+    from fastserial.saving.fill import Part
 
 __all__ = ["TransferTally", "WriterStatistics"]
 
@@ -17,18 +24,41 @@ class TransferTally:
     """What became of the blocks of one file. Sizes are bytes.
 
     Attributes:
-        direct_bytes: written past the page cache by the engine.
-        cached_bytes: written through it (the rest of the last page, small files).
-        cached_seconds: spent on that.
-        blocks: how many were filled.
+        engine_bytes: written by the engine.
+        spans: of its transfers: start and end of each, in seconds on `time.perf_counter`.
+        plain_bytes: written without it (the rest of the last page, small files).
+        plain_seconds: spent on that.
+        skipped_bytes: holes that were not written.
+        blocks, filled_bytes: how many blocks were filled, with so many bytes.
         fill_seconds: spent filling them, summed over threads.
     """
 
-    direct_bytes: int = 0
-    cached_bytes: int = 0
-    cached_seconds: float = 0.0
+    engine_bytes: int = 0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    plain_bytes: int = 0
+    plain_seconds: float = 0.0
+    skipped_bytes: int = 0
     blocks: int = 0
+    filled_bytes: int = 0
     fill_seconds: float = 0.0
+
+    @property
+    def engine_seconds(self) -> float:
+        """Seconds in which at least one transfer of the engine was under way."""
+        total = until = 0.0
+        for start, end in sorted(self.spans):
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
+
+    def add_plain(self, parts: Iterable[Part], seconds: float, fill_holes: bool = False) -> None:
+        """Count parts that were written without the engine, their holes only if they were, too."""
+        for part in parts:
+            if not fill_holes and type(part.source) is Hole:
+                self.skipped_bytes += part.length
+            else:
+                self.plain_bytes += part.length
+        self.plain_seconds += seconds
 
 
 @dataclass(slots=True)
@@ -52,13 +82,16 @@ class WriterStatistics:
     def as_dict(self, path: str, nbytes: int, seconds: float) -> dict[str, int | float | str]:
         """Return what DeepSpeed's `_dump_state` prints.
 
+        The engine fills and writes blocks at the same time, and beside the caller: these seconds
+        need not add up to `write_secs`.
+
         Args:
             path: the file.
-            nbytes: bytes given to the writer.
+            nbytes: bytes given to the writer, without those left out.
             seconds: time the caller spent writing them.
         """
         tally = self.tally
-        direct_seconds = max(0.0, seconds - tally.cached_seconds) if tally.direct_bytes else 0.0
+        engine_seconds = tally.engine_seconds
         return {
             "close": self.close,
             "fileno": self.fileno,
@@ -67,14 +100,14 @@ class WriterStatistics:
             "bytes": nbytes,
             "write_secs": seconds,
             "write_GB/s": _rate(nbytes, seconds),
-            "aio_write_secs": direct_seconds,
-            "aio_bytes": tally.direct_bytes,
-            "aio_GB/s": _rate(tally.direct_bytes, direct_seconds),
-            "slow_bytes": tally.cached_bytes,
-            "slow_write_secs": tally.cached_seconds,
+            "aio_write_secs": engine_seconds,
+            "aio_bytes": tally.engine_bytes,
+            "aio_GB/s": _rate(tally.engine_bytes, engine_seconds),
+            "slow_bytes": tally.plain_bytes,
+            "slow_write_secs": tally.plain_seconds,
             "fill_buffer_count": tally.blocks,
             "fill_buffer_secs": tally.fill_seconds,
-            "fill_buffer_GB/s": _rate(nbytes, tally.fill_seconds),
+            "fill_buffer_GB/s": _rate(tally.filled_bytes, tally.fill_seconds),
             "save_storage": self.storages,
             "save_storage_bytes": self.storage_bytes,
             "path": path,

@@ -7,7 +7,6 @@ The protocol is that of DeepSpeed's FastPersist (arXiv 2406.13768): a writable f
 from __future__ import annotations
 
 import io
-import logging
 import os
 import sys
 import warnings
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from fastserial.engines.deepspeed.writer_config import WriterOptions
 
 __all__ = ["FastFileWriter"]
-
-_log = logging.getLogger("fastserial")
 
 
 class FastFileWriter:
@@ -94,7 +91,7 @@ class FastFileWriter:
         self._config = config
         self._pid = os.getpid()
         self._began = perf_counter()
-        self._phases: dict[str, float] = {}
+        self._phases = {"serialize": 0.0, "transfer": 0.0}
         self._container = container
         self._needed: int | None = None
         self._report: SaveReport | None = None
@@ -153,12 +150,14 @@ class FastFileWriter:
 
         Bytes, seconds, and "GB/s" for GiB per second.
         """
-        seconds = self._phases.get("transfer", 0.0)
-        return self._statistics.as_dict(self.name, self.tell(), seconds)
+        nbytes = self.tell() - self._out.tally.skipped_bytes
+        return self._statistics.as_dict(self.name, nbytes, self._phases["transfer"])
 
     def _dump_state(self) -> None:
-        """Log the statistics; DeepSpeed's checkpoint engine calls it by this name."""
-        _log.info("stats = %s", self.get_stats())
+        """Print the statistics as DeepSpeed does; its checkpoint engine calls it by this name."""
+        from fastserial.console import say  # rarely wanted
+
+        say(f"stats = {self.get_stats()}")
 
     def readable(self) -> bool:
         return False
@@ -190,9 +189,11 @@ class FastFileWriter:
             if length < GATHERED:
                 self._gathered += view
                 if len(self._gathered) >= GATHERED:
+                    began = perf_counter()
                     with _Guarded(self):
                         self._use_tuned()
                         self._gather()
+                    self._add_transfer(began)
                 return length
             began = perf_counter()
             with _Guarded(self):
@@ -281,8 +282,10 @@ class FastFileWriter:
         Raises:
             WriteError: the disk is full or failed.
         """
+        began = perf_counter()
         with _Guarded(self):
             self._out.release_sources()
+        self._add_transfer(began)
 
     def close(self) -> None:
         """Write the rest, sync, and put the new file in its place. Idempotent.
@@ -302,13 +305,12 @@ class FastFileWriter:
         self._needed = max(self._needed or 0, self.tell())
         with _Guarded(self):
             began = perf_counter()
-            self._phases.setdefault("serialize", began - self._began)
             self._place.begin()
             self._gather()
             self._out.finish()
-            written = perf_counter()
-            self._add_transfer(began)
             self._out.close()
+            self._add_transfer(began)
+            written = perf_counter()
             self._place.sync()
             synced = perf_counter()
             self._place.commit()
@@ -352,13 +354,12 @@ class FastFileWriter:
     # -- the rest ------------------------------------------------------------------------------
 
     def _add_transfer(self, began: float) -> None:
-        self._phases["transfer"] = self._phases.get("transfer", 0.0) + perf_counter() - began
+        self._phases["transfer"] += perf_counter() - began
 
     def _write_extents(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None
     ) -> None:
         began = perf_counter()
-        self._phases.setdefault("serialize", began - self._began)
         self._needed = self.tell() + nbytes
         with _Guarded(self):
             if self._needed > self._config.small_file:
@@ -425,11 +426,13 @@ class FastFileWriter:
 
     def _publish(self) -> None:
         out, config = self._out, self._config
+        seconds = perf_counter() - self._began
+        self._phases["serialize"] = max(0.0, seconds - sum(self._phases.values()))
         self._report = SaveReport(
             path=self.name,
             container=self._container,
-            bytes=self._written,
-            seconds=perf_counter() - self._began,
+            bytes=self._written - out.tally.skipped_bytes,
+            seconds=seconds,
             engine=out.engine_name,
             direct=out.direct,
             durable=self._place.durable,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from fastserial.integrations.fastpersist import (
     get_aio_handle,
     get_pinned_buffer,
 )
+from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.statistics import TransferTally
 
 SAVES = {"zip": fastpersist_save, "legacy": fastpersist_save_legacy}
 # What DeepSpeed's FastFileWriter prints, and what DeepSpeedExamples' functions return.
@@ -82,6 +85,77 @@ def test_statistics(fmt: str, tmp_path: Path) -> None:
     assert 0 < found["write_secs"] <= found["total_secs"]  # type: ignore[operator]
     rate = size / found["total_secs"] / 2**30  # type: ignore[operator]
     assert found["total_GB/s"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("direct", [True, "auto"])
+@pytest.mark.parametrize("fmt", SAVES)
+def test_statistics_are_of_all_bytes_and_all_time(fmt: str, direct: Any, tmp_path: Path) -> None:
+    """Also of the first blocks, which go through the page cache on trial ("auto")."""
+    with fastserial.options(direct=direct, small_file=0, block_size=MIB, queue_depth=4):
+        found: Any = SAVES[fmt]({"a": noise(30 * MIB), "b": noise(1000)}, tmp_path / "a.pt")
+    report = fastserial.last_save_report()
+    assert report is not None
+    assert sum(report.phases.values()) == pytest.approx(report.seconds)
+    own = report.seconds - report.phases["serialize"]
+    assert found["write_secs"] == pytest.approx(own)
+    assert 0 < found["aio_write_secs"] <= report.seconds
+    assert found["aio_bytes"] >= 30 * MIB
+    assert found["aio_bytes"] + found["slow_bytes"] == (tmp_path / "a.pt").stat().st_size
+
+
+def test_time_with_two_transfers_counts_once() -> None:
+    tally = TransferTally(spans=[(4.0, 5.0), (1.0, 3.0), (2.0, 2.5), (2.5, 3.5), (4.0, 4.5)])
+    assert tally.engine_seconds == 3.5
+
+
+def test_waiting_for_the_storages_is_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(self: ExtentWriter) -> None:
+        time.sleep(0.2)
+        release(self)
+
+    release = ExtentWriter.release_sources
+    monkeypatch.setattr(ExtentWriter, "release_sources", slow)
+    found: Any = fastpersist_save_legacy([noise(MIB)], tmp_path / "a.pt")
+    report = fastserial.last_save_report()
+    assert report is not None
+    assert min(found["write_secs"], report.phases["transfer"]) >= 0.2
+
+
+def test_phases_of_a_stream(tmp_path: Path) -> None:
+    """Writes before the last one are transfer, not `serialize` as well."""
+    with fastserial.FastFileWriter(tmp_path / "a") as writer:
+        for _ in range(20):
+            writer.write(bytes(MIB))
+        for _ in range(20_000):
+            writer.write(bytes(100))
+    report = writer.report
+    assert report is not None
+    assert sum(report.phases.values()) == pytest.approx(report.seconds)
+
+
+@pytest.mark.parametrize("small", [0, 100 * MIB])
+def test_skipped_bytes_are_not_counted(small: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    options = fastserial.options(small_file=small, block_size=MIB)
+    with options, torch.serialization.skip_data():
+        found: Any = fastpersist_save([noise(30 * MIB)], path)
+    report = fastserial.last_save_report()
+    assert report is not None
+    assert path.stat().st_size > 30 * MIB
+    moved = found["aio_bytes"] + found["slow_bytes"]
+    assert report.bytes == found["bytes"] == found["total_bytes"] == moved < 3 * MIB
+
+
+@pytest.mark.parametrize("fmt", SAVES)
+def test_statistics_are_printed_when_asked_for(
+    fmt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SAVES[fmt]([1], tmp_path / "a.pt", show_stats=False)
+    assert capsys.readouterr().out == ""
+    found = SAVES[fmt]([1], tmp_path / "a.pt")
+    assert capsys.readouterr().out == f"stats = {found}\n"
 
 
 def test_works_while_installed(tmp_path: Path) -> None:
@@ -181,7 +255,7 @@ def test_bad_configs() -> None:
         options_of(TheirConfig(gds, None))
 
 
-def test_writer_in_place_of_theirs(tmp_path: Path) -> None:
+def test_writer_in_place_of_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The calls of DeepSpeed's checkpoint engine, by keyword, with its statistics."""
     path = tmp_path / "a.pt"
     state = {"a": noise(3 * MIB), "b": torch.ones(10, dtype=torch.bfloat16)}
@@ -195,6 +269,7 @@ def test_writer_in_place_of_theirs(tmp_path: Path) -> None:
     finally:
         fastserial.uninstall()
     writer._dump_state()
+    assert capsys.readouterr().out == f"stats = {writer.get_stats()}\n"
     assert set(writer.get_stats()) == DEEPSPEED
     assert writer.get_stats()["bytes"] == path.stat().st_size
     assert writer.get_stats()["save_storage"] == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
+from fcntl import F_GETFL, fcntl
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 
 from fastserial.checksums import CrcLedger, Piece, crc32
 from fastserial.config import Config
+from fastserial.engines.base import Request
+from fastserial.engines.threads import ThreadsEngine
 from fastserial.formats.extents import Extent, clip, is_late
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
@@ -164,13 +168,26 @@ def test_ranges_of_a_zip_among_processes(tmp_path: Path, seed: int) -> None:
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_a_range_is_written_directly_but_for_its_first_and_last_page(tmp_path: Path) -> None:
+def test_a_range_is_written_directly_but_for_its_first_and_last_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = 0
+
+    def note(self: ThreadsEngine, requests: Sequence[Request]) -> None:
+        nonlocal direct
+        direct += sum(r.length for r in requests if fcntl(r.fd, F_GETFL) & os.O_DIRECT)
+        submit(self, requests)
+
+    submit = ThreadsEngine.submit
+    monkeypatch.setattr(ThreadsEngine, "submit", note)
     storage = torch.zeros(1_000_000, dtype=torch.uint8).untyped_storage()
     extents = storage_extents(storage_batch([storage]), [b""])
     path = tmp_path / "f"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
-        out = ExtentWriter(fd, Config(small_file=0, block_size=65_536, cache="drop"))
+        out = ExtentWriter(
+            fd, Config(engine="threads", small_file=0, block_size=65_536, cache="drop")
+        )
         out.write(extents, None, 5000)
         out.finish()
         out.close()
@@ -178,4 +195,5 @@ def test_a_range_is_written_directly_but_for_its_first_and_last_page(tmp_path: P
         os.close(fd)
     if not out.direct:
         pytest.skip(f"no direct I/O here: {out.fallback}")
-    assert out.tally.direct_bytes == 1_000_000 - (8192 - 5000) - (1_005_000 % 4096)
+    assert direct == 1_000_000 - (8192 - 5000) - (1_005_000 % 4096)
+    assert out.tally.engine_bytes + out.tally.plain_bytes == 1_000_000

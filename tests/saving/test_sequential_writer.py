@@ -87,6 +87,17 @@ def test_storages_are_handed_over() -> None:
     assert torch.load(io.BytesIO(theirs.data))["w4"].equal(state["w4"])
 
 
+def test_a_legacy_save_counts_once() -> None:
+    """As fastserial's: the storages are handed over in one call, like those of a zip archive."""
+    state = {f"w{i}": noise(MIB + i) for i in range(5)}
+    theirs = Theirs()
+    SAVES.clear()
+    with fast():
+        torch.save(state, theirs, _use_new_zipfile_serialization=False)
+    assert len(theirs.storages) == 5
+    assert (SAVES.count, SAVES.by_torch, SAVES.nbytes) == (1, 0, sum(theirs.storages))
+
+
 def test_one_of_several_writers_gets_everything() -> None:
     """A storage list would be cut into shares: torch's own way writes it all."""
     tensor = noise(MIB)
