@@ -11,6 +11,7 @@ import os
 
 __all__ = [
     "REMEDIES",
+    "CheckpointFileError",
     "CheckpointKeyError",
     "CheckpointReplacedError",
     "ConfigError",
@@ -68,8 +69,8 @@ class LayoutError(FastserialError, RuntimeError):
     """A container cannot be laid out as asked."""
 
 
-class CorruptCheckpointError(FastserialError, RuntimeError):
-    """A checkpoint file is damaged.
+class CheckpointFileError(FastserialError, RuntimeError):
+    """A file cannot be used as a checkpoint: it is damaged, or it is none that we can read.
 
     A `RuntimeError`, as what `torch.load` raises for most damaged files.
 
@@ -98,15 +99,16 @@ class CorruptCheckpointError(FastserialError, RuntimeError):
         return ": ".join(part for part in parts if part)
 
 
+class CorruptCheckpointError(CheckpointFileError):
+    """A checkpoint file is damaged."""
+
+
 class TruncatedCheckpointError(CorruptCheckpointError):
     """A checkpoint file ends too early."""
 
 
-class UnreadableCheckpointError(CorruptCheckpointError):
-    """A file that is no checkpoint, or none of a kind that fastserial reads.
-
-    It need not be damaged. (A `CorruptCheckpointError` so that who catches that goes on to do so.)
-    """
+class UnreadableCheckpointError(CheckpointFileError):
+    """A file is no checkpoint, or none of a kind that fastserial reads: it may be whole."""
 
 
 class PickleLimitError(FastserialError, RuntimeError):

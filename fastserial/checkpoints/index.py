@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from fastserial.errors import (
+    CheckpointFileError,
     CheckpointKeyError,
-    CorruptCheckpointError,
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
@@ -111,7 +111,8 @@ def read_index(fd: int, path: str) -> TensorIndex:
         path: its name, for errors.
 
     Raises:
-        CorruptCheckpointError: the file is damaged, or no checkpoint.
+        CorruptCheckpointError: the file is damaged.
+        UnreadableCheckpointError: the file is no checkpoint.
         PickleLimitError: its pickle is larger than the limits.
         OSError: it cannot be read.
     """
@@ -120,7 +121,7 @@ def read_index(fd: int, path: str) -> TensorIndex:
         if found is Format.ZIP:
             return _of_zip(fd)
         return _of_legacy(fd) if found is Format.LEGACY else _of_safetensors(fd)
-    except CorruptCheckpointError as error:
+    except CheckpointFileError as error:
         error.path = error.path or path
         raise
 

@@ -10,7 +10,7 @@ from fastserial.checkpoints.folder_inspection import inspect_folder
 from fastserial.checkpoints.inspection import Inspection, StorageUse
 from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.checkpoints.rank_folder_inspection import inspect_rank_folder
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.pickles import Limits
@@ -46,7 +46,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
     try:
         with Descriptors() as files, paused_collection():
             return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
-    except CorruptCheckpointError as error:
+    except CheckpointFileError as error:
         error.path = error.path or name
         raise
 

@@ -53,7 +53,8 @@ class LazyCheckpoint:
             config: options; by default those in force.
 
         Raises:
-            CorruptCheckpointError: the file is damaged, or no checkpoint.
+            CorruptCheckpointError: the file is damaged.
+            UnreadableCheckpointError: the file is no checkpoint.
             UnreadableTensorError: it was written on a big-endian machine.
             OSError: it cannot be opened.
         """
@@ -255,7 +256,8 @@ def open_checkpoint(
         rows = file.get_slice("model.embed")[1000:2000]
 
     Raises:
-        CorruptCheckpointError: the file is damaged, or no checkpoint.
+        CorruptCheckpointError: the file is damaged.
+        UnreadableCheckpointError: the file is no checkpoint.
         UnreadableTensorError: it was written on a big-endian machine.
         OSError: it cannot be opened.
     """

@@ -20,7 +20,12 @@ import torch
 from torch import _weights_only_unpickler
 
 from fastserial.checkpoints.index import is_little_endian
-from fastserial.errors import ConvertError, CorruptCheckpointError, FastserialError
+from fastserial.errors import (
+    CheckpointFileError,
+    ConvertError,
+    CorruptCheckpointError,
+    FastserialError,
+)
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.pickles import refuse_nested
@@ -79,7 +84,8 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         path: its name, for errors.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or no checkpoint.
+        CorruptCheckpointError: it is damaged.
+        UnreadableCheckpointError: it is no checkpoint.
         ConvertError: its pickle needs more than `weights_only` allows, or it cannot be mapped.
         OSError: it cannot be read.
     """
@@ -97,7 +103,7 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
             value = _map_legacy(fd, path, whole)
         else:
             value = _map_safetensors(fd, whole)
-    except CorruptCheckpointError as error:
+    except CheckpointFileError as error:
         error.path = error.path or path
         raise
     return Mapped(found.value, value, whole, sizes)

@@ -134,7 +134,8 @@ def open_source(name: str, verify: bool = False) -> MappedSource:
 
     Raises:
         ConvertError: the pickle needs more than `weights_only` allows.
-        CorruptCheckpointError: it is damaged, or no checkpoint.
+        CorruptCheckpointError: it is damaged.
+        UnreadableCheckpointError: it is no checkpoint.
         OSError: it cannot be read.
     """
     index = _index_of(name)

@@ -12,7 +12,7 @@ import os
 import re
 from typing import NamedTuple
 
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError, PickleLimitError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.dcp import METADATA_NAME
 from fastserial.formats.pickles import Mapping, decode
@@ -92,7 +92,7 @@ def _has_shards(path: str | os.PathLike[str], found: RankFolder) -> bool:
                 with Descriptors() as opened:
                     fd = opened.open(os.path.join(path, name), os.O_RDONLY | os.O_NONBLOCK)
                     outline = zip_outline(fd, read_directory(fd, os.fstat(fd).st_size))
-            except (OSError, CorruptCheckpointError, PickleLimitError):
+            except (OSError, CheckpointFileError, PickleLimitError):
                 continue
             if outline and any(entry.key.endswith(LOCAL_TENSOR) for entry in outline.tensors):
                 return True

@@ -56,7 +56,8 @@ def convert(
 
     `dcp` and `packed` are folders for torch.distributed.checkpoint.
 
-    Exit status 2 if it cannot be represented there; what was at the target is intact then.
+    Exit status: 0, 1 if the source is damaged, 2 if it cannot be read or represented there; what
+    was at the target is intact then.
     """
     from fastserial.config import current
     from fastserial.config.settings import parse_size

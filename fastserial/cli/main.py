@@ -17,11 +17,11 @@ from fastserial.cli.patches import patches_app
 from fastserial.cli.tune import tune
 from fastserial.cli.verify import verify
 from fastserial.console import say
-from fastserial.errors import FastserialError
+from fastserial.errors import CorruptCheckpointError, FastserialError
 
 __all__ = ["app", "main"]
 
-_USAGE_ERROR = 2
+_DAMAGED, _USAGE_ERROR = 1, 2
 
 app = typer.Typer(
     name="fastserial",
@@ -111,7 +111,7 @@ def run(
 
 
 def main() -> None:
-    """Run the command line; an expected error is one line and exit status 2."""
+    """Run the command line; an expected error is one line, and exit status 2 (1 for damage)."""
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character is no error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -119,7 +119,8 @@ def main() -> None:
         app()
     except (FastserialError, OSError) as error:
         say(f"error: {error}", err=True)
-        raise SystemExit(_USAGE_ERROR) from None
+        damaged = isinstance(error, CorruptCheckpointError)
+        raise SystemExit(_DAMAGED if damaged else _USAGE_ERROR) from None
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -38,8 +38,9 @@ def _about_torch(found: Diagnosis) -> Iterator[Finding]:
     elif torch.reason is not None:
         yield Finding(
             f"torch.save and torch.load stay stock: {torch.reason}",
-            "install a newer fastserial, or a torch that `fastserial patches list` names; "
-            "`fastserial patches check` shows the details",
+            "`fastserial patches check` shows which functions differ from the release: undo the "
+            "changes in torch, if there are any; else install a newer fastserial, or a torch that "
+            "`fastserial patches list` names",
             True,
         )
     elif not torch.exact:

@@ -12,7 +12,7 @@ from fastserial.checkpoints.mapped_source import Source, open_source
 from fastserial.checkpoints.rank_folder import RankFolder, find_rank_folder
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, ConvertError
 from fastserial.patching.install import patched
 
 __all__ = ["Container", "Converted", "convert"]
@@ -60,7 +60,8 @@ def convert(
         ConvertError: a pickle needs more than `weights_only` allows, something in it cannot be
             represented in the other container, or what ranks saved each for itself does not go
             together; names the entry.
-        CorruptCheckpointError: the source is damaged, or no checkpoint.
+        CorruptCheckpointError: the source is damaged.
+        UnreadableCheckpointError: the source is no checkpoint.
         WriteError: the target cannot be written; what was there is intact.
         OSError: the source cannot be read.
     """
@@ -101,7 +102,7 @@ def convert(
             shard_nbytes=shard_nbytes,
             config=settings,
         )
-    except CorruptCheckpointError as error:
+    except CheckpointFileError as error:
         error.path = error.path or name
         raise
     finally:

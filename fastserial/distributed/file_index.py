@@ -136,7 +136,8 @@ def index_of_file(fd: int, path: str) -> FileIndex:
         path: its name, for errors.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or no checkpoint.
+        CorruptCheckpointError: it is damaged.
+        UnreadableCheckpointError: it is no checkpoint.
         ConvertError: its pickle needs more than `weights_only` allows.
         OSError: it cannot be read.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import marshal
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from fastserial.distributed.pieces import (
     oddity,
     views,
 )
+from fastserial.errors import ConfigError
 from fastserial.memory.storages import synchronize
 
 __all__ = [
@@ -181,6 +182,9 @@ class Table:
             ranges: what the ranks hold of each FlatShard: rank, first element, end.
             misfits: see the attribute; of any rank.
             grids: of each mesh, those of all ranks.
+
+        Raises:
+            ConfigError: the FlatShards of a tensor do not make it up.
         """
         completed: dict[tuple[int, bool], TensorSpec] = {}
         held: dict[Mesh, Mesh] = {}
@@ -188,6 +192,7 @@ class Table:
             spec = source.spec
             if _is_flat(source.leaf):
                 found = tuple(sorted(map(tuple, ranges.get(number, ()))))
+                _refuse_gaps(source.key, spec.numel, found)
                 source.spec = replace(spec, held=Flat(found))  # type: ignore[arg-type]
             elif isinstance(spec.held, Mesh):
                 right_first = number not in misfits
@@ -198,6 +203,20 @@ class Table:
                     whole = replace(spec, held=held.setdefault(new, new))
                     completed[id(spec), right_first] = whole
                 source.spec = whole
+
+
+def _refuse_gaps(key: str, numel: int, ranges: Iterable[tuple[int, ...]]) -> None:
+    reached = 0
+    for _, first, stop in sorted(ranges, key=lambda found: found[1]):
+        if first > reached:
+            numel = first
+            break
+        reached = max(reached, stop)
+    if reached < numel:
+        raise ConfigError(
+            f"{key}: no rank has elements {reached} to {numel - 1} of it: the FlatShards of all "
+            "ranks must make up the tensor"
+        )
 
 
 def difference(mine: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> str | None:

@@ -6,7 +6,7 @@ import enum
 import os
 import stat
 
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.structure import MAGIC
 from fastserial.formats.pickles import decode
@@ -78,7 +78,7 @@ def detect(fd: int, name: str) -> Format:
         return Format.SAFETENSORS
     try:
         read_directory(fd, found.st_size, headers=False)
-    except CorruptCheckpointError:
+    except CheckpointFileError:
         return Format.OTHER
     return Format.DAMAGED_ZIP
 

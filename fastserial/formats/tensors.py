@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, Persistent, decode
 from fastserial.formats.storages import (
     ITEM_BYTES,
@@ -392,7 +392,7 @@ def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> 
         raise CorruptCheckpointError("several records bear this name, and differ", record=PICKLE)
     try:
         return outline(decode(record_stream(fd, record), limits), limits)
-    except CorruptCheckpointError as error:
+    except CheckpointFileError as error:
         if error.record is None:
             error.record = PICKLE
         raise

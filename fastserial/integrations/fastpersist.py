@@ -28,7 +28,7 @@ from fastserial.checkpoints.save import write
 from fastserial.console import say
 from fastserial.engines.deepspeed.aio_op import AioSettings, load_op, lockable
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
-from fastserial.errors import EngineUnavailableError
+from fastserial.errors import ConfigError, EngineUnavailableError
 from fastserial.memory.huge_pages import gather_pages
 
 if TYPE_CHECKING:
@@ -207,9 +207,12 @@ def get_pinned_buffer(
     With `use_gds`, device memory, which `gds_handle` (DeepSpeed's) registers if it is given.
 
     Raises:
+        ConfigError: `size_mb` is no whole number, or less than 1.
         EngineUnavailableError: this much memory may not be locked (`ulimit -l`), or there is
             neither a GPU nor DeepSpeed to lock it with.
     """
+    if not isinstance(size_mb, int) or size_mb < 1:
+        raise ConfigError(f"size_mb must be a whole number of MiB from 1 on, not {size_mb!r}")
     nbytes = size_mb * MiB
     if use_gds:
         if not torch.cuda.is_available():
@@ -223,7 +226,8 @@ def get_pinned_buffer(
     allowed = lockable(nbytes)
     if allowed < nbytes:
         raise EngineUnavailableError(
-            f"only {allowed} of {nbytes} bytes may be locked in memory: ulimit -l {nbytes // 1024}"
+            f"only {allowed} of {nbytes} bytes may be locked in memory: allow more (`ulimit -l "
+            f"{nbytes // 1024}`, as root), or ask for less (`size_mb`, now {size_mb})"
         )
     handle = get_aio_handle(intra_op_parallelism=1)
     locked = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8)).zero_()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.config import Config, current
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.sources import file_name, stamp
 from fastserial.interrupts import Descriptors, finish
@@ -174,7 +174,7 @@ class FastFileReader:
         """Give errors of the body the file's name."""
         try:
             yield
-        except CorruptCheckpointError as error:
+        except CheckpointFileError as error:
             error.path = error.path or self.name
             raise
         except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastserial.checkpoints.load import load
 from fastserial.checkpoints.verify import verify
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.overlap.asynchronous import Kind, size_of, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
@@ -59,14 +59,15 @@ class Alone:
     def read(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
         try:
             found = load(path, map_location="cpu", weights_only=self._weights_only, verify=True)
-        except (FileNotFoundError, PermissionError, CorruptCheckpointError, MemoryError):
+        except (FileNotFoundError, PermissionError, CheckpointFileError, MemoryError):
             raise
         except Exception as error:
             report = verify(path)
             if report.ok:  # torch refuses what is in it
                 raise
             reason = report.problems[0].message if report.problems else "; ".join(report.notes)
-            raise CorruptCheckpointError(reason, path=path) from error
+            kind = CorruptCheckpointError if report.problems else UnreadableCheckpointError
+            raise kind(reason, path=path) from error
         if not isinstance(found, dict) or OWN not in found:
             raise UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)
         return found

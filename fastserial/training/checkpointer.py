@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from fastserial.errors import (
     REMEDIES,
+    CheckpointFileError,
     ConfigError,
     CorruptCheckpointError,
     TornSnapshotError,
@@ -352,7 +353,8 @@ class Checkpointer:
         Raises:
             FileNotFoundError: there is none of that step.
             DistributedError: some ranks see checkpoints, but there is none that all see.
-            CorruptCheckpointError: it is damaged, or all are.
+            CorruptCheckpointError: it is damaged, or one is and none is whole.
+            UnreadableCheckpointError: no Checkpointer wrote it, or any of them.
             LoadMismatchError: it is a checkpoint of other objects.
             Exception: of the user's own `load_state_dict`, as it is.
         """
@@ -367,14 +369,16 @@ class Checkpointer:
             with self._way.together():
                 self._look_for_later(step)
             return step
+        refused: CheckpointFileError | None = None
         for candidate in there:
             try:
                 found = self._read(candidate)
             except FileNotFoundError:
                 continue
-            except CorruptCheckpointError as error:
+            except CheckpointFileError as error:
                 self._damaged.add(candidate)
                 other = isinstance(error, UnreadableCheckpointError)
+                refused = error if refused is None or not other else refused
                 what = "is no checkpoint of a Checkpointer's" if other else "is damaged"
                 text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -383,8 +387,10 @@ class Checkpointer:
             with self._way.together():
                 self._warn_of_newer_run(candidate)
             return candidate
-        if self._damaged:
-            raise CorruptCheckpointError(
+        if refused is not None:
+            other = isinstance(refused, UnreadableCheckpointError)
+            kind = UnreadableCheckpointError if other else CorruptCheckpointError
+            raise kind(
                 "every checkpoint there is damaged, or is none; move them away to start anew",
                 path=self._folder.path,
             )

@@ -10,7 +10,7 @@ import stat
 import weakref
 from collections.abc import Collection, Iterator
 
-from fastserial.errors import ConfigError, CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, ConfigError
 from fastserial.formats.zip.directory import read_directory
 
 __all__ = ["CheckpointFolder"]
@@ -100,7 +100,7 @@ class CheckpointFolder:
             return False
         try:
             read_directory(fd, os.fstat(fd).st_size, headers=False)
-        except (OSError, CorruptCheckpointError):
+        except (OSError, CheckpointFileError):
             return False
         finally:
             os.close(fd)

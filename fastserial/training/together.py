@@ -24,7 +24,7 @@ from fastserial.distributed.file_index import index_of_file
 from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.loader import load
 from fastserial.distributed.walk import is_live, is_sharded, leaves
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.overlap.asynchronous import Kind
@@ -289,6 +289,6 @@ def _refusal(path: str) -> Exception | None:
             index = index_of_file(fd, path)
             if not (isinstance(index.value, Mapping) and OWN in index.value):
                 return UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)
-    except (FileNotFoundError, CorruptCheckpointError) as error:
+    except (FileNotFoundError, CheckpointFileError) as error:
         return error
     return None

@@ -56,7 +56,8 @@ class Way(Protocol):
 
         Raises:
             FileNotFoundError: there is no such file.
-            CorruptCheckpointError: it is damaged, or no Checkpointer wrote it.
+            CorruptCheckpointError: it is damaged.
+            UnreadableCheckpointError: no Checkpointer wrote it.
             LoadMismatchError: it has the state of other objects.
         """
 

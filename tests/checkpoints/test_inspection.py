@@ -148,7 +148,7 @@ def test_no_checkpoint(tmp_path: Path, name: str, content: bytes, why: str) -> N
     path.write_bytes(content)
     with pytest.raises(UnreadableCheckpointError, match=f"{name}: .*{why}") as caught:
         inspect(path)
-    assert isinstance(caught.value, CorruptCheckpointError)
+    assert not isinstance(caught.value, CorruptCheckpointError)
     assert isinstance(caught.value, RuntimeError)
 
 
@@ -165,9 +165,8 @@ def test_damaged_first_bytes_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(3)}, path)
     path.write_bytes(b"????" + path.read_bytes()[4:])
-    with pytest.raises(CorruptCheckpointError, match="first bytes") as caught:
+    with pytest.raises(CorruptCheckpointError, match="first bytes"):
         inspect(path)
-    assert not isinstance(caught.value, UnreadableCheckpointError)
 
 
 def test_safetensors(tmp_path: Path) -> None:
@@ -183,9 +182,8 @@ def test_safetensors(tmp_path: Path) -> None:
         assert at is not None
         assert path.read_bytes()[at : at + tensor.nbytes] == bytes_of(state[tensor.key])
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptCheckpointError) as caught:
+    with pytest.raises(CorruptCheckpointError):
         inspect(path)
-    assert not isinstance(caught.value, UnreadableCheckpointError)
 
 
 # -- hostile pickles -----------------------------------------------------------------------------

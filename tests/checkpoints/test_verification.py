@@ -21,12 +21,13 @@ from support.identity import saver
 from typer import Typer
 from typer.testing import CliRunner
 
+import fastserial
 from fastserial.checkpoints import verify as checkpoints_verify
 from fastserial.checkpoints.verify import VerifyReport, checkpoints_in, verify
 from fastserial.cli import inspect
 from fastserial.cli import verify as verify_module
 from fastserial.config import Config
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.legacy.structure import LegacyStorage, read_legacy
 from fastserial.formats.zip.directory import RecordEntry, read_directory
 
@@ -298,7 +299,7 @@ def test_hostile_directories(name: str, tmp_path: Path) -> None:
         for headers in (True, False):
             try:
                 directory = read_directory(file.fileno(), headers=headers)
-            except CorruptCheckpointError:
+            except CheckpointFileError:
                 continue
             for record in directory.records:
                 assert 0 <= record.data_offset <= record.data_end <= len(ZIP)
@@ -481,4 +482,12 @@ def test_what_cannot_be_told_is_no_damage(tmp_path: Path) -> None:
     report = verify(path)
     assert (report.status, report.problems) == ("unreadable", ())
     assert "several parts" in report.notes[-1]
+    for way in (
+        fastserial.inspect,
+        fastserial.open,
+        lambda file: fastserial.convert(file, tmp_path / "b.pt"),
+    ):
+        with pytest.raises(UnreadableCheckpointError, match=r"a\.pt: .*several parts"):
+            way(path)
+    assert not issubclass(UnreadableCheckpointError, CorruptCheckpointError)
     assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == 2

@@ -249,3 +249,17 @@ def test_demo_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(BenchError, match="pip install"):
         build_model(1000)
+
+
+def test_damage_and_what_cannot_be_read_end_differently(tmp_path: Path) -> None:
+    source, target = tmp_path / "a.pt", str(tmp_path / "b.safetensors")
+    torch.save({"a": torch.ones(300)}, source)
+    whole = source.read_bytes()
+    for data, status in ((whole[:-50], 1), (b"some text", 2)):
+        source.write_bytes(data)
+        for words in (["verify", str(source)], ["inspect", str(source)]):
+            assert CliRunner().invoke(app, words).exit_code == status, words
+        done = command("convert", str(source), target)
+        assert done.returncode == status, done.stderr
+        assert str(source) in done.stderr
+        assert "Traceback" not in done.stderr

@@ -367,3 +367,9 @@ def test_option_findings(
     finding = only(healthy, **options)
     assert word in finding.text
     assert finding.slow is slow
+
+
+def test_a_torch_that_the_user_edited_need_not_be_replaced(healthy: Diagnosis) -> None:
+    edited = Torch("2.13.0", reason="torch 2.13.0 is not as released: the source of _save is")
+    remedy = only(dataclasses.replace(healthy, torch=edited)).remedy
+    assert remedy.startswith("`fastserial patches check` shows which functions differ")

@@ -15,7 +15,7 @@ import fastserial
 from fastserial.distributed import FastLoadPlanner, FastStorageReader, FastStorageWriter
 from fastserial.distributed.dcp import load_sharing
 from fastserial.distributed.dcp.staging import snapshot
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import UnreadableCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -115,7 +115,6 @@ def test_a_class_that_is_not_allowed(tmp_path: Path) -> None:
     finally:
         torch.serialization.clear_safe_globals()
     assert torch.equal(target["a"], torch.arange(5.0))
-    assert issubclass(UnreadableCheckpointError, CorruptCheckpointError)
 
 
 class Lazy(Mapping[str, torch.Tensor]):

@@ -2,7 +2,7 @@
 
     python tests/faults/fuzz_directory.py -max_total_time=600
 
-Input is a whole file. Anything but an answer or a `CorruptCheckpointError` is a crash; libFuzzer
+Input is a whole file. Anything but an answer or a `CheckpointFileError` is a crash; libFuzzer
 reports hangs (`-timeout`) and memory (`-rss_limit_mb`) by itself.
 """
 
@@ -24,7 +24,7 @@ with atheris.instrument_imports(include=["fastserial"]):
 
 from damage import originals
 
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.errors import CheckpointFileError, PickleLimitError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles import Limits, decode
 
@@ -43,11 +43,11 @@ def one_input(data: bytes) -> None:
             for record in directory.read_directory(_FD, headers=headers).records:
                 if not 0 < record.data_offset <= record.data_end <= len(data):
                     raise AssertionError(record)
-        except CorruptCheckpointError:
+        except CheckpointFileError:
             pass
-    with contextlib.suppress(CorruptCheckpointError, PickleLimitError):
+    with contextlib.suppress(CheckpointFileError, PickleLimitError):
         inspect.inspect(_PATH, _LIMITS)
-    with contextlib.suppress(CorruptCheckpointError, PickleLimitError):
+    with contextlib.suppress(CheckpointFileError, PickleLimitError):
         tensors.outline(decode(ByteStream(lambda o, n: data[o : o + n], 0, len(data)), _LIMITS))
     verify.verify(_PATH, _CONFIG)
 

@@ -17,6 +17,7 @@ from fastserial.config import current
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import ConfigError, EngineUnavailableError, WriteError
+from fastserial.integrations import fastpersist
 from fastserial.integrations.fastpersist import (
     fastpersist_save,
     fastpersist_save_legacy,
@@ -329,3 +330,16 @@ def test_buffer_is_zeroed_and_locked(handle: Any) -> None:
     assert buffer.nbytes == MIB
     assert not buffer.any()
     assert torch.cuda.is_available() or handle.is_pinned(buffer[100:200])
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "8"])
+def test_impossible_sizes_of_a_buffer(size: Any) -> None:
+    with pytest.raises(ConfigError, match=f"size_mb must be .* not {size!r}"):
+        get_pinned_buffer(size)
+
+
+def test_a_buffer_larger_than_what_may_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastpersist, "lockable", lambda nbytes: 4096)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EngineUnavailableError, match=r"`ulimit -l 8192`.*less .`size_mb`, now 8"):
+        get_pinned_buffer(8)

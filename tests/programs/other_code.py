@@ -121,6 +121,7 @@ def modified_source_stays_stock(change: str, message: str) -> None:
     before = functions()
     result, warned = caught(fastserial.install)
     assert result is False and message in warned[0], warned
+    assert "stay stock" in warned[0] and "`fastserial patches check`" in warned[0], warned
     assert same(functions(), before) and not both()
 
 

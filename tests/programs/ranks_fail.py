@@ -83,6 +83,10 @@ def flat_type(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
         flat.tensor.data = flat.tensor.data.half()
 
 
+def gap(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
+    state["gap"] = FlatShard((4 * MIB,), torch.uint8, rank * MIB, 5, torch.zeros(5).byte())
+
+
 def full(state: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MIB, resource.RLIM_INFINITY))
@@ -126,6 +130,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Any], int, DeviceMesh], None], int | 
     "placement": (placement, 2, "its 'rows' is placed otherwise"),
     "resized": (resized, 1, "rows: its shard needs [0-9]+ bytes, .* resized to 100"),
     "flat_type": (flat_type, 2, "flat: the tensor is torch.float16, the FlatShard torch.float32"),
+    "gap": (gap, None, "gap: no rank has elements 5 to 1048575 of it"),
     "full": (full, 1, "File too large"),
     "interrupted": (interrupted, 2, "KeyboardInterrupt"),
     "unseen": (unseen, 2, "one file system"),

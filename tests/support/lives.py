@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fastserial
-from fastserial import Checkpointer, CorruptCheckpointError, TornSnapshotError
+from fastserial import Checkpointer, TornSnapshotError
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
+from fastserial.errors import CheckpointFileError
 
 __all__ = ["BOXES", "CONTROLS", "DAMAGES", "ENTRIES", "OPTIMIZERS", "SCHEDULERS", "SEEN", "UNSEEN"]
 __all__ += ["Held", "Life", "Spec", "Wrong", "by_chance", "slowly"]
@@ -652,7 +653,7 @@ class Life:
         self.objects = objects
         newest = max(self.whole, default=0)
         if error is not None:
-            if newest or not self.maybe or not isinstance(error, CorruptCheckpointError):
+            if newest or not self.maybe or not isinstance(error, CheckpointFileError):
                 raise Wrong(f"{self._steps()} cannot be resumed: {error!r}") from error
             self._restart(seed)
             return

@@ -19,7 +19,7 @@ from fastserial.checkpoints.verify.report import Findings, Problem, Status, Veri
 from fastserial.checkpoints.verify.safetensors import verify_safetensors
 from fastserial.checkpoints.verify.zip import Feed, ZipResult, verify_zip
 from fastserial.config import Config, current
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.errors import CorruptCheckpointError, PickleLimitError, UnreadableCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.detect import Format, detect, format_of_head
 from fastserial.interrupts import Descriptors
@@ -96,7 +96,7 @@ def _verify(name: str, opened: int | None, settings: Config) -> VerifyReport:
             reason = "it changed while it was read: verify it again"
     except CorruptCheckpointError as error:
         findings.add(Problem("truncated", error.message, error.record, error.offset))
-    except PickleLimitError as error:
+    except (PickleLimitError, UnreadableCheckpointError) as error:
         reason = str(error)
     except OSError as error:
         reason = error.strerror or str(error)

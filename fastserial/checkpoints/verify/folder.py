@@ -14,7 +14,7 @@ from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.checksums import crc32, crc32_combine
 from fastserial.config import Config
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.dcp import Item, Metadata
 from fastserial.formats.tensors import zip_outline
 from fastserial.formats.zip.directory import read_exactly
@@ -308,6 +308,9 @@ class _Folder:
                     self._compare(copy, fd, item)
             except CorruptCheckpointError as error:
                 found.add(Problem("directory", error.message, error.record, error.offset))
+                zip_result = None
+            except UnreadableCheckpointError as error:
+                self._result.reason = f"{item.name}: {error}"
                 zip_result = None
         for problem in found.problems:
             where = f"{problem.record}: " if problem.record else ""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from fastserial.checkpoints.verify.report import Findings, Problem
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError
 from fastserial.formats.zip.directory import Directory, RecordEntry
 from fastserial.formats.zip.records import PICKLE, read_record
 
@@ -76,7 +76,7 @@ def _checkpoint(fd: int, directory: Directory, names: set[str]) -> Iterator[Prob
 def _is_number(fd: int, record: RecordEntry) -> bool:
     try:
         return read_record(fd, record, _MOST_VERSION).strip().isdigit()
-    except CorruptCheckpointError:
+    except CheckpointFileError:
         return True  # its checksum says what is wrong
 
 
@@ -90,7 +90,7 @@ def is_whole_pickle(fd: int, record: RecordEntry) -> bool:
     """
     try:
         data = read_record(fd, record, _MOST_PICKLE)
-    except CorruptCheckpointError:
+    except CheckpointFileError:
         return True  # its checksum says what is wrong
     if not data.startswith(b"\x80"):
         return bool(data)

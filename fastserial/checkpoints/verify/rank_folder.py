@@ -11,7 +11,7 @@ from math import prod
 from fastserial.checkpoints.rank_folder import LOCAL_TENSOR, RANK_FOLDER, RankFolder, ranks_said
 from fastserial.checkpoints.verify.folder import FolderResult
 from fastserial.checkpoints.verify.report import Findings, Problem, VerifyReport
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.tensors import TensorEntry, zip_outline
 from fastserial.formats.zip.directory import read_directory
 from fastserial.interrupts import Descriptors
@@ -97,7 +97,7 @@ def _check_shards(path: str, item: str, files: dict[int, str], findings: Finding
         fd = opened.open(os.path.join(path, files[rank]), os.O_RDONLY | os.O_NONBLOCK)
         try:
             outline = zip_outline(fd, read_directory(fd, os.fstat(fd).st_size))
-        except CorruptCheckpointError:
+        except CheckpointFileError:
             return  # it is none of a DTensor
     tensors = {entry.key: entry for entry in outline.tensors} if outline is not None else {}
     for key, entry in tensors.items():

@@ -23,6 +23,7 @@ from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc32_combine
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
+    CheckpointFileError,
     CorruptCheckpointError,
     PickleLimitError,
     TruncatedCheckpointError,
@@ -281,7 +282,7 @@ def _outline(fd: int, directory: Directory, findings: Findings) -> Outline | Non
     """Return what the pickle says; what it does not say is noted, or a problem."""
     try:
         outline = zip_outline(fd, directory)
-    except (CorruptCheckpointError, PickleLimitError) as error:
+    except (CheckpointFileError, PickleLimitError) as error:
         record = directory.find(PICKLE)
         if record is not None and not is_whole_pickle(fd, record):
             findings.add(

@@ -18,7 +18,7 @@ from fastserial.distributed.assembled import Assembled
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
 from fastserial.distributed.dcp.item_structure import Content, Structures
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
@@ -169,6 +169,9 @@ class FolderSource:
             found = self._structures.content(peek, item.length, dtype, shape)
         except CorruptCheckpointError as error:
             raise self._damaged(item.name, error.message) from error
+        except UnreadableCheckpointError as error:
+            error.path, error.record = self._path, item.name
+            raise
         if found is not None and found.shape == shape and found.dtype != dtype:
             raise ConvertError(  # what stock's `enable_plan_caching` makes of a new dtype
                 f"entry {item.name!r} is of {found.dtype}, but `.metadata` says {dtype}: load it "

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.errors import CorruptCheckpointError, FastserialError
+from fastserial.errors import CorruptCheckpointError, FastserialError, UnreadableCheckpointError
 from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import all_checksums, read_places, read_record
@@ -87,6 +87,9 @@ def check_archive(data: bytes, path: str, item: str) -> bool:
     with _as_file(lambda first, count: data[first : first + count], len(data), len(data)) as fd:
         try:
             directory = read_places(fd, len(data))
+        except UnreadableCheckpointError as error:
+            error.path, error.record = path, item
+            raise
         except FastserialError as error:
             raise CorruptCheckpointError(f"damaged: {error}", path=path, record=item) from error
         for record in directory.records:

@@ -273,6 +273,9 @@ class ShardReader:
             return Content(known.start, nbytes, dtype, shape, strides, known.crc)
         try:
             return self._structures.content(peek, length, dtype, shape)
+        except UnreadableCheckpointError as error:
+            error.path, error.record = self._reader.name, wanted.name
+            raise
         except FastserialError as error:
             text = error.message if isinstance(error, CorruptCheckpointError) else str(error)
             raise self._damaged(wanted, text) from error
