@@ -98,9 +98,7 @@ def all_storages(values: Iterable[Any]) -> Iterator[int]:
     for value in values:
         if isinstance(value, torch.Tensor):
             # It is copied in any case; a lazy one has nothing in it (ValueError).
-            with contextlib.suppress(
-                RuntimeError, NotImplementedError, ValueError
-            ):  # it is copied in any case
+            with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
                 yield from storages_of(value)
 
 

@@ -416,7 +416,7 @@ class BlockWriter:
         if error is None:
             if completion.transferred == request.length:
                 self.tally.engine_bytes += request.length
-                self.tally.spans.append((request.times[1], request.times[2]))
+                self.tally.add_span(request.times[1], request.times[2])
                 return
             raise OSError(
                 errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"

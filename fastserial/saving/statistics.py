@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["TransferTally", "WriterStatistics"]
 
 GiB = 1024**3
+_UNITED_EACH = 1024  # spans: they take no memory that grows with the file
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class TransferTally:
 
     Attributes:
         engine_bytes: written by the engine.
-        spans: of its transfers: start and end of each, in seconds on `time.perf_counter`.
+        spans: when transfers of the engine were under way, in seconds on `time.perf_counter`.
         plain_bytes: written without it (the rest of the last page, small files).
         plain_seconds: spent on that.
         skipped_bytes: holes that were not written.
@@ -42,14 +43,26 @@ class TransferTally:
     filled_bytes: int = 0
     fill_seconds: float = 0.0
 
+    def add_span(self, start: float, end: float) -> None:
+        """Count a transfer of the engine."""
+        self.spans.append((start, end))
+        if len(self.spans) % _UNITED_EACH == 0:
+            self._unite()
+
+    def _unite(self) -> None:
+        """Make one span of those that overlap: of a large file there are few then."""
+        united: list[tuple[float, float]] = []
+        for start, end in sorted(self.spans):
+            if united and start <= united[-1][1]:
+                start, end = united[-1][0], max(end, united.pop()[1])
+            united.append((start, end))
+        self.spans = united
+
     @property
     def engine_seconds(self) -> float:
         """Seconds in which at least one transfer of the engine was under way."""
-        total = until = 0.0
-        for start, end in sorted(self.spans):
-            total += max(0.0, end - max(start, until))
-            until = max(until, end)
-        return total
+        self._unite()
+        return sum(end - start for start, end in self.spans)
 
     def add_plain(self, parts: Iterable[Part], seconds: float, fill_holes: bool = False) -> None:
         """Count parts that were written without the engine, their holes only if they were, too."""
