@@ -37,6 +37,7 @@ from fastserial.errors import (
     CorruptCheckpointError,
     FastserialError,
     LoadMismatchError,
+    UnreadableCheckpointError,
     UnreadableTensorError,
 )
 from fastserial.loading import crew
@@ -254,7 +255,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="regular"):
         open_checkpoint(tmp_path)
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(CorruptCheckpointError, match="text"):
+    with pytest.raises(UnreadableCheckpointError, match="text"):
         open_checkpoint(tmp_path / "text")
 
 
