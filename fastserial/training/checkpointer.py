@@ -142,7 +142,7 @@ class Checkpointer:
         self._refuse_second()
         self._way = _way(state, group, weights_only, timeout, merge)
         self._processes = _processes()
-        self._prepared = False
+        self._prepared = 0  # the process that was, once; a forked child has no lock
         self._damaged: set[int] = set()
         self._stale: set[int] = set()  # another run's
         self._last: PendingSave | None = None
@@ -193,11 +193,11 @@ class Checkpointer:
         if not (asked or force) and self._every is not None and step % self._every:
             return None
         self.wait()
-        if not self._prepared:
+        if self._prepared != os.getpid():
             self._prepare()
             with self._way.together():
                 self._look_for_later(step)
-            self._prepared = True
+            self._prepared = os.getpid()
         folder, damaged, stale = self._folder, self._damaged, self._stale
         keep, tends = self._keep, self._way.tends
 
@@ -452,7 +452,7 @@ class Checkpointer:
         finally:
             guard.unhold(self)
             self._folder.unlock()
-            self._prepared = False
+            self._prepared = 0
             if _live.get(self._key) is self:
                 del _live[self._key]
 

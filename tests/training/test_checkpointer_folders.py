@@ -163,14 +163,23 @@ def test_a_forked_child_neither_keeps_nor_ends_the_lock(tmp_path: Path) -> None:
     checkpointer.save(1)
     checkpointer.wait()
     held, let_go = os.pipe()
+    said, told = os.pipe()
     child = os.fork()
     if not child:
+        try:
+            checkpointer.save(2)
+        except ConfigError:
+            os.write(told, b"refused")
+        os.close(told)
         del checkpointer
         gc.collect()
         os.close(let_go)
         os.read(held, 1)
         os._exit(0)
     os.close(held)
+    os.close(told)
+    with os.fdopen(said, "rb") as answer:
+        assert answer.read() == b"refused"
     assert ".fastserial.lock" in names(tmp_path)
     checkpointer.close()
     with other_process(tmp_path) as process:
