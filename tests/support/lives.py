@@ -611,6 +611,8 @@ class Life:
         assert self.count == 1
         self.wait(close=True)
         expected, step = self._now(), self.step + 1
+        path = self.folder / f"step-{step:08d}.pt"
+        old = path.stat() if path.exists() else None  # a damaged one, which was passed over
         torch.set_num_threads(1)
         pid = os.fork()
         if pid == 0:
@@ -630,10 +632,12 @@ class Life:
         code = os.waitstatus_to_exitcode(status)
         assert code == -signal.SIGKILL, f"the process that was to be killed ended with {code}"
         there = self._steps()
+        made = step in there and (old is None or not os.path.samestat(old, path.stat()))
         self.counts["crashes"] += 1
-        self.counts["crashes in time"] += step not in there
-        if step in there:  # then it is whole: it was put in place at once
+        self.counts["crashes in time"] += not made
+        if made:  # then it is whole: it was put in place at once
             self.whole[step] = expected
+            self.maybe.pop(step, None)
             self.step = step
         self.whole = {one: state for one, state in self.whole.items() if one in there}
         self.resume(seed, closed=True)
