@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mounts import Lab
+from mounts import Lab, own_mounts
 from proofs import Proof
 from victims import Zygote
 
@@ -58,15 +58,20 @@ def dice(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{SEED} {request.node.name}")
 
 
+@pytest.fixture(scope="session")
+def _mounts() -> None:
+    own_mounts()
+
+
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
+def lab(tmp_path: Path, _mounts: None) -> Iterator[Lab]:
     """Makes file systems, and takes all of them down at the end."""
     with Lab(tmp_path) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote(_mounts: None) -> Iterator[Zygote]:
     """Starts processes that save, without importing torch each time."""
     with Zygote() as made:
         yield made
