@@ -214,8 +214,11 @@ class Traffic:
         until = time.monotonic() + self.timeout
         if self._store.add("connected", 1) == self.size:
             self._store.set("all_connected", "1")
-        while not self._store.check(["all_connected"]):
-            if self._failed() or time.monotonic() > until:
+        while True:
+            failed = self._failed()  # first: who goes on with all connected may fail at once
+            if self._store.check(["all_connected"]):
+                return
+            if failed or time.monotonic() > until:
                 raise RuntimeError("another rank did not get its connections")
             time.sleep(0.002)
 

@@ -245,10 +245,15 @@ def _found_group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
             continue
         for key in found.keys() | group.keys():
             one, other = found.get(key), group.get(key)
-            if key != "params" and not isinstance(other, torch.Tensor) and one != other:
+            if key == "params" or one is other:
+                continue
+            # the bytes of a tensor are not read yet
+            unread = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
+            if unread or one != other:
+                value = "a tensor" if unread else repr(other)
                 raise ValueError(
                     f"the parameters of one group here have several values of {key!r} in the file "
-                    f"(that of {min(names)} is {other!r}): give them groups of their own"
+                    f"(that of {min(names)} is {value}): give them groups of their own"
                 )
     return own if found is None else {**found, "params": own["params"]}
 

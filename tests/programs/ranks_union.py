@@ -83,6 +83,17 @@ def train(stage: Stage, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def refuses_one_group(path: Path, whole: Stage) -> None:
+    """Make sure that groups with different settings are not put into one."""
+    one_group = torch.optim.AdamW(whole.parameters(), lr=5.0)
+    refused = ""
+    try:
+        distributed.load(path, into={"model": whole, "optimizer": one_group})
+    except LoadMismatchError as error:
+        refused = str(error)
+    assert "several values of 'lr'" in refused, refused
+
+
 def optimizers(path: Path, number: int) -> None:
     """The groups of all stages are in the file, and each parameter gets its own settings again."""
     stage = Stage([number])
@@ -105,13 +116,12 @@ def optimizers(path: Path, number: int) -> None:
     settings = optimizer_of(both, [5.0, 6.0])
     distributed.load(path, into={"model": both, "optimizer": settings})
     assert [group["lr"] for group in settings.param_groups] == [0.1, 1.1]
-    one_group = torch.optim.AdamW(both.parameters(), lr=5.0)
-    refused = ""
-    try:
-        distributed.load(path, into={"model": both, "optimizer": one_group})
-    except LoadMismatchError as error:
-        refused = str(error)
-    assert "several values of 'lr'" in refused, refused
+    refuses_one_group(path, both)
+
+    with_tensor = torch.optim.AdamW(stage.parameters(), lr=torch.tensor(0.1 + number))
+    train(stage, with_tensor)
+    distributed.save({"model": stage, "optimizer": with_tensor}, path, merge="union")
+    refuses_one_group(path, both)
 
     optimizer = optimizer_of(stage, [0.5])  # equal on all: one group, as the whole model's
     distributed.save({"model": stage, "optimizer": optimizer}, path, merge="union")
