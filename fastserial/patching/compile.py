@@ -1,7 +1,6 @@
 """Patched copies of torch's functions, compiled from the installed source."""
 
 from __future__ import annotations
-import __future__
 
 import functools
 import importlib
@@ -139,7 +138,7 @@ def _patched(built: BuiltFunction, original: types.FunctionType, file: str) -> t
 
     Only the code is new: defaults, annotations and decorators are not evaluated a second time.
     """
-    flags = original.__code__.co_flags & __future__.annotations.compiler_flag
+    flags = original.__code__.co_flags & annotations.compiler_flag  # of its `from __future__`
     text = "\n" * (built.line - 1) + built.text  # so its lines have the numbers of the built file
     outer = compile(text, file, "exec", flags=flags, dont_inherit=True)
     code = next(
