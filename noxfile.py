@@ -25,7 +25,7 @@ RELEASES = [
 ]  # fmt: skip
 # What depends on the torch release: patches, byte identity, files exchanged with stock torch.
 RELEASE_TESTS = [
-    "tests/patching/test_patch_file.py",
+    "tests/patching/test_patches.py",
     "tests/patching/test_install.py",
     "tests/saving/test_identity.py",
     "tests/loading/test_load.py",

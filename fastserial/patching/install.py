@@ -7,15 +7,12 @@ source and runs in torch's own namespace. Everything is prepared first and swapp
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import sys
 import threading
-import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,29 +58,18 @@ class PatchStatus:
 
     installed: bool
     torch: str | None
-    patch: str | None
-    exact: bool
-    functions: tuple[str, ...]
-    replaced: tuple[str, ...]
-    reason: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as a dictionary for JSON."""
-        return dataclasses.asdict(self)
+    patch: str | None = None
+    exact: bool = False
+    functions: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    reason: str | None = None
 
 
 _HOME = "torch.serialization"
-_KEY = "_fastserial_installation"  # in that module
-
-
-def _inherited() -> Installation | None:
-    """Return what another copy of this module, dropped from `sys.modules`, put into torch."""
-    found: Installation | None = getattr(sys.modules.get(_HOME), _KEY, None)
-    return found
-
+_KEY = "_fastserial_installation"  # in that module: for a second copy of this one, after a reload
 
 _lock = threading.RLock()
-_installation: Installation | None = _inherited()
+_installation: Installation | None = getattr(sys.modules.get(_HOME), _KEY, None)
 _ready: Installation | None = None  # for `patched` while nothing is installed
 _reason: str | None = "install() has not been called"
 _warned: set[str] = set()
@@ -105,24 +91,28 @@ def install(*, strict: bool = False, **options: Any) -> bool:
         ConfigError: an option or environment variable has an unknown name or an impossible value.
         EngineUnavailableError: there is no such engine, or it cannot run here.
     """
-    config = importlib.import_module("fastserial.config")
+    from fastserial import config
+
     # wrong options are reported now, not hours later by the first checkpoint
     chosen = config.chosen(**options)
     if config.Config.resolve(chosen).safetensors:
-        importlib.import_module("fastserial.patching.safetensors_hooks").switch_on()
+        from fastserial.patching import safetensors_hooks
+
+        safetensors_hooks.switch_on()
     if isinstance(chosen.get("engine"), str):
-        importlib.import_module("fastserial.engines").load(chosen["engine"])
+        from fastserial import engines
+
+        engines.load(chosen["engine"])
     if options:
         config.set_installed(**options)
     reason = switch_on(strict)
-    if reason is None:
-        return True
-    with _lock:
-        first_time = reason not in _warned
-        _warned.add(reason)
-    if first_time:
-        warnings.warn(f"{reason}. {_REMEDY}", UnsupportedTorchWarning, stacklevel=2)
-    return False
+    if reason is not None:
+        with _lock:
+            first_time = reason not in _warned
+            _warned.add(reason)
+        if first_time:
+            warnings.warn(f"{reason}. {_REMEDY}", UnsupportedTorchWarning, stacklevel=2)
+    return reason is None
 
 
 def switch_on(strict: bool = False) -> str | None:
@@ -131,17 +121,25 @@ def switch_on(strict: bool = False) -> str | None:
     Raises:
         PatchError: `strict`, and the installed torch cannot be patched.
     """
-    # imports come before our lock: another thread may hold their locks and wait for ours
-    torch = importlib.import_module("torch")
-    with paused_collection():  # what is made stays; it need not bring a collection nearer
-        hooks = importlib.import_module("fastserial.patching.save_hooks")
-        with _lock:
-            reason = _install(str(torch.__version__), hooks)
-    if reason is None:
-        hide_from_compiler()
-    elif strict:
-        raise PatchError(f"{reason}. {_REMEDY}")
-    return reason
+    global _installation, _reason
+    _import()
+    with paused_collection(), _lock:  # what is made stays: no reason to collect
+        # not in force: uninstalled by other means, e.g. importlib.reload
+        if _installation is None or not _installation.in_force():
+            try:
+                made = _checked()
+            except PatchError as error:
+                _reason = str(error)
+                if strict:
+                    raise PatchError(f"{_reason}. {_REMEDY}") from None
+                return _reason
+            # set before the swap: a fork in between then finds nothing half-applied
+            _installation, _reason = made, None
+            made.namespace.update(
+                {_KEY: made, **{item.name: item.patched for item in made.functions}}
+            )
+    hide_from_compiler()
+    return None
 
 
 def uninstall() -> bool:
@@ -152,21 +150,20 @@ def uninstall() -> bool:
     what it wraps of ours behaves as stock from now on.
     """
     global _installation, _reason
-    config = importlib.import_module("fastserial.config")
+    from fastserial import config
+
     config.forget_installed()
     with _lock:
-        if _installation is None:
+        found = _installation
+        if found is None:
             return False
-        items = _installation.functions
-        foreign = [item for item in _installation.replaced() if item.current is not item.original]
-        for module, found in _by_module(items).items():
-            vars(module).update(
-                {item.name: item.original for item in found if item.current is item.patched}
-            )
-        for item in items:
+        foreign = [item for item in found.replaced() if item.current is not item.original]
+        ours = [item for item in found.functions if item.current is item.patched]
+        found.namespace.update({item.name: item.original for item in ours})
+        for item in found.functions:
             # whoever holds our function (a wrapper, an alias) gets stock behaviour from it
             item.patched.__code__ = item.original.__code__
-        vars(sys.modules[_HOME]).pop(_KEY, None)
+        found.namespace.pop(_KEY, None)
         _installation, _reason = None, "uninstall() was called"
         hooks = sys.modules.get("fastserial.patching.safetensors_hooks")
         if hooks is not None:
@@ -189,37 +186,39 @@ def installed() -> bool:
 
 def status() -> PatchStatus:
     """Return whether torch is patched, by what, and if not why."""
-    torch = sys.modules.get("torch")
     # a torch halfway through its own import has no version yet
-    version = str(getattr(torch, "__version__", "")) or None
+    version = str(getattr(sys.modules.get("torch"), "__version__", "")) or None
     with _lock:
-        if _installation is None or not _installation.in_force():
+        found = _installation
+        if found is None or not found.in_force():
             reason = _reason or "other code replaced all of our functions"
-            return PatchStatus(False, version, None, False, (), (), reason)
+            return PatchStatus(False, version, reason=reason)
         return PatchStatus(
             True,
             version,
-            _installation.patch.name,
-            _installation.exact,
-            tuple(item.full_name for item in _installation.functions),
-            tuple(item.full_name for item in _installation.replaced()),
-            None,
+            found.patch,
+            found.exact,
+            _names(found.functions),
+            _names(found.replaced()),
         )
 
 
+def _names(functions: tuple[SwappedFunction, ...]) -> tuple[str, ...]:
+    return tuple(item.full_name for item in functions)
+
+
 def get_original(name: str) -> Any:
-    """Return torch's own object, patched or not: `"_save"` or `"torch.serialization._save"`.
+    """Return torch's own object of a name in `torch.serialization`, patched or not.
 
     Raises:
         AttributeError: torch has no such name.
     """
-    module_name, _, attribute = name.rpartition(".")
-    module = importlib.import_module(module_name or "torch.serialization")
+    module = importlib.import_module(_HOME)
     installation = _installation
     for item in installation.functions if installation is not None else ():
-        if item.module is module and item.name == attribute:
+        if item.name == name:
             return item.original
-    return getattr(module, attribute)
+    return getattr(module, name)
 
 
 def patched(name: str) -> Callable[..., Any] | None:
@@ -228,49 +227,43 @@ def patched(name: str) -> Callable[..., Any] | None:
     None if the installed torch has to stay stock.
     """
     global _ready
-    torch = importlib.import_module("torch")
-    hooks = importlib.import_module("fastserial.patching.save_hooks")
+    _import()
     with _lock:
         installation = _installation or _ready
         if installation is None:
             try:
-                installation = _checked(str(torch.__version__), hooks)
+                installation = _ready = _checked()
             except PatchError as error:
                 _log.info("%s", error)
                 return None
-            _ready = installation
     return next((item.patched for item in installation.functions if item.name == name), None)
 
 
-def _install(version: str, hooks: types.ModuleType) -> str | None:
-    """Swap the functions in; return why torch stays stock, or None."""
-    global _installation, _reason
-    # not in force: uninstalled by other means, e.g. importlib.reload
-    if _installation is not None and _installation.in_force():
-        return None
-    try:
-        installation = _checked(version, hooks)
-    except PatchError as error:
-        _reason = str(error)
-        return _reason
-    # set before the swap: a fork in between then finds nothing half-applied
-    _installation, _reason = installation, None
-    setattr(sys.modules[_HOME], _KEY, installation)
-    for module, items in _by_module(installation.functions).items():
-        vars(module).update({item.name: item.patched for item in items})
-    return None
+def _import() -> None:
+    """Import what is needed before our lock is taken.
+
+    Another thread may hold the lock of one of these imports, and wait for ours.
+    """
+    importlib.import_module("torch")
+    with paused_collection():
+        importlib.import_module("fastserial.patching.save_hooks")
 
 
-def _checked(version: str, hooks: types.ModuleType) -> Installation:
+def _checked() -> Installation:
     """Make the functions ready; torch is not touched.
 
     Raises:
         PatchError: torch has to stay stock.
     """
+    import torch
+
+    from fastserial.patching import save_hooks
+
     with paused_collection():
-        installation = prepare(version)
-    if (objection := hooks.self_check()) is not None:
-        raise PatchError(f"torch {version} did not pass the self-check: {objection}")
+        installation = prepare(str(torch.__version__))
+        objection = save_hooks.self_check()
+    if objection is not None:
+        raise PatchError(f"torch {torch.__version__} did not pass the self-check: {objection}")
     return installation
 
 
@@ -287,20 +280,10 @@ def _dynamo_imported(trace_rules: Any) -> None:
         _log.warning("torch.compile may trace fastserial: %r", error)
 
 
-def _by_module(
-    items: tuple[SwappedFunction, ...],
-) -> dict[types.ModuleType, list[SwappedFunction]]:
-    found: dict[types.ModuleType, list[SwappedFunction]] = {}
-    for item in items:
-        found.setdefault(item.module, []).append(item)
-    return found
-
-
 def _after_fork() -> None:
     # a thread that was inside install() or uninstall() does not live on in the child
     global _lock
     _lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

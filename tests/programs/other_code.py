@@ -10,7 +10,7 @@ from support.patched import both, caught, functions, main, same
 
 import fastserial
 import fastserial.patching.save_hooks as hooks
-from fastserial.patching import patch_file as patchset
+from fastserial.patching import patches as patchset
 
 
 def replaced_before_install() -> None:

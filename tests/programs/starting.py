@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -181,7 +182,7 @@ def status_tells() -> None:
     before = fastserial.status()
     assert before.torch is None and not before.installed and "not been called" in before.reason
     fastserial.install()
-    print(json.dumps(fastserial.status().as_dict()))
+    print(json.dumps(dataclasses.asdict(fastserial.status())))
     fastserial.uninstall()
     assert "uninstall()" in fastserial.status().reason
 
