@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
-import resource
 import shutil
 import stat
 import subprocess
@@ -24,7 +22,6 @@ from fastserial import config
 from fastserial.config import settings
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.tuning import lookup
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 2}
 PROGRAMS = Path(__file__).parent / "programs"
@@ -166,25 +163,3 @@ def test_a_load_with_little_address_space(tmp_path: Path, room: int, why: str) -
 def test_a_save_with_few_descriptors(tmp_path: Path, descriptors: int) -> None:
     run("little", "SAVE", tmp_path / "f.pt", "0", str(descriptors))
     assert list(torch.load(tmp_path / "f.pt")) == [f"t{i}" for i in range(10)]
-
-
-def test_tuned_settings_are_looked_for_again(tmp_path: Path) -> None:
-    """A process that was short of descriptors once does not go without them for ever."""
-    path = tmp_path / "f"
-    with path.open("wb") as file:
-        lookup.forget_cache()
-        fillers = []
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-        try:
-            with contextlib.suppress(OSError):
-                while True:
-                    fillers.append(os.dup(file.fileno()))
-            lookup.applied(config.Config(), {}, file.fileno())
-        finally:
-            for fd in fillers:
-                os.close(fd)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert not lookup._by_device
-        lookup.applied(config.Config(), {}, file.fileno())
-        assert lookup._by_device

@@ -1,8 +1,8 @@
 """The sizes that performance depends on, each with its measurement. In bytes, unless noted.
 
 Measured on a virtual machine with 2 cores, 24 GiB and a virtio disk of 1.2 to 2.1 GB/s (ext4), and
-on XFS in memory of 3.0 to 3.4 GB/s. Options of `Config` can be set by the user and tuned for a
-device (`fastserial tune`); the others here cannot.
+on XFS in memory of 3.0 to 3.4 GB/s. Options of `Config` can be set by the user; the
+others here cannot.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from fastserial.config.performance import FILL_CHUNK, PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.engines.base import DirectTransferError
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.errors import EngineError, EngineUnavailableError
+from fastserial.errors import EngineError
 from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.linux import Compression, open_direct
@@ -65,7 +65,6 @@ class BlockWriter:
         tally: TransferTally | None = None,
         on_progress: Callable[[int], None] | None = None,
         expected: int | None = None,
-        untuned: Config | None = None,
         may_be_locked: bool = False,
         compression: Compression | None = None,
         owner: object = None,
@@ -76,7 +75,6 @@ class BlockWriter:
             tally: counts what becomes of the blocks.
             on_progress: called with the bytes of each part that is written.
             expected: bytes there will be, if known: what a short file does not use is not started.
-            untuned: options to go on with where the engine of `config` cannot run here.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
             compression: how the file system compresses the file.
             owner: kept as long as the descriptor is written to.
@@ -88,7 +86,6 @@ class BlockWriter:
         self.tally = tally if tally is not None else TransferTally()
         self._fd = fd
         self._config = config
-        self._untuned = untuned
         self._expected = expected
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
@@ -256,7 +253,7 @@ class BlockWriter:
         """Start the engine; None: it has no memory, and blocks go through the page cache."""
         if self._engineless:
             return None
-        config, untuned = fitted(self._config), self._untuned
+        config = fitted(self._config)
         if self._expected is not None:
             blocks = max(1, -(-self._expected // config.block_size))
             if blocks < max(config.queue_depth, config.threads):
@@ -265,14 +262,7 @@ class BlockWriter:
         try:
             if not has_room(config):
                 raise MemoryError(NO_ROOM)
-            try:
-                engine, pool = self._start_engine(config)
-            except EngineUnavailableError as error:
-                if untuned is None or untuned.engine == config.engine:
-                    raise
-                _log.warning("%s; going on with engine %r", error, untuned.engine)
-                config = replace(config, engine=untuned.engine, threads=untuned.threads)
-                engine, pool = self._start_engine(config)
+            engine, pool = self._start_engine(config)
         except (MemoryError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in _SCARCE:
                 raise

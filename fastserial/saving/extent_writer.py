@@ -56,7 +56,6 @@ class ExtentWriter:
         self.tally = TransferTally()
         self._fd = fd
         self._config = config
-        self._untuned: Config | None = None
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
         self._sequential = sequential
@@ -102,13 +101,6 @@ class ExtentWriter:
         """How the file system compresses the file; None: not, or the user wants direct I/O."""
         return None if self._config.direct is True else compression_of(self._fd)
 
-    def reconfigure(self, config: Config) -> bool:
-        """Switch to other options, with the engine so far in reserve; False if it is too late."""
-        if self._blocks is not None:
-            return False
-        self._untuned, self._config = self._config, config
-        return True
-
     def expect(self, nbytes: int) -> None:
         """Tell how many bytes there will be, as far as known."""
         self._expected = nbytes
@@ -145,7 +137,6 @@ class ExtentWriter:
                 tally=self.tally,
                 on_progress=self._on_progress,
                 expected=self._expected,
-                untuned=self._untuned,
                 may_be_locked=self._may_be_locked,
                 compression=self.compression,
                 owner=self._owner,

@@ -10,13 +10,13 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
-from fastserial.config import Config, chosen
+from fastserial.config import Config, current
 from fastserial.config.performance import GATHERED
 from fastserial.errors import WriteError, name_in
 from fastserial.files import linux
@@ -33,7 +33,6 @@ from fastserial.reports import Latency, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 from fastserial.saving.save_errors import save_error
 from fastserial.saving.statistics import WriterStatistics
-from fastserial.tuning import lookup
 
 if TYPE_CHECKING:
     import torch
@@ -84,11 +83,7 @@ class FastFileWriter:
             from fastserial.engines.deepspeed.writer_config import options_of  # rarely wanted
 
             config = options_of(config) if config.dnvme_handle is not None else None
-        self._chosen: Mapping[str, Any] | None = None  # None: all options are given
-        if config is None:
-            self._chosen = chosen()
-            config = Config.resolve(self._chosen)
-        self._config = config
+        self._config = config if config is not None else current()
         self._pid = os.getpid()
         self._began = perf_counter()
         self._phases = {"serialize": 0.0, "transfer": 0.0}
@@ -191,13 +186,11 @@ class FastFileWriter:
                 if len(self._gathered) >= GATHERED:
                     began = perf_counter()
                     with _Guarded(self):
-                        self._use_tuned()
                         self._gather()
                     self._add_transfer(began)
                 return length
             began = perf_counter()
             with _Guarded(self):
-                self._use_tuned()
                 self._place.begin()
                 self._gather()
                 source = Literal(data if isinstance(data, bytes) else view)
@@ -362,8 +355,6 @@ class FastFileWriter:
         began = perf_counter()
         self._needed = self.tell() + nbytes
         with _Guarded(self):
-            if self._needed > self._config.small_file:
-                self._use_tuned()
             self._place.begin()
             self._reserve(extents, self._needed)
             self._out.expect(self._needed)
@@ -376,19 +367,6 @@ class FastFileWriter:
     ) -> None:
         self._out.write(extents, ledger, self._place.start + self._written)
         self._written += nbytes
-
-    def _use_tuned(self) -> None:
-        """Switch to what `fastserial tune` found for this device, once, before the first block.
-
-        Small files are not worth it: they are one plain write. How large a stream of `write`s
-        will be is not known; it is no small one once it is passed on.
-        """
-        given, self._chosen = self._chosen, None
-        if given is None or not self._config.tuned:
-            return
-        config = lookup.applied(self._config, given, self._place.fd)
-        if config is not self._config and self._out.reconfigure(config):
-            self._config = config
 
     def _reserve(self, extents: Sequence[Extent], needed: int) -> None:
         """Reserve space for all that is known to come, unless it is little or has holes."""
