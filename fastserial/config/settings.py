@@ -52,7 +52,6 @@ _CACHES = ("auto", "keep", "drop")
 _SWITCHES = (
     "durable",
     "preallocate",
-    "read_back",
     "progress",
     "verify_on_load",
     "fast_unpickler",
@@ -94,8 +93,6 @@ class Config:
             noticed early and extents are contiguous.
         small_file: files up to this many bytes are written through the page cache, without an
             engine, and loaded by torch itself.
-        read_back: read each block back after writing it and compare it with memory (about half the
-            speed; files larger than `small_file`, but not those you hold a `lockf` lock on).
         progress: show a progress bar for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
@@ -127,7 +124,6 @@ class Config:
     cache: Cache = "auto"
     preallocate: bool = True
     small_file: int = SMALL_FILE
-    read_back: bool = False
     progress: bool = False
     on_report: Callable[[SaveReport], None] | None = None
     verify_on_load: bool = False
@@ -270,7 +266,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "cache": partial(_parse_word, _CACHES),
     "preallocate": parse_bool,
     "small_file": parse_size,
-    "read_back": parse_bool,
     "progress": parse_bool,
     "verify_on_load": parse_bool,
     "fast_unpickler": parse_bool,

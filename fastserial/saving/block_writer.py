@@ -38,7 +38,6 @@ from fastserial.saving.buffered import write_all, write_buffered
 from fastserial.saving.crowding import Crowding
 from fastserial.saving.device_blocks import DeviceBlocks
 from fastserial.saving.fill import Block, Part, held, is_borrowed, prepare
-from fastserial.saving.read_back import ReadBack
 from fastserial.saving.statistics import TransferTally
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockWriter"]
 
 _log = logging.getLogger("fastserial")
-_NOT_READ_BACK = "; not read back"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
@@ -95,7 +93,6 @@ class BlockWriter:
         self._engineless = False
         self._direct_fd = -1
         self._cached: CachedWrites | None = None  # blocks go through the page cache
-        self._read_back: ReadBack | None = None
         self._align = PAGE
         self._engine: Engine | None = None
         self._pool: BufferPool | None = None
@@ -194,9 +191,6 @@ class BlockWriter:
             self._pool = None
         self._direct_fd = -1
         self._files.close()
-        if self._read_back is not None:
-            self._read_back.close()
-            self._read_back = None
         self._parts = []
         self._batch = []
 
@@ -232,8 +226,8 @@ class BlockWriter:
             self._trial(self._cached, offset, length)
         aligned = length - length % self._align
         direct = self.direct and aligned > 0 and offset % self._align == 0
-        buffer, kept = pool.take(), self._read_back is not None
-        move, shown = self._devices.fetch(parts, length, offset, buffer, kept)
+        buffer = pool.take()
+        move, shown = self._devices.fetch(parts, length, offset, buffer)
         files = self._owner, self._files
         self._batch.append(
             Request(
@@ -268,14 +262,9 @@ class BlockWriter:
                 raise
             self._engineless = True
             self.fallback = f"through the page cache, block by block: {error}"
-            if config.read_back:
-                self.fallback += _NOT_READ_BACK
             return None
-        locked = self._may_be_locked and linux.is_locked(self._fd)
-        if locked:
+        if self._may_be_locked and linux.is_locked(self._fd):
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
-            if config.read_back:
-                self.fallback += _NOT_READ_BACK
         else:
             self._open_direct()
         refusal = None if self.direct else self.fallback or "direct I/O is switched off"
@@ -284,11 +273,6 @@ class BlockWriter:
             synced = config.durable and not self._may_be_locked
             self._cached = cached_writes(self._fd, config, self._expected or 0, synced)
             self.direct = self._cached is None
-        if config.read_back and engine.capabilities.moves_data and not locked:
-            try:
-                self._read_back = ReadBack(self._fd, self.direct, config.block_size)
-            except PermissionError:
-                self.fallback = "not read back: the file may be written, but not read"
         engine.open(pool.buffers, len(pool.buffers))
         return pool
 
@@ -327,7 +311,7 @@ class BlockWriter:
         """Go on with one block instead of several, filled and written by this thread."""
         engine, pool = self._engine, self._pool
         devices = self._devices.ring is not None or self._devices.straight
-        if not isinstance(engine, ThreadsEngine) or pool is None or devices or self._read_back:
+        if not isinstance(engine, ThreadsEngine) or pool is None or devices:
             return
         self._drain()
         size = min(MAX_BLOCK, sum(buffer.nbytes for buffer in pool.buffers))
@@ -388,8 +372,6 @@ class BlockWriter:
                 self._write_cached(tail, request.offset + request.length)
             if self._cached is not None:
                 self._cached.wrote(request.offset, request.length)
-            if self._read_back is not None:
-                self._read_back.check(request, self.direct and request.fd == self._direct_fd)
             self._pool.give(request.buffer)
             self.tally.filled_bytes += block.length
             self.tally.blocks += 1
