@@ -9,6 +9,7 @@ from __future__ import annotations
 
 KiB = 1024
 MiB = 1024 * KiB
+GiB = 1024 * MiB
 
 PAGE = 4 * KiB  # of memory and of direct I/O, even where a device takes sectors of 512 bytes
 
@@ -54,10 +55,6 @@ CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and copy into the page
 MOST_PIECES = 512  # of one `pwritev`; the kernel takes 1024
 GATHERED = 64 * KiB  # small writes are gathered up to this size
 COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
-# Of DeepSpeed's writer, which copies what it is given: container bytes in one write, and device
-# storages, which pass through the host.
-SEQUENTIAL_GATHERED = 4 * MiB
-SEQUENTIAL_CHUNK = 16 * MiB
 # Beside a thread that computes in Python each step of ours waits 5 ms for the interpreter's lock:
 # 3 GB took 124 s so, stock 9. When so many blocks were filled that slowly, there is one large block
 # from there on, in as much memory.

@@ -16,7 +16,6 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from fastserial import trace
@@ -38,7 +37,7 @@ from fastserial.saving.buffered import write_all, write_buffered
 from fastserial.saving.crowding import Crowding
 from fastserial.saving.device_blocks import DeviceBlocks
 from fastserial.saving.fill import Block, Part, held, is_borrowed, prepare
-from fastserial.saving.statistics import TransferTally
+from fastserial.saving.tally import Tally
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,7 @@ class BlockWriter:
         fd: int,
         config: Config,
         *,
-        tally: TransferTally | None = None,
+        tally: Tally | None = None,
         on_progress: Callable[[int], None] | None = None,
         expected: int | None = None,
         may_be_locked: bool = False,
@@ -70,7 +69,7 @@ class BlockWriter:
         """Write to descriptor `fd`, which stays the caller's.
 
         Args:
-            tally: counts what becomes of the blocks.
+            tally: counts the bytes.
             on_progress: called with the bytes of each part that is written.
             expected: bytes there will be, if known: what a short file does not use is not started.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
@@ -81,7 +80,7 @@ class BlockWriter:
         self.fallback: str | None = None
         self.submit_seconds: list[float] = []
         self.complete_seconds: list[float] = []
-        self.tally = tally if tally is not None else TransferTally()
+        self.tally = tally if tally is not None else Tally()
         self._fd = fd
         self._config = config
         self._expected = expected
@@ -196,26 +195,23 @@ class BlockWriter:
 
     @trace.traced("write tail (page cache)")
     def _write_cached(self, view: memoryview, offset: int) -> None:
-        began = perf_counter()
-        self.tally.plain_bytes += len(view)
+        self.tally.plain += len(view)
         write_all(self._fd, [view], offset)
-        self.tally.plain_seconds += perf_counter() - began
 
     def _dispatch(self) -> None:
         """Queue the block that is complete, or the last one."""
         parts, self._parts = self._parts, []
         length = sum(part.length for part in parts)
         if all(type(part.source) is Hole for part in parts):
-            self.tally.skipped_bytes += length
+            self.tally.skipped += length
             self._advance(length)
             return
         if length > self._config.block_size:  # copies have no bounds of their own
             raise EngineError(f"{length} bytes do not fit a block of {self._config.block_size}")
         pool = self._pool or self._open()
         if pool is None:
-            began = perf_counter()
             write_buffered(self._fd, parts)
-            self.tally.add_plain(parts, perf_counter() - began)
+            self.tally.add_plain(parts)
             self._advance(length)
             return
         while not pool.free:
@@ -373,9 +369,6 @@ class BlockWriter:
             if self._cached is not None:
                 self._cached.wrote(request.offset, request.length)
             self._pool.give(request.buffer)
-            self.tally.filled_bytes += block.length
-            self.tally.blocks += 1
-            self.tally.fill_seconds += block.fill_seconds
             if block.length == self._config.block_size:
                 self._crowding.saw(block)
             queued, started, done = request.times
@@ -387,8 +380,7 @@ class BlockWriter:
         request, error = completion.request, completion.error
         if error is None:
             if completion.transferred == request.length:
-                self.tally.engine_bytes += request.length
-                self.tally.add_span(request.times[1], request.times[2])
+                self.tally.engine += request.length
                 return
             raise OSError(
                 errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"

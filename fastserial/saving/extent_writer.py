@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from time import perf_counter
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
@@ -23,7 +22,7 @@ from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.block_writer import BlockWriter
 from fastserial.saving.buffered import write_buffered
 from fastserial.saving.fill import Part
-from fastserial.saving.statistics import TransferTally
+from fastserial.saving.tally import Tally
 
 __all__ = ["ExtentWriter"]
 
@@ -53,7 +52,7 @@ class ExtentWriter:
             sequential: the file only takes its bytes sequentially.
             owner: kept as long as the descriptor is written to.
         """
-        self.tally = TransferTally()
+        self.tally = Tally()
         self._fd = fd
         self._config = config
         self._on_progress = on_progress
@@ -150,9 +149,8 @@ class ExtentWriter:
             return
         if places:
             self._transfer = Transfer("cpu_gpu", "a small file")
-        began = perf_counter()
         write_buffered(self._fd, parts, self._sequential)
-        self.tally.add_plain(parts, perf_counter() - began, self._sequential)
+        self.tally.add_plain(parts, self._sequential)
         if self._on_progress is not None:
             self._on_progress(nbytes)
 

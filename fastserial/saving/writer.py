@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config, current
-from fastserial.config.performance import GATHERED
+from fastserial.config.performance import GATHERED, GiB
 from fastserial.errors import WriteError, name_in
 from fastserial.files import linux
 from fastserial.files.in_place import open_target
@@ -32,7 +32,6 @@ from fastserial.progress import progress_bar
 from fastserial.reports import Latency, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 from fastserial.saving.save_errors import save_error
-from fastserial.saving.statistics import WriterStatistics
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +104,6 @@ class FastFileWriter:
             owner=place,
         )
         self._written = 0  # bytes passed on
-        self._statistics = WriterStatistics(self._out.tally)
         self._gathered = bytearray()
         self._closed = False
 
@@ -141,12 +139,21 @@ class FastFileWriter:
         return self.name
 
     def get_stats(self) -> dict[str, int | float | str]:
-        """Return the statistics of DeepSpeed's FastFileWriter, by its names.
+        """Return what DeepSpeed's FastFileWriter counts of the bytes, by its names.
 
-        Bytes, seconds, and "GB/s" for GiB per second.
+        Bytes, seconds, and "GB/s" for GiB per second. `aio_bytes` are the engine's, `slow_bytes`
+        those written without it. More is in `report`.
         """
-        nbytes = self.tell() - self._out.tally.skipped_bytes
-        return self._statistics.as_dict(self.name, nbytes, self._phases["transfer"])
+        tally, seconds = self._out.tally, self._phases["transfer"]
+        nbytes = self.tell() - tally.skipped
+        return {
+            "path": self.name,
+            "bytes": nbytes,
+            "write_secs": seconds,
+            "write_GB/s": nbytes / seconds / GiB if seconds else 0.0,
+            "aio_bytes": tally.engine,
+            "slow_bytes": tally.plain,
+        }
 
     def _dump_state(self) -> None:
         """Print the statistics as DeepSpeed does; its checkpoint engine calls it by this name."""
@@ -178,7 +185,6 @@ class FastFileWriter:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes and return how many. They are copied or written before it returns."""
         self._check_open()
-        self._statistics.write += 1
         with memoryview(data).cast("B") as view:
             length = len(view)
             if length < GATHERED:
@@ -212,7 +218,6 @@ class FastFileWriter:
             self.abort()
         if not self._discarded:
             self._check_open()
-        self._statistics.flush += 1
 
     @trace.traced("layout")
     def save_torch_storage_object_list(
@@ -238,7 +243,6 @@ class FastFileWriter:
         synchronize(storages)
         self._write_extents(storage_extents(batch, counts), nbytes, None)
         self.release_sources()
-        self._statistics.count_storages(len(storage_obj_list), nbytes)
         return nbytes
 
     def write_plan(self, plan: ZipPlan) -> None:
@@ -249,7 +253,6 @@ class FastFileWriter:
         """
         self._check_open()
         self._container = "zip"
-        self._statistics.count_storages(plan.storages, plan.storage_bytes)
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self._write_extents(plan.extents, plan.nbytes, ledger)
 
@@ -294,7 +297,6 @@ class FastFileWriter:
         if not self.tell() and sys.exc_info()[1] is not None:
             self.abort()
             return
-        self._statistics.close += 1
         self._needed = max(self._needed or 0, self.tell())
         with _Guarded(self):
             began = perf_counter()
@@ -409,7 +411,7 @@ class FastFileWriter:
         self._report = SaveReport(
             path=self.name,
             container=self._container,
-            bytes=self._written - out.tally.skipped_bytes,
+            bytes=self._written - out.tally.skipped,
             seconds=seconds,
             engine=out.engine_name,
             direct=out.direct,
