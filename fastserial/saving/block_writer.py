@@ -31,7 +31,7 @@ from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.linux import Compression, open_direct
 from fastserial.formats.extents import Hole
 from fastserial.interrupts import Descriptors, finish
-from fastserial.memory.buffers import NO_ROOM, BufferPool, fitted, has_room
+from fastserial.memory.buffers import BufferPool
 from fastserial.reports import Transfer
 from fastserial.saving.buffered import write_all, write_buffered
 from fastserial.saving.crowding import Crowding
@@ -243,15 +243,13 @@ class BlockWriter:
         """Start the engine; None: it has no memory, and blocks go through the page cache."""
         if self._engineless:
             return None
-        config = fitted(self._config)
+        config = self._config
         if self._expected is not None:
             blocks = max(1, -(-self._expected // config.block_size))
             if blocks < max(config.queue_depth, config.threads):
                 depth, threads = min(blocks, config.queue_depth), min(blocks, config.threads)
                 config = replace(config, queue_depth=depth, threads=threads)
         try:
-            if not has_room(config):
-                raise MemoryError(NO_ROOM)
             engine, pool = self._start_engine(config)
         except (MemoryError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in _SCARCE:
