@@ -1,7 +1,6 @@
-"""For all tests: what the user of this machine tuned does not change their saves.
+"""For all tests: torch's functions are compiled once, not at each of thousands of `install()`s.
 
-And torch's functions are compiled once for all, not at each of thousands of `install()`s: that
-takes 25 ms each time. How they are compiled is tested in processes of their own.
+That takes 25 ms each time. How they are compiled is tested in processes of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import pytest
 
 from fastserial.patching import compile as patch_compile
 from fastserial.patching import install
-from fastserial.tuning import lookup
 
 # Loads that stock itself does not repeat cannot be compared: 4 of them today.
 _MOST_INCOMPARABLE = 8
@@ -41,14 +39,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section(f"more than {_MOST_INCOMPARABLE} loads were not compared")
         for line in _incomparable:
             terminalreporter.write_line(line)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _own_config_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
-        lookup.forget_cache()
-        yield
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def test_bad_sizes(text: str) -> None:
         {"block_size": "2MiB"},
         {"threads": 1.5},
         {"durable": "no"},
-        {"read_back": None},
+        {"preallocate": None},
         {"engine": None},
         {"direct": "maybe"},
         {"cache": "some"},

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
-import resource
-import shutil
-import stat
 import subprocess
 import sys
 import warnings
@@ -24,7 +20,6 @@ from fastserial import config
 from fastserial.config import settings
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.tuning import lookup
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 2}
 PROGRAMS = Path(__file__).parent / "programs"
@@ -75,21 +70,6 @@ def test_a_file_object_stays_synchronous(tmp_path: Path, flag: int, use_zip: boo
     report = fastserial.last_save_report()
     assert report is not None
     assert report.direct is any(flags & os.O_DIRECT for flags in seen)
-
-
-def test_read_back_of_a_file_that_may_not_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "f.pt"
-    path.touch()
-    path.chmod(0o200)
-    command = [sys.executable, str(PROGRAMS / "read_back.py"), str(path)]
-    if os.geteuid() == 0:  # without what lets root read all files
-        if shutil.which("setpriv") is None:
-            pytest.skip("setpriv (util-linux) is missing: root reads any file")
-        command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["refused", "None", "not read back"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o200
 
 
 def test_no_null_device(tmp_path: Path) -> None:
@@ -152,8 +132,8 @@ def test_storages_resized_during_a_save(tmp_path: Path, form: str, count: int, n
 
 @pytest.mark.parametrize("room", [10, 20, 60])
 def test_a_save_with_little_address_space(tmp_path: Path, room: int) -> None:
-    out = run("little", "SAVE", tmp_path / "f.pt", str(room), "0")
-    assert "little address space" in out
+    run("little", "SAVE", tmp_path / "f.pt", str(room), "0")
+    assert list(torch.load(tmp_path / "f.pt")) == [f"t{i}" for i in range(10)]
 
 
 @pytest.mark.parametrize(("room", "why"), [(450, "little address space"), (3000, "None")])
@@ -166,25 +146,3 @@ def test_a_load_with_little_address_space(tmp_path: Path, room: int, why: str) -
 def test_a_save_with_few_descriptors(tmp_path: Path, descriptors: int) -> None:
     run("little", "SAVE", tmp_path / "f.pt", "0", str(descriptors))
     assert list(torch.load(tmp_path / "f.pt")) == [f"t{i}" for i in range(10)]
-
-
-def test_tuned_settings_are_looked_for_again(tmp_path: Path) -> None:
-    """A process that was short of descriptors once does not go without them for ever."""
-    path = tmp_path / "f"
-    with path.open("wb") as file:
-        lookup.forget_cache()
-        fillers = []
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-        try:
-            with contextlib.suppress(OSError):
-                while True:
-                    fillers.append(os.dup(file.fileno()))
-            lookup.applied(config.Config(), {}, file.fileno())
-        finally:
-            for fd in fillers:
-                os.close(fd)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert not lookup._by_device
-        lookup.applied(config.Config(), {}, file.fileno())
-        assert lookup._by_device

@@ -48,8 +48,6 @@ def _lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     for index, option in enumerate(found.options):
         source = "" if option.source == "default" else f"  ← {option.source}"
         yield "options" if not index else "", f"{option.name} = {option.value}{source}"
-    if found.folder is not None:
-        yield "tuned", _tuned(found)
     for index, package in enumerate(found.packages):
         yield "libraries" if not index else "", f"{package.name}: {package.version or 'not there'}"
     limit = "unlimited" if found.memlock is None else format_bytes(found.memlock)
@@ -108,19 +106,6 @@ def _boot(found: Diagnosis) -> str:
     variable = "not set" if found.boot.variable is None else f"= {found.boot.variable}"
     pth = "works" if found.boot.pth else "not installed in this Python"
     return f"variable FASTSERIAL {variable}, fastserial.pth {pth}"
-
-
-def _tuned(found: Diagnosis) -> str:
-    entry = found.tuned
-    if entry is None:
-        return found.tuned_problem or "not yet for this device: fastserial tune FOLDER"
-    date = entry.when.partition("T")[0]
-    if entry.settings is None:
-        return f"the defaults are best for this device ({date})"
-    used = any(option.source == "tune" for option in found.options)
-    state = "in force" if used else "not in force"
-    gain = f"{entry.gain:.2f} × the defaults in {entry.pairs} pairs" if entry.gain else ""
-    return f"{entry.settings} ({gain}, {date}), {state}"
 
 
 def _engine(engine: EngineStatus) -> str:

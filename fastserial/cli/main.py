@@ -14,7 +14,6 @@ from fastserial.bench.cli.main import bench_app
 from fastserial.cli.convert import convert
 from fastserial.cli.inspect import inspect
 from fastserial.cli.patches import patches_app
-from fastserial.cli.tune import tune
 from fastserial.cli.verify import verify
 from fastserial.console import say
 from fastserial.errors import CorruptCheckpointError, FastserialError
@@ -34,7 +33,6 @@ app.add_typer(patches_app, name="patches")
 app.command()(verify)
 app.command()(inspect)
 app.command()(convert)
-app.command()(tune)
 
 
 def _show_version(wanted: bool) -> None:

@@ -34,6 +34,12 @@ def verify(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
+    cold: Annotated[
+        bool,
+        typer.Option(
+            "--cold", help="Drop files from the page cache first: checks what the device holds."
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only what is wrong.")] = False,
 ) -> None:
     """Check every checksum and the structure of checkpoints. Executes nothing in them.
@@ -56,7 +62,7 @@ def verify(
         found = False
         for name in chain(files_of(path), file_lists_in(path)):
             found = True
-            report = check(name, config)
+            report = check(name, config, cold=cold)
             reports.append(report)
             if not as_json and not (quiet and report.ok):
                 _print_report(console, report)

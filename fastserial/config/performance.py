@@ -1,14 +1,15 @@
 """The sizes that performance depends on, each with its measurement. In bytes, unless noted.
 
 Measured on a virtual machine with 2 cores, 24 GiB and a virtio disk of 1.2 to 2.1 GB/s (ext4), and
-on XFS in memory of 3.0 to 3.4 GB/s. Options of `Config` can be set by the user and tuned for a
-device (`fastserial tune`); the others here cannot.
+on XFS in memory of 3.0 to 3.4 GB/s. Options of `Config` can be set by the user; the
+others here cannot.
 """
 
 from __future__ import annotations
 
 KiB = 1024
 MiB = 1024 * KiB
+GiB = 1024 * MiB
 
 PAGE = 4 * KiB  # of memory and of direct I/O, even where a device takes sectors of 512 bytes
 
@@ -54,10 +55,6 @@ CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and copy into the page
 MOST_PIECES = 512  # of one `pwritev`; the kernel takes 1024
 GATHERED = 64 * KiB  # small writes are gathered up to this size
 COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
-# Of DeepSpeed's writer, which copies what it is given: container bytes in one write, and device
-# storages, which pass through the host.
-SEQUENTIAL_GATHERED = 4 * MiB
-SEQUENTIAL_CHUNK = 16 * MiB
 # Beside a thread that computes in Python each step of ours waits 5 ms for the interpreter's lock:
 # 3 GB took 124 s so, stock 9. When so many blocks were filled that slowly, there is one large block
 # from there on, in as much memory.

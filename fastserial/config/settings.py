@@ -1,8 +1,7 @@
 """Options: one frozen `Config` and one rule for where its values come from.
 
 A value set nearer to the call wins:
-`with options(...)`  >  `install(...)`  >  `FASTSERIAL_<NAME>` in the environment  >  what
-`fastserial tune` found for the device (`fastserial.tuning.lookup`)  >  default.
+`with options(...)`  >  `install(...)`  >  `FASTSERIAL_<NAME>` in the environment  >  default.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ _CACHES = ("auto", "keep", "drop")
 _SWITCHES = (
     "durable",
     "preallocate",
-    "tuned",
-    "read_back",
     "progress",
     "verify_on_load",
     "fast_unpickler",
@@ -96,10 +93,6 @@ class Config:
             noticed early and extents are contiguous.
         small_file: files up to this many bytes are written through the page cache, without an
             engine, and loaded by torch itself.
-        tuned: saves use what `fastserial tune` found for the device of the file, as far as the
-            options it is about are not set.
-        read_back: read each block back after writing it and compare it with memory (about half the
-            speed; files larger than `small_file`, but not those you hold a `lockf` lock on).
         progress: show a progress bar for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).
@@ -131,8 +124,6 @@ class Config:
     cache: Cache = "auto"
     preallocate: bool = True
     small_file: int = SMALL_FILE
-    tuned: bool = True
-    read_back: bool = False
     progress: bool = False
     on_report: Callable[[SaveReport], None] | None = None
     verify_on_load: bool = False
@@ -275,8 +266,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "cache": partial(_parse_word, _CACHES),
     "preallocate": parse_bool,
     "small_file": parse_size,
-    "tuned": parse_bool,
-    "read_back": parse_bool,
     "progress": parse_bool,
     "verify_on_load": parse_bool,
     "fast_unpickler": parse_bool,
@@ -402,7 +391,7 @@ def origin_of(name: str) -> str:
 
 
 def current(**overrides: Any) -> Config:
-    """Return the `Config` in force for the calling context, whatever the device.
+    """Return the `Config` in force for the calling context.
 
     Raises:
         ConfigError: an option or environment variable has an impossible value.

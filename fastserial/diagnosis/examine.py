@@ -22,12 +22,10 @@ from fastserial.config import Config
 from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
 from fastserial.diagnosis.folder import folder_problem, probe_folder
 from fastserial.errors import ConfigError, FastserialError, PatchError
-from fastserial.files.device_id import block_node
 from fastserial.files.gpus import Drive, probe_drive, probe_gpus
+from fastserial.files.sysfs import block_node
 from fastserial.memory import huge_pages
 from fastserial.patching import install
-from fastserial.tuning import lookup
-from fastserial.tuning.store import Entry
 
 __all__ = ["examine"]
 
@@ -46,8 +44,7 @@ def examine(folder: Path | None = None) -> Diagnosis:
     unfit = folder_problem(folder) if folder is not None else None
     if unfit is not None:
         raise FastserialError(unfit)
-    options, chosen, problem = _options(folder)
-    entry, tuned_problem = _tuned(folder)
+    options, chosen, problem = _options()
     engine = next(option for option in options if option.name == "engine")
     diagnosis = Diagnosis(
         fastserial=__version__,
@@ -65,8 +62,6 @@ def examine(folder: Path | None = None) -> Diagnosis:
         memlock=_memlock(),
         small_pages=huge_pages.refused(),
         folder=probe_folder(folder) if folder is not None else None,
-        tuned=entry,
-        tuned_problem=tuned_problem,
         gpus=probe_gpus(),
         drive=_drive(folder),
     )
@@ -102,34 +97,22 @@ def _torch() -> Torch:
     )
 
 
-def _options(folder: Path | None) -> tuple[tuple[Option, ...], Config, str | None]:
+def _options() -> tuple[tuple[Option, ...], Config, str | None]:
     """Return the options with their sources; the defaults if one of them is impossible."""
-    problem, by_tune = None, frozenset[str]()
+    problem = None
     try:
         current = config.current()
-        if folder is not None:
-            current, by_tune = lookup.config_for(folder), lookup.sources_for(folder)
     except ConfigError as error:
         current, problem = Config(), str(error)
     options = tuple(
         Option(
             name,
             getattr(current, name),
-            "default" if problem else "tune" if name in by_tune else config.origin_of(name),
+            "default" if problem else config.origin_of(name),
         )
         for name in (field.name for field in dataclasses.fields(Config))
     )
     return options, current, problem
-
-
-def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
-    """Return what `tune` found for a folder, or why that is unknown."""
-    if folder is None:
-        return None, None
-    try:
-        return lookup.entry_for(folder)[1], None
-    except (ConfigError, OSError) as error:
-        return None, str(error)
 
 
 def _drive(folder: Path | None) -> Drive | None:

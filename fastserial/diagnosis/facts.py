@@ -10,7 +10,6 @@ from typing import Any
 from fastserial.diagnosis.folder import Folder
 from fastserial.engines import EngineStatus
 from fastserial.files.gpus import Drive, GpuHost
-from fastserial.tuning.store import Entry
 
 __all__ = ["Boot", "Diagnosis", "Finding", "Option", "Package", "Torch"]
 
@@ -73,7 +72,6 @@ class Diagnosis:
     """All that the doctor found. Sizes are bytes; `memlock` is None if unlimited.
 
     `small_pages` is why buffers get no huge pages, or None if they do.
-    `tuned` is what `fastserial tune` found for the folder, in force or not.
     `gpus` is None without a driver; `drive` is known with a folder on a block device.
     """
 
@@ -93,8 +91,6 @@ class Diagnosis:
     small_pages: str | None
     folder: Folder | None
     findings: tuple[Finding, ...] = ()
-    tuned: Entry | None = None
-    tuned_problem: str | None = None
     gpus: GpuHost | None = None
     drive: Drive | None = None
 

@@ -76,12 +76,6 @@ def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
             True,
             fails=True,
         )
-    if found.tuned_problem is not None:
-        yield Finding(
-            f"tuned settings are not used: {found.tuned_problem}",
-            "fastserial tune FOLDER, or remove the file",
-            False,
-        )
     if found.unknown_variables:
         known = ", ".join(f"FASTSERIAL_{option.name.upper()}" for option in found.options)
         yield Finding(

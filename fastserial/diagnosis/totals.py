@@ -63,7 +63,6 @@ REMEDIES = {
     "the file is locked": "end the lock (lockf) before the file is saved to",
     "the file system compresses this file": _NONE,
     "another thread keeps the interpreter busy": "give that thread a process of its own",
-    "not read back": "let this user read the file",
     "the file system cannot sync": "save to a local disk, if the file must survive a power cut",
 }
 

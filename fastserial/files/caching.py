@@ -75,7 +75,7 @@ def cached_writes(fd: int, config: Config, nbytes: int, synced: bool) -> CachedW
         nbytes: of the whole file, as far as known.
         synced: the save waits for the device at the end.
     """
-    if config.direct is True or config.cache == "drop" or config.read_back:
+    if config.direct is True or config.cache == "drop":
         return None
     if config.cache == "keep":
         return CachedWrites(fd, synced, False)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.files.device_id import first_line
+from fastserial.files.sysfs import first_line
 
 __all__ = ["Drive", "Gpu", "GpuHost", "probe_drive", "probe_gpus"]
 

@@ -18,7 +18,6 @@ from fastserial.loading.block_reader import BlockReader, ReadCounts
 from fastserial.loading.crew import Crew
 from fastserial.loading.read_plan import plan_blocks
 from fastserial.loading.sinks import ReadExtent
-from fastserial.memory.buffers import fitted
 from fastserial.memory.storages import is_on_host, synchronize
 from fastserial.progress import progress_bar
 from fastserial.reports import HOST_ONLY, Latency, LoadReport, Transfer, publish_load
@@ -56,8 +55,7 @@ class FastFileReader:
             EngineUnavailableError: the configured engine cannot read here.
         """
         self._closed = True  # until there is something to close
-        config = config if config is not None else current()
-        self.config = fitted(config)
+        self.config = config if config is not None else current()
         self._files = Descriptors()
         self._shared = False
         self.name, self.fd = _open(source, name, self._files)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
 import threading
 import weakref
 from io import BytesIO
 from time import perf_counter
 from typing import Any, BinaryIO
 
-from fastserial.config import current
-from fastserial.config.performance import SHORT_LOAD
+from fastserial.config import Config, current
+from fastserial.config.performance import SHORT_LOAD, MiB
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
 from fastserial.loading.block_reader import ReadCounts
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.zip_reader import FastZipReader, StorageSource
-from fastserial.memory.buffers import NO_ROOM, has_room
 from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import HOST_ONLY
 
@@ -34,6 +35,8 @@ class _Open(threading.local):
 
 
 _open = _Open()
+_HEAP = 64 * MiB  # that malloc reserves for a thread, with glibc
+_STACK = 8 * MiB  # where the limit on stacks is none
 
 
 class LoadSession:
@@ -120,10 +123,34 @@ class LoadSession:
         Raises:
             MemoryError: a limit leaves no room for what we need beyond torch.
         """
-        if not has_room(self.config, needed, 2):
-            raise MemoryError(NO_ROOM)
+        if not _has_room(self.config, needed):
+            raise MemoryError("little address space is left (ulimit -v)")
         self.reader = FastFileReader(source.fd, self.config, name=source.name)
         return self.reader
+
+
+def _has_room(config: Config, needed: int) -> bool:
+    """Return whether a limit on address space (`ulimit -v`) leaves room for buffers and threads.
+
+    Under a limit a thread costs its whole stack, and the heap that malloc reserves for it: with a
+    limit of 600 MiB beyond the storages' bytes, torch found no room for them.
+
+    Args:
+        config: the options in force.
+        needed: bytes that the storages will take.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return True
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            taken = int(file.read().split()[0]) * mmap.PAGESIZE
+    except OSError:  # no /proc, or no descriptor free
+        return True
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    thread = _HEAP + (_STACK if stack == resource.RLIM_INFINITY else stack)
+    ours = config.threads * thread + config.queue_depth * config.block_size
+    return limit - taken - needed >= 2 * ours
 
 
 def current_session() -> LoadSession | None:

@@ -2,10 +2,6 @@
 
 The pool is the only memory a save needs beyond the objects themselves; its size does not depend
 on the checkpoint's. Device storages pass through it in chunks, too.
-
-Where the address space has a limit (`ulimit -v`, RLIMIT_AS), it takes what there is room for.
-Without a limit a thread costs what it uses. With one it costs its whole stack, and the heap that
-malloc reserves for each new thread: six threads took 600 MiB of a limit that stock torch kept.
 """
 
 from __future__ import annotations
@@ -13,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import resource
 from collections.abc import Sequence
-from dataclasses import replace
 
-from fastserial.config import Config
 from fastserial.errors import EngineError
 
-__all__ = ["NO_ROOM", "Buffer", "BufferPool", "fitted", "has_room", "host_buffer", "own_buffer"]
+__all__ = ["Buffer", "BufferPool", "host_buffer", "own_buffer"]
 
 
 def host_buffer(address: int, nbytes: int) -> Buffer:
@@ -104,52 +97,3 @@ class BufferPool:
         # an error's traceback may still show a buffer; the memory goes when that does
         with contextlib.suppress(BufferError):
             self._map.close()
-
-
-NO_ROOM = "little address space is left (ulimit -v)"
-_HEAP = 64 * 1024 * 1024  # that malloc reserves for a thread, with glibc
-_STACK = 8 * 1024 * 1024  # where the limit on stacks is none
-
-
-def fitted(config: Config, needed: int = 0) -> Config:
-    """Return options with as many threads and blocks as half of what is left has room for.
-
-    At least one thread and one block remain, whether there is room or not.
-
-    Args:
-        config: the options in force.
-        needed: bytes that the caller will take in addition.
-    """
-    room = _room(needed)
-    if room is None:
-        return config
-    each = _thread_bytes()
-    threads = min(config.threads, max(1, room // 2 // each))
-    depth = min(config.queue_depth, max(1, (room - threads * each) // config.block_size))
-    if (threads, depth) == (config.threads, config.queue_depth):
-        return config
-    return replace(config, threads=threads, queue_depth=depth)
-
-
-def has_room(config: Config, needed: int = 0, threads: int = 1) -> bool:
-    """Return whether half of what is left has room for one block and that many threads."""
-    room = _room(needed)
-    return room is None or room >= config.block_size + threads * _thread_bytes()
-
-
-def _room(needed: int) -> int | None:
-    """Return half of the bytes left beyond those needed, None where there is no limit."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            taken = int(file.read().split()[0]) * mmap.PAGESIZE
-    except OSError:  # no /proc, or no descriptor free
-        return None
-    return max(0, limit - taken - needed) // 2
-
-
-def _thread_bytes() -> int:
-    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    return _HEAP + (_STACK if stack == resource.RLIM_INFINITY else stack)

@@ -33,7 +33,6 @@ from fastserial.patching.self_check import self_check
 from fastserial.reports import SAVES
 from fastserial.saving import torch_writer
 from fastserial.saving.archive import ZipArchive
-from fastserial.saving.sequential_writer import SequentialWriter
 from fastserial.saving.writer import FastFileWriter
 
 if TYPE_CHECKING:
@@ -69,8 +68,6 @@ def open_zip_writer(target: Any, prefix: str | None = None) -> AbstractContextMa
         return None
     if isinstance(target, FastFileWriter):
         return ZipArchive(target, "archive", owns_writer=False)
-    if SequentialWriter.accepts(target) and not torch.serialization._serialization_tls.skip_data:
-        return ZipArchive(SequentialWriter(target), "archive", owns_writer=False)
     found = _classify(target, replace_link=prefix is not None)
     if isinstance(found, PathTarget | InPlaceTarget):
         archive = archive_name(found.name) if prefix is None else prefix

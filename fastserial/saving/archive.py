@@ -27,7 +27,7 @@ _HEAD = 8
 
 
 class ArchiveSink(Protocol):
-    """Where an archive goes: a FastFileWriter or a foreign writer."""
+    """Where an archive goes: a FastFileWriter, or the plan of a save beside the program."""
 
     @property
     def name(self) -> str:

@@ -16,7 +16,6 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from fastserial import trace
@@ -26,20 +25,19 @@ from fastserial.config.performance import FILL_CHUNK, PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.engines.base import DirectTransferError
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.errors import EngineError, EngineUnavailableError
+from fastserial.errors import EngineError
 from fastserial.files import linux
 from fastserial.files.caching import CachedWrites, cached_writes
 from fastserial.files.linux import Compression, open_direct
 from fastserial.formats.extents import Hole
 from fastserial.interrupts import Descriptors, finish
-from fastserial.memory.buffers import NO_ROOM, BufferPool, fitted, has_room
+from fastserial.memory.buffers import BufferPool
 from fastserial.reports import Transfer
 from fastserial.saving.buffered import write_all, write_buffered
 from fastserial.saving.crowding import Crowding
 from fastserial.saving.device_blocks import DeviceBlocks
 from fastserial.saving.fill import Block, Part, held, is_borrowed, prepare
-from fastserial.saving.read_back import ReadBack
-from fastserial.saving.statistics import TransferTally
+from fastserial.saving.tally import Tally
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockWriter"]
 
 _log = logging.getLogger("fastserial")
-_NOT_READ_BACK = "; not read back"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
@@ -62,10 +59,9 @@ class BlockWriter:
         fd: int,
         config: Config,
         *,
-        tally: TransferTally | None = None,
+        tally: Tally | None = None,
         on_progress: Callable[[int], None] | None = None,
         expected: int | None = None,
-        untuned: Config | None = None,
         may_be_locked: bool = False,
         compression: Compression | None = None,
         owner: object = None,
@@ -73,10 +69,9 @@ class BlockWriter:
         """Write to descriptor `fd`, which stays the caller's.
 
         Args:
-            tally: counts what becomes of the blocks.
+            tally: counts the bytes.
             on_progress: called with the bytes of each part that is written.
             expected: bytes there will be, if known: what a short file does not use is not started.
-            untuned: options to go on with where the engine of `config` cannot run here.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
             compression: how the file system compresses the file.
             owner: kept as long as the descriptor is written to.
@@ -85,10 +80,9 @@ class BlockWriter:
         self.fallback: str | None = None
         self.submit_seconds: list[float] = []
         self.complete_seconds: list[float] = []
-        self.tally = tally if tally is not None else TransferTally()
+        self.tally = tally if tally is not None else Tally()
         self._fd = fd
         self._config = config
-        self._untuned = untuned
         self._expected = expected
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
@@ -98,7 +92,6 @@ class BlockWriter:
         self._engineless = False
         self._direct_fd = -1
         self._cached: CachedWrites | None = None  # blocks go through the page cache
-        self._read_back: ReadBack | None = None
         self._align = PAGE
         self._engine: Engine | None = None
         self._pool: BufferPool | None = None
@@ -197,34 +190,28 @@ class BlockWriter:
             self._pool = None
         self._direct_fd = -1
         self._files.close()
-        if self._read_back is not None:
-            self._read_back.close()
-            self._read_back = None
         self._parts = []
         self._batch = []
 
     @trace.traced("write tail (page cache)")
     def _write_cached(self, view: memoryview, offset: int) -> None:
-        began = perf_counter()
-        self.tally.plain_bytes += len(view)
+        self.tally.plain += len(view)
         write_all(self._fd, [view], offset)
-        self.tally.plain_seconds += perf_counter() - began
 
     def _dispatch(self) -> None:
         """Queue the block that is complete, or the last one."""
         parts, self._parts = self._parts, []
         length = sum(part.length for part in parts)
         if all(type(part.source) is Hole for part in parts):
-            self.tally.skipped_bytes += length
+            self.tally.skipped += length
             self._advance(length)
             return
         if length > self._config.block_size:  # copies have no bounds of their own
             raise EngineError(f"{length} bytes do not fit a block of {self._config.block_size}")
         pool = self._pool or self._open()
         if pool is None:
-            began = perf_counter()
             write_buffered(self._fd, parts)
-            self.tally.add_plain(parts, perf_counter() - began)
+            self.tally.add_plain(parts)
             self._advance(length)
             return
         while not pool.free:
@@ -235,8 +222,8 @@ class BlockWriter:
             self._trial(self._cached, offset, length)
         aligned = length - length % self._align
         direct = self.direct and aligned > 0 and offset % self._align == 0
-        buffer, kept = pool.take(), self._read_back is not None
-        move, shown = self._devices.fetch(parts, length, offset, buffer, kept)
+        buffer = pool.take()
+        move, shown = self._devices.fetch(parts, length, offset, buffer)
         files = self._owner, self._files
         self._batch.append(
             Request(
@@ -256,36 +243,22 @@ class BlockWriter:
         """Start the engine; None: it has no memory, and blocks go through the page cache."""
         if self._engineless:
             return None
-        config, untuned = fitted(self._config), self._untuned
+        config = self._config
         if self._expected is not None:
             blocks = max(1, -(-self._expected // config.block_size))
             if blocks < max(config.queue_depth, config.threads):
                 depth, threads = min(blocks, config.queue_depth), min(blocks, config.threads)
                 config = replace(config, queue_depth=depth, threads=threads)
         try:
-            if not has_room(config):
-                raise MemoryError(NO_ROOM)
-            try:
-                engine, pool = self._start_engine(config)
-            except EngineUnavailableError as error:
-                if untuned is None or untuned.engine == config.engine:
-                    raise
-                _log.warning("%s; going on with engine %r", error, untuned.engine)
-                config = replace(config, engine=untuned.engine, threads=untuned.threads)
-                engine, pool = self._start_engine(config)
+            engine, pool = self._start_engine(config)
         except (MemoryError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in _SCARCE:
                 raise
             self._engineless = True
             self.fallback = f"through the page cache, block by block: {error}"
-            if config.read_back:
-                self.fallback += _NOT_READ_BACK
             return None
-        locked = self._may_be_locked and linux.is_locked(self._fd)
-        if locked:
+        if self._may_be_locked and linux.is_locked(self._fd):
             self.fallback = "the file is locked (lockf): opening it once more would end the lock"
-            if config.read_back:
-                self.fallback += _NOT_READ_BACK
         else:
             self._open_direct()
         refusal = None if self.direct else self.fallback or "direct I/O is switched off"
@@ -294,11 +267,6 @@ class BlockWriter:
             synced = config.durable and not self._may_be_locked
             self._cached = cached_writes(self._fd, config, self._expected or 0, synced)
             self.direct = self._cached is None
-        if config.read_back and engine.capabilities.moves_data and not locked:
-            try:
-                self._read_back = ReadBack(self._fd, self.direct, config.block_size)
-            except PermissionError:
-                self.fallback = "not read back: the file may be written, but not read"
         engine.open(pool.buffers, len(pool.buffers))
         return pool
 
@@ -337,7 +305,7 @@ class BlockWriter:
         """Go on with one block instead of several, filled and written by this thread."""
         engine, pool = self._engine, self._pool
         devices = self._devices.ring is not None or self._devices.straight
-        if not isinstance(engine, ThreadsEngine) or pool is None or devices or self._read_back:
+        if not isinstance(engine, ThreadsEngine) or pool is None or devices:
             return
         self._drain()
         size = min(MAX_BLOCK, sum(buffer.nbytes for buffer in pool.buffers))
@@ -398,12 +366,7 @@ class BlockWriter:
                 self._write_cached(tail, request.offset + request.length)
             if self._cached is not None:
                 self._cached.wrote(request.offset, request.length)
-            if self._read_back is not None:
-                self._read_back.check(request, self.direct and request.fd == self._direct_fd)
             self._pool.give(request.buffer)
-            self.tally.filled_bytes += block.length
-            self.tally.blocks += 1
-            self.tally.fill_seconds += block.fill_seconds
             if block.length == self._config.block_size:
                 self._crowding.saw(block)
             queued, started, done = request.times
@@ -415,8 +378,7 @@ class BlockWriter:
         request, error = completion.request, completion.error
         if error is None:
             if completion.transferred == request.length:
-                self.tally.engine_bytes += request.length
-                self.tally.add_span(request.times[1], request.times[2])
+                self.tally.engine += request.length
                 return
             raise OSError(
                 errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"

@@ -80,7 +80,7 @@ class DeviceBlocks:
         )
 
     def fetch(
-        self, parts: Sequence[Part], length: int, offset: int, buffer: Buffer, kept: bool
+        self, parts: Sequence[Part], length: int, offset: int, buffer: Buffer
     ) -> tuple[Move | None, bool]:
         """Start what comes from devices to a buffer.
 
@@ -88,7 +88,6 @@ class DeviceBlocks:
             parts: what the block consists of.
             length, offset: of the block in the file (bytes).
             buffer: one that was taken.
-            kept: the bytes are looked at when they are written.
 
         Returns:
             What moves the block, None if that is the engine; and whether the bytes come to the
@@ -101,9 +100,8 @@ class DeviceBlocks:
             return None, True
         lone = lone_memory(parts) if self._straight is not None else None
         if self._straight is not None and lone is not None:
-            memory, summed = lone
+            memory, shown = lone
             if self._straight.takes(memory.device, offset, length):
-                shown = summed or kept
                 first = parts[0].start
                 return self._straight.write(buffer, memory, first, length, offset, shown), shown
         self.ring.fetch(buffer, fetches(parts))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from time import perf_counter
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
@@ -23,7 +22,7 @@ from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.block_writer import BlockWriter
 from fastserial.saving.buffered import write_buffered
 from fastserial.saving.fill import Part
-from fastserial.saving.statistics import TransferTally
+from fastserial.saving.tally import Tally
 
 __all__ = ["ExtentWriter"]
 
@@ -53,10 +52,9 @@ class ExtentWriter:
             sequential: the file only takes its bytes sequentially.
             owner: kept as long as the descriptor is written to.
         """
-        self.tally = TransferTally()
+        self.tally = Tally()
         self._fd = fd
         self._config = config
-        self._untuned: Config | None = None
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
         self._sequential = sequential
@@ -102,13 +100,6 @@ class ExtentWriter:
         """How the file system compresses the file; None: not, or the user wants direct I/O."""
         return None if self._config.direct is True else compression_of(self._fd)
 
-    def reconfigure(self, config: Config) -> bool:
-        """Switch to other options, with the engine so far in reserve; False if it is too late."""
-        if self._blocks is not None:
-            return False
-        self._untuned, self._config = self._config, config
-        return True
-
     def expect(self, nbytes: int) -> None:
         """Tell how many bytes there will be, as far as known."""
         self._expected = nbytes
@@ -145,7 +136,6 @@ class ExtentWriter:
                 tally=self.tally,
                 on_progress=self._on_progress,
                 expected=self._expected,
-                untuned=self._untuned,
                 may_be_locked=self._may_be_locked,
                 compression=self.compression,
                 owner=self._owner,
@@ -159,9 +149,8 @@ class ExtentWriter:
             return
         if places:
             self._transfer = Transfer("cpu_gpu", "a small file")
-        began = perf_counter()
         write_buffered(self._fd, parts, self._sequential)
-        self.tally.add_plain(parts, perf_counter() - began, self._sequential)
+        self.tally.add_plain(parts, self._sequential)
         if self._on_progress is not None:
             self._on_progress(nbytes)
 

@@ -10,14 +10,14 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
-from fastserial.config import Config, chosen
-from fastserial.config.performance import GATHERED
+from fastserial.config import Config, current
+from fastserial.config.performance import GATHERED, GiB
 from fastserial.errors import WriteError, name_in
 from fastserial.files import linux
 from fastserial.files.in_place import open_target
@@ -32,8 +32,6 @@ from fastserial.progress import progress_bar
 from fastserial.reports import Latency, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
 from fastserial.saving.save_errors import save_error
-from fastserial.saving.statistics import WriterStatistics
-from fastserial.tuning import lookup
 
 if TYPE_CHECKING:
     import torch
@@ -84,11 +82,7 @@ class FastFileWriter:
             from fastserial.engines.deepspeed.writer_config import options_of  # rarely wanted
 
             config = options_of(config) if config.dnvme_handle is not None else None
-        self._chosen: Mapping[str, Any] | None = None  # None: all options are given
-        if config is None:
-            self._chosen = chosen()
-            config = Config.resolve(self._chosen)
-        self._config = config
+        self._config = config if config is not None else current()
         self._pid = os.getpid()
         self._began = perf_counter()
         self._phases = {"serialize": 0.0, "transfer": 0.0}
@@ -110,7 +104,6 @@ class FastFileWriter:
             owner=place,
         )
         self._written = 0  # bytes passed on
-        self._statistics = WriterStatistics(self._out.tally)
         self._gathered = bytearray()
         self._closed = False
 
@@ -146,12 +139,21 @@ class FastFileWriter:
         return self.name
 
     def get_stats(self) -> dict[str, int | float | str]:
-        """Return the statistics of DeepSpeed's FastFileWriter, by its names.
+        """Return what DeepSpeed's FastFileWriter counts of the bytes, by its names.
 
-        Bytes, seconds, and "GB/s" for GiB per second.
+        Bytes, seconds, and "GB/s" for GiB per second. `aio_bytes` are the engine's, `slow_bytes`
+        those written without it. More is in `report`.
         """
-        nbytes = self.tell() - self._out.tally.skipped_bytes
-        return self._statistics.as_dict(self.name, nbytes, self._phases["transfer"])
+        tally, seconds = self._out.tally, self._phases["transfer"]
+        nbytes = self.tell() - tally.skipped
+        return {
+            "path": self.name,
+            "bytes": nbytes,
+            "write_secs": seconds,
+            "write_GB/s": nbytes / seconds / GiB if seconds else 0.0,
+            "aio_bytes": tally.engine,
+            "slow_bytes": tally.plain,
+        }
 
     def _dump_state(self) -> None:
         """Print the statistics as DeepSpeed does; its checkpoint engine calls it by this name."""
@@ -183,7 +185,6 @@ class FastFileWriter:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes and return how many. They are copied or written before it returns."""
         self._check_open()
-        self._statistics.write += 1
         with memoryview(data).cast("B") as view:
             length = len(view)
             if length < GATHERED:
@@ -191,13 +192,11 @@ class FastFileWriter:
                 if len(self._gathered) >= GATHERED:
                     began = perf_counter()
                     with _Guarded(self):
-                        self._use_tuned()
                         self._gather()
                     self._add_transfer(began)
                 return length
             began = perf_counter()
             with _Guarded(self):
-                self._use_tuned()
                 self._place.begin()
                 self._gather()
                 source = Literal(data if isinstance(data, bytes) else view)
@@ -219,7 +218,6 @@ class FastFileWriter:
             self.abort()
         if not self._discarded:
             self._check_open()
-        self._statistics.flush += 1
 
     @trace.traced("layout")
     def save_torch_storage_object_list(
@@ -245,7 +243,6 @@ class FastFileWriter:
         synchronize(storages)
         self._write_extents(storage_extents(batch, counts), nbytes, None)
         self.release_sources()
-        self._statistics.count_storages(len(storage_obj_list), nbytes)
         return nbytes
 
     def write_plan(self, plan: ZipPlan) -> None:
@@ -256,7 +253,6 @@ class FastFileWriter:
         """
         self._check_open()
         self._container = "zip"
-        self._statistics.count_storages(plan.storages, plan.storage_bytes)
         ledger = CrcLedger(plan.sizes, plan.crcs) if None in plan.crcs else None
         self._write_extents(plan.extents, plan.nbytes, ledger)
 
@@ -301,7 +297,6 @@ class FastFileWriter:
         if not self.tell() and sys.exc_info()[1] is not None:
             self.abort()
             return
-        self._statistics.close += 1
         self._needed = max(self._needed or 0, self.tell())
         with _Guarded(self):
             began = perf_counter()
@@ -362,8 +357,6 @@ class FastFileWriter:
         began = perf_counter()
         self._needed = self.tell() + nbytes
         with _Guarded(self):
-            if self._needed > self._config.small_file:
-                self._use_tuned()
             self._place.begin()
             self._reserve(extents, self._needed)
             self._out.expect(self._needed)
@@ -376,19 +369,6 @@ class FastFileWriter:
     ) -> None:
         self._out.write(extents, ledger, self._place.start + self._written)
         self._written += nbytes
-
-    def _use_tuned(self) -> None:
-        """Switch to what `fastserial tune` found for this device, once, before the first block.
-
-        Small files are not worth it: they are one plain write. How large a stream of `write`s
-        will be is not known; it is no small one once it is passed on.
-        """
-        given, self._chosen = self._chosen, None
-        if given is None or not self._config.tuned:
-            return
-        config = lookup.applied(self._config, given, self._place.fd)
-        if config is not self._config and self._out.reconfigure(config):
-            self._config = config
 
     def _reserve(self, extents: Sequence[Extent], needed: int) -> None:
         """Reserve space for all that is known to come, unless it is little or has holes."""
@@ -431,7 +411,7 @@ class FastFileWriter:
         self._report = SaveReport(
             path=self.name,
             container=self._container,
-            bytes=self._written - out.tally.skipped_bytes,
+            bytes=self._written - out.tally.skipped,
             seconds=seconds,
             engine=out.engine_name,
             direct=out.direct,

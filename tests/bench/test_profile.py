@@ -142,9 +142,9 @@ def test_profile(
     fillers = caller if few_cores else workers
     assert "copy" in fillers
     assert ("CRC-32" in fillers) is (container == "zip")
-    blocks = -(-result.report.bytes // result.settings.block_size)
+    blocks = -(-result.report.bytes // result.report.block_size)
     assert workers["device write"].count == pytest.approx(blocks, abs=1)
-    assert 1 <= result.worker_count <= result.settings.threads
+    assert 1 <= result.worker_count <= result.report.threads
 
 
 def test_trace_of_a_save(tmp_path: Path) -> None:

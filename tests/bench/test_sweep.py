@@ -15,11 +15,12 @@ from fastserial.bench.cli.sweep import _grid
 from fastserial.bench.measuring.errors import BenchError
 from fastserial.bench.measuring.measure import Sample
 from fastserial.bench.presenting import sweep_view
-from fastserial.bench.presenting.sweep_view import cells, plot
+from fastserial.bench.presenting.sweep_view import best_settings, cells, plot
 from fastserial.bench.studies import sweep
 from fastserial.bench.studies.sweep import Grid, Sweep, points, run_sweep
 from fastserial.bench.studies.sweep_file import Point, Result, SweepFile
 from fastserial.cli.main import app
+from fastserial.config import current
 from fastserial.errors import EngineUnavailableError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -158,6 +159,8 @@ def test_files_of_something_else_are_left_alone(tmp_path: Path, fake: type[FakeR
     before = path.read_text()
     with pytest.raises(BenchError, match="give another --csv"):
         run_sweep(plan(tmp_path / "disk", nbytes=MIB), path)
+    with pytest.raises(BenchError, match=f"in {tmp_path / 'disk'}, not of .*{tmp_path / 'other'}"):
+        run_sweep(plan(tmp_path / "other"), path)
     path.write_text(before.replace(",write,cpu,threads,", ",write,cpu,threads,x", 1))
     with pytest.raises(BenchError, match="line 2"):
         run_sweep(plan(tmp_path / "disk"), path)
@@ -270,6 +273,31 @@ def test_cells_are_medians_with_the_best_first() -> None:
     assert found[1].bandwidth.high == 3e9
 
 
+def test_best_settings_are_variables_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = Point("write", "cpu", "threads", 512 * KIB, 8, 4)
+    lucky = point(size=4 * MIB)  # the fastest in the median, but not steadily so
+    to_device = Point("read", "cpu_async_gpu", "threads", MIB + 4 * KIB, 4, 4)
+    found = cells(
+        [result(best, run, ratio) for run, ratio in enumerate((1.04, 1.1, 1.2))]
+        + [result(lucky, run, ratio) for run, ratio in enumerate((0.9, 1.5, 1.6))]
+        + [result(point("read"), run, 1.02) for run in range(3)]
+        + [result(to_device, 0, 2.0)]
+    )
+    nothing, read, to_gpu, write, variables = best_settings(found)
+    assert nothing == "# read, cpu: no setting is clearly faster than the defaults"
+    assert read == "# read, cpu_async_gpu: 2.00 × the defaults"
+    assert to_gpu.endswith(
+        "FASTSERIAL_THREADS=4 FASTSERIAL_ENGINE=threads FASTSERIAL_TRANSFER=cpu_async_gpu"
+    )
+    assert "FASTSERIAL_BLOCK_SIZE=1028KiB" in to_gpu
+    assert write == "# write, cpu: 1.10 × the defaults"
+    for word in variables.split():
+        monkeypatch.setenv(*word.split("=", 1))
+    config = current()
+    chosen = (config.engine, config.block_size, config.queue_depth, config.threads)
+    assert chosen == (best.engine, best.block_size, best.queue_depth, best.threads)
+
+
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = cells(
@@ -328,6 +356,7 @@ def test_command(tmp_path: Path) -> None:
     done = invoke(tmp_path / "disk", *words, "--op", "write")
     assert done.exit_code == 0, done.output
     assert "threads (default)" in done.output
+    assert "# write, cpu: " in done.output
     assert "2 results in" in done.output
     before = (tmp_path / "a.csv").read_bytes()
     again = invoke(tmp_path / "disk", *words, "--op", "write")

@@ -28,6 +28,7 @@ from fastserial.cli import inspect
 from fastserial.cli import verify as verify_module
 from fastserial.config import Config
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.files.caching import cached_fraction
 from fastserial.formats.legacy.structure import LegacyStorage, read_legacy
 from fastserial.formats.zip.directory import RecordEntry, read_directory
 
@@ -339,14 +340,44 @@ def test_what_cannot_be_checked(tmp_path: Path) -> None:
     path = tmp_path / "x"
     os.mkfifo(tmp_path / "fifo")
     for name, reason in (("missing", "No such file"), ("fifo", "regular"), (".", "directory")):
-        report = verify(tmp_path / name)
-        assert report.status == "unreadable"
-        assert any(reason in note for note in report.notes)
+        for cold in (False, True):
+            report = verify(tmp_path / name, cold=cold)
+            assert report.status == "unreadable"
+            assert any(reason in note for note in report.notes)
     (tmp_path / "__0_0.distcp").write_bytes(ZIP + ZIP)
     assert verify(tmp_path / "__0_0.distcp").status == "unreadable"
     for content in (b"", b"hello", pickle.dumps(1), b"\x93NUMPY" + bytes(500)):
         report = check(path, content)
         assert report.status == "unreadable", content
+
+
+def test_cold_reads_what_the_device_holds(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.arange(2_000_000)}, path)
+    with path.open("rb") as file:
+        fd, nbytes = file.fileno(), path.stat().st_size
+        assert verify(path).ok
+        assert cached_fraction(fd, 0, nbytes) in (1.0, None)
+        report = verify(path, cold=True)
+        if report.notes and "stays in the page cache" in report.notes[-1]:
+            pytest.skip("the file system is in memory")
+        assert report.ok
+        assert report.checked_bytes > 16_000_000
+        assert (cached_fraction(fd, 0, nbytes) or 0.0) < 0.5  # its ends were read once more
+
+
+def test_cold_says_what_stays_in_the_page_cache(tmp_path: Path) -> None:
+    """A program that has the file mapped keeps it there: no word on what the device holds."""
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.arange(500_000)}, path)
+    mapped = torch.load(path, mmap=True)["a"]
+    assert mapped.sum() > 0  # every page was read
+    report = verify(path, cold=True)
+    assert (report.status, report.problems) == ("unreadable", ())
+    assert "stays in the page cache" in report.notes[-1]
+    assert command("verify", "--cold", path)[0] == 2
+    assert command("verify", path)[0] == 0
+    assert [int(mapped[0]), int(mapped[-1])] == [0, 499_999]
 
 
 def test_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,6 @@ def test_hostile_paths(command: Command, tmp_path: Path) -> None:
         ("convert", path, folder / "missing" / "t.pt"),
         ("inspect", folder),
         ("verify", path, folder / "missing"),
-        ("tune", "--forget", path),
         ("doctor", path),
         ("doctor", folder),
     ):
@@ -197,23 +196,6 @@ def test_verify_tells_no_speed_of_what_it_did_not_read(command: Command, tmp_pat
     for path, speed in ((whole, True), (text, False), (legacy, False), (cut, False)):
         assert ("/s" in command("verify", path)[1]) == speed, path.name
     assert "/s" not in command("verify", text, legacy)[1]
-
-
-def test_tune_words(command: Command, tmp_path: Path) -> None:
-    file = tmp_path / "a.pt"
-    file.touch()
-    for words, said in (
-        (["--forget"], "--forget FOLDER"),
-        ([], "or --show"),
-        (["--show", "--forget", tmp_path], "not both"),
-        ([file], "is not a directory: give the folder"),
-        ([tmp_path / "missing"], "create it first"),
-    ):
-        status, out, err = command("tune", *words)
-        assert (status, out) == (2, "")
-        assert said in err
-        assert len(err.splitlines()) == 1
-    assert "--show" not in command("tune", "--forget")[2]
 
 
 def test_without_torch(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_stock_bytes(fmt: str, double: bool, config: Callable[..., Any], tmp_pat
 def test_storages_come_in_one_call(
     fmt: str, config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Legacy: all of them. Zip: the large ones, each uncopied."""
+    """Legacy: all of them. In a zip torch writes them one by one."""
     calls: list[int] = []
     original = FastFileWriter.save_torch_storage_object_list
 
@@ -104,7 +104,7 @@ def test_storages_come_in_one_call(
     obj = state()
     with repaired():
         their_save(obj, tmp_path / "a.pt", config(), fmt)
-    assert calls == ([len(obj)] if fmt == "legacy" else [1])
+    assert calls == ([len(obj)] if fmt == "legacy" else [])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -165,10 +165,9 @@ def test_our_writer_takes_their_config(
     with repaired():
         theirs = their_save(obj, tmp_path / "theirs.pt", config(), fmt)
         theirs._dump_state()  # completes the statistics
-    assert set(writer.get_stats()) == set(theirs._stats)
-    for name in ("bytes", "close", "fileno", "path"):
-        mine, other = writer.get_stats()[name], theirs._stats[name]
-        assert mine == (str(path) if name == "path" else other)
+    assert set(writer.get_stats()) <= set(theirs._stats)
+    assert writer.get_stats()["bytes"] == theirs._stats["bytes"]
+    assert writer.get_stats()["path"] == str(path)
 
 
 # --- faults of theirs (DeepSpeed 0.19.8) ------------------------------------------------------

@@ -241,12 +241,11 @@ def test_an_error_of_a_first_save_tells_of_no_previous_file(
     assert not os.listdir(target.parent)
 
 
-@pytest.mark.parametrize("read_back", [False, True])
 def test_an_interrupt_while_files_are_closed(
-    target: Path, named: bool, read_back: bool, monkeypatch: pytest.MonkeyPatch
+    target: Path, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays an interrupt; no descriptor is closed twice: by then it may be another file's."""
-    way = config.current(small_file=0, block_size=65536, read_back=read_back)
+    way = config.current(small_file=0, block_size=65536)
     monkeypatch.setattr(replacement_module, "LARGE_FILE", 1)
     monkeypatch.setattr(replacement_module, "free", lambda files: files.close())
     real = os.close

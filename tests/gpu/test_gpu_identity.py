@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {**SMALL, "block_size": 65536, "queue_depth": 3},
     {**SMALL, "direct": False, "transfer": "cpu_cached_gpu"},
-    {**SMALL, "transfer": "cpu_gpu", "read_back": True},
+    {**SMALL, "transfer": "cpu_gpu"},
 ]
 OPTIONS += [
     {**SMALL, "direct": True, "block_size": 65536, "queue_depth": 3, "transfer": word}

@@ -25,15 +25,10 @@ from fastserial.integrations.fastpersist import (
     get_pinned_buffer,
 )
 from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.statistics import TransferTally
 
 SAVES = {"zip": fastpersist_save, "legacy": fastpersist_save_legacy}
-# What DeepSpeed's FastFileWriter prints, and what DeepSpeedExamples' functions return.
-DEEPSPEED = {
-    "close", "fileno", "flush", "write", "bytes", "write_secs", "write_GB/s", "aio_write_secs",
-    "aio_bytes", "aio_GB/s", "slow_bytes", "slow_write_secs", "fill_buffer_count",
-    "fill_buffer_secs", "fill_buffer_GB/s", "save_storage", "save_storage_bytes", "path",
-}  # fmt: skip
+# Of what DeepSpeed's FastFileWriter prints, and what DeepSpeedExamples' functions return.
+DEEPSPEED = {"path", "bytes", "write_secs", "write_GB/s", "aio_bytes", "slow_bytes"}
 EXAMPLES = {"write_secs", "total_secs", "total_bytes", "write_GB/s", "total_GB/s"}
 
 
@@ -81,8 +76,6 @@ def test_statistics(fmt: str, tmp_path: Path) -> None:
     assert found["path"] == str(path)
     assert found["total_bytes"] == found["bytes"] == size
     assert found["aio_bytes"] + found["slow_bytes"] == size  # type: ignore[operator]
-    assert found["save_storage_bytes"] >= 5 * MIB + 1000  # type: ignore[operator]
-    assert found["close"] == 1
     assert 0 < found["write_secs"] <= found["total_secs"]  # type: ignore[operator]
     rate = size / found["total_secs"] / 2**30  # type: ignore[operator]
     assert found["total_GB/s"] == pytest.approx(rate)
@@ -99,14 +92,8 @@ def test_statistics_are_of_all_bytes_and_all_time(fmt: str, direct: Any, tmp_pat
     assert sum(report.phases.values()) == pytest.approx(report.seconds)
     own = report.seconds - report.phases["serialize"]
     assert found["write_secs"] == pytest.approx(own)
-    assert 0 < found["aio_write_secs"] <= report.seconds
     assert found["aio_bytes"] >= 30 * MIB
     assert found["aio_bytes"] + found["slow_bytes"] == (tmp_path / "a.pt").stat().st_size
-
-
-def test_time_with_two_transfers_counts_once() -> None:
-    tally = TransferTally(spans=[(4.0, 5.0), (1.0, 3.0), (2.0, 2.5), (2.5, 3.5), (4.0, 4.5)])
-    assert tally.engine_seconds == 3.5
 
 
 def test_waiting_for_the_storages_is_transfer(
@@ -273,7 +260,6 @@ def test_writer_in_place_of_theirs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"stats = {writer.get_stats()}\n"
     assert set(writer.get_stats()) == DEEPSPEED
     assert writer.get_stats()["bytes"] == path.stat().st_size
-    assert writer.get_stats()["save_storage"] == 2
     assert writer.file_path() == str(path)
     loaded = torch.load(path)
     assert all(torch.equal(loaded[key], state[key]) for key in state)

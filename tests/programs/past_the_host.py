@@ -37,9 +37,7 @@ def main(library: str, word: str, folder: Path) -> None:
     for module in (reader, sinks):
         patch.setattr(module, "is_on_host", lambda storage: False)
     warnings.simplefilter("ignore")
-    config = Config(
-        block_size=BLOCK, queue_depth=3, small_file=0, direct=True, transfer=word, tuned=False
-    )
+    config = Config(block_size=BLOCK, queue_depth=3, small_file=0, direct=True, transfer=word)
     wanted = torch.randint(0, 256, (20 * BLOCK + 5,), dtype=torch.uint8)
     path = folder / "a"
     with fastserial.FastFileWriter(path, config) as writer:

@@ -416,13 +416,12 @@ def test_an_error_in_a_thread_reaches_the_caller(
     assert len(os.listdir("/proc/self/task")) <= threads
 
 
-@pytest.mark.parametrize("read_back", [False, True])
-def test_a_lock_of_the_callers_stays(tmp_path: Path, read_back: bool) -> None:
+def test_a_lock_of_the_callers_stays(tmp_path: Path) -> None:
     """A process loses its POSIX locks on a file when it closes any descriptor of it."""
     data = noise(300_000)
     with (tmp_path / "f").open("wb") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        with FastFileWriter(file, config.current(read_back=read_back, **BLOCKS)) as writer:
+        with FastFileWriter(file, config.current(**BLOCKS)) as writer:
             writer.write(data)
         assert linux.is_locked(file.fileno())
         fcntl.lockf(file, fcntl.LOCK_UN)
@@ -438,7 +437,7 @@ def test_our_own_file_is_not_looked_at_for_locks(
 ) -> None:
     """On NFS the `flock` on a temporary file may look like a lock of somebody else's."""
     monkeypatch.setattr(linux, "is_locked", lambda fd: True)
-    with FastFileWriter(tmp_path / "f", config.current(read_back=True, **BLOCKS)) as writer:
+    with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:
         writer.write(noise(300_000))
     assert writer.report is not None
     assert "lockf" not in str(writer.report.fallback)

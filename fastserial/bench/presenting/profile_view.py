@@ -35,10 +35,14 @@ def show_profile(result: ProfileResult, console: Console) -> None:
         f"{format_bytes(report.bytes)} in {result.seconds:.3f} s ({speed}), "
         f"{result.cpu_seconds:.3f} s of processor time"
     )
+    settings = (
+        f"engine={report.engine} block_size={format_bytes(report.block_size)} "
+        f"queue_depth={report.queue_depth} threads={report.threads}"
+    )
     lines = [
         str(result.machine),
         describe_folder(result.folder),
-        f"fastserial: {result.settings}, durable, {'direct' if report.direct else 'page cache'}",
+        f"fastserial: {settings}, durable, {'direct' if report.direct else 'page cache'}",
         f"{bench.container}, {bench.tensors} tensors on {bench.device}, {took}",
     ]
     if report.fallback:

@@ -17,14 +17,13 @@ from fastserial.bench.measuring.summary import Spread
 from fastserial.bench.measuring.units import MB
 from fastserial.bench.presenting.plot import new_figure, save_figure
 from fastserial.bench.presenting.save_view import format_ratio, format_spread, table_of
-from fastserial.bench.studies.sweep_file import Point, Result
-from fastserial.config import Config
-from fastserial.tuning.store import Settings
+from fastserial.bench.studies.sweep import HOST
+from fastserial.bench.studies.sweep_file import Point, Result, format_size
 
-__all__ = ["Cell", "cells", "plot", "show_sweep"]
+__all__ = ["Cell", "best_settings", "cells", "plot", "show_sweep"]
 
 _SHOWN = 8
-_MIB = 1 << 20
+_GAIN = 1.03  # over the defaults: less is not worth other settings
 _INCHES = (0.95, 0.55)  # of a cell of the heat map
 _MARGIN = (2.4, 1.6)
 
@@ -60,31 +59,59 @@ def cells(results: Iterable[Result]) -> list[Cell]:
 def show_sweep(found: Sequence[Cell], console: Console) -> None:
     """Print the best points of each kind of transfer."""
     table = table_of("", "block size", "depth", "threads", "engine", "MB/s", "× defaults")
-    default = Settings.of(Config())
     for (op, transfer), group in itertools.groupby(
         found, key=lambda cell: (cell.point.op, cell.point.transfer)
     ):
         table.add_section()
         kind = list(group)
+        default = Point.of_defaults(op, transfer)
         for index, cell in enumerate(kind):
             point = cell.point
-            mine = Settings(point.engine, point.block_size, point.queue_depth, point.threads)
-            if index >= _SHOWN and mine != default:
+            if index >= _SHOWN and point != default:
                 continue
             table.add_row(
                 f"{op}, {transfer}" if not index else "",
-                _size(point.block_size),
+                format_size(point.block_size),
                 str(point.queue_depth),
                 str(point.threads),
-                escape(point.engine + (" (default)" if mine == default else "")),
+                escape(point.engine + (" (default)" if point == default else "")),
                 format_spread(cell.bandwidth, MB) if not cell.error else escape(cell.error),
                 format_ratio(cell.ratio),
             )
     console.print(table)
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes // _MIB}MiB" if nbytes % _MIB == 0 else f"{nbytes // 1024}KiB"
+def best_settings(found: Sequence[Cell]) -> list[str]:
+    """Return two lines for each kind of transfer: what was found, and the settings to copy.
+
+    The second line is missing where nothing is clearly faster than the defaults: `_GAIN` in the
+    median, and faster in every run. It stands in front of a command:
+    `FASTSERIAL_BLOCK_SIZE=4MiB FASTSERIAL_QUEUE_DEPTH=8 ... python train.py`.
+    """
+    lines = []
+    for (op, transfer), group in itertools.groupby(
+        found, key=lambda cell: (cell.point.op, cell.point.transfer)
+    ):
+        faster = (cell for cell in group if cell.ratio.median >= _GAIN and cell.ratio.low > 1)
+        best = next(faster, None)
+        if best is None:
+            lines.append(f"# {op}, {transfer}: no setting is clearly faster than the defaults")
+            continue
+        lines.append(f"# {op}, {transfer}: {best.ratio.median:.2f} × the defaults")
+        lines.append(_variables(best.point))
+    return lines
+
+
+def _variables(point: Point) -> str:
+    values = {
+        "BLOCK_SIZE": format_size(point.block_size),
+        "QUEUE_DEPTH": str(point.queue_depth),
+        "THREADS": str(point.threads),
+        "ENGINE": point.engine,
+    }
+    if point.transfer != HOST:
+        values["TRANSFER"] = point.transfer
+    return " ".join(f"FASTSERIAL_{name}={value}" for name, value in values.items())
 
 
 def plot(found: Sequence[Cell], path: Path, title: str) -> None:
@@ -155,7 +182,7 @@ def _draw(axis: Any, one: _Map, reach: float) -> Any:
     axis.set_xlabel("queue depth", fontsize=8)
     axis.set_ylabel("block size", fontsize=8)
     axis.set_xticks(range(len(one.depths)), [str(depth) for depth in one.depths], fontsize=8)
-    axis.set_yticks(range(len(one.sizes)), [_size(size) for size in one.sizes], fontsize=8)
+    axis.set_yticks(range(len(one.sizes)), [format_size(size) for size in one.sizes], fontsize=8)
     for (size, depth), cell in one.best.items():
         text = (
             f"{cell.ratio.median:.2f} ×\n{cell.bandwidth.median / MB:,.0f} MB/s, "

@@ -16,7 +16,7 @@ from fastserial.bench.measuring.settle import settle
 from fastserial.bench.measuring.summary import Line, summarize
 from fastserial.bench.subjects import fio
 from fastserial.bench.subjects.payload import check_memory
-from fastserial.tuning import lookup
+from fastserial.config import current
 
 __all__ = ["FIO", "Comparison", "compare"]
 
@@ -89,7 +89,7 @@ def compare(
     return Comparison(
         data,
         plan.runs,
-        Place.of(folder.parent, lookup.config_for(folder.parent)),
+        Place.of(folder.parent, current()),
         tuple(summarize(measured, [str(variant) for variant in yardsticks])),
         {**absent, **(missing or {})},
         small_pages,

@@ -21,7 +21,7 @@ from fastserial.bench.measuring.settle import settle
 from fastserial.bench.measuring.summary import Spread
 from fastserial.bench.subjects.payload import check_memory, mixed_state
 from fastserial.bench.subjects.saving import check_torch, stock, sync
-from fastserial.tuning import lookup
+from fastserial.config import current
 
 __all__ = ["GilBench", "GilLine", "GilResult", "run_gil"]
 
@@ -115,7 +115,7 @@ def run_gil(bench: GilBench, say: Callable[[str], None] = lambda text: None) -> 
         )
         for name, runs in found.items()
     ]
-    place = Place.of(bench.folder, lookup.config_for(bench.folder))
+    place = Place.of(bench.folder, current())
     return GilResult(bench, place, tuple(lines))
 
 

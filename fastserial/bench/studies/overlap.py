@@ -24,7 +24,7 @@ from fastserial.bench.subjects.contents import unshared
 from fastserial.bench.subjects.payload import check_memory
 from fastserial.bench.subjects.saving import check_torch
 from fastserial.bench.subjects.training import Training
-from fastserial.tuning import lookup
+from fastserial.config import current
 
 __all__ = ["OverlapBench", "OverlapLine", "OverlapResult", "run_overlap"]
 
@@ -181,7 +181,7 @@ def _measured(bench: OverlapBench, say: Callable[[str], None]) -> OverlapResult:
                 before = after
     measured = [line for line in lines if line.error is None]
     missing |= {line.name: line.error for line in lines if line.error is not None}
-    place = Place.of(bench.folder, lookup.config_for(bench.folder))
+    place = Place.of(bench.folder, current())
     return OverlapResult(bench, place, nbytes, alone, tuple(measured), missing)
 
 

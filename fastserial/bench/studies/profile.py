@@ -27,8 +27,6 @@ from fastserial.bench.subjects.saving import Format, fast
 from fastserial.bench.subjects.torch_rows import fast_row, stock_row
 from fastserial.diagnosis.folder import Folder, probe_folder
 from fastserial.reports import SaveReport
-from fastserial.tuning import lookup
-from fastserial.tuning.store import Settings
 
 __all__ = ["IDLE", "OTHER", "Phase", "ProfileBench", "ProfileResult", "run_profile"]
 
@@ -88,7 +86,6 @@ class ProfileResult:
     bench: ProfileBench
     machine: Machine
     folder: Folder
-    settings: Settings
     report: SaveReport
     seconds: float
     cpu_seconds: float
@@ -124,7 +121,6 @@ def run_profile(
     """
     check_memory(bench.nbytes)
     with scratch(bench.folder, _COPIES * bench.nbytes + _HEADROOM) as folder:
-        settings = Settings.of(lookup.config_for(bench.folder))
         say("making the data")
         state = _on_device(mixed_state(bench.nbytes, bench.tensors), bench.device)
         path = folder / f"{_STEM}.stock"
@@ -157,7 +153,6 @@ def run_profile(
         bench,
         this_machine(),
         probe_folder(bench.folder),
-        settings,
         run.report,
         run.seconds,
         run.cpu_seconds,

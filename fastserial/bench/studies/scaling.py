@@ -20,7 +20,7 @@ from fastserial.bench.subjects.payload import check_memory, equal_state, mixed_s
 from fastserial.bench.subjects.peers import safetensors_row
 from fastserial.bench.subjects.saving import check_torch
 from fastserial.bench.subjects.torch_rows import fast_row, stock_row
-from fastserial.tuning import lookup
+from fastserial.config import current
 
 __all__ = ["Axis", "Point", "ScalingBench", "ScalingResult", "run_scaling", "sizes", "steps"]
 
@@ -123,7 +123,7 @@ def run_scaling(
             points.append(_measure("tensors", state, bench, folder, say))
     return ScalingResult(
         bench,
-        Place.of(bench.folder, lookup.config_for(bench.folder)),
+        Place.of(bench.folder, current()),
         tuple(points),
         missing,
     )

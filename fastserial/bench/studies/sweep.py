@@ -31,10 +31,9 @@ from fastserial.engines.direct_memory import missing
 from fastserial.errors import EngineUnavailableError
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ReadExtent, storage_sink
+from fastserial.printable import printable
 from fastserial.reports import Latency, Transfer
 from fastserial.saving.writer import FastFileWriter
-from fastserial.tuning import lookup
-from fastserial.tuning.store import Settings
 
 __all__ = ["HOST", "OPS", "Grid", "Sweep", "on_devices", "points", "run_sweep"]
 
@@ -121,19 +120,21 @@ def run_sweep(
             raise BenchError(f"transfer {word!r}: {why}")
     check_memory(_COPIES * sweep.nbytes)
     total = len(wanted) * sweep.runs
-    with scratch(sweep.folder, _COPIES * sweep.nbytes + _HEADROOM) as place:
-        key, _ = lookup.entry_for(sweep.folder)
-        with SweepFile(file, key, sweep.nbytes) as kept:
-            done = {(result.point, result.run) for result in kept.results}
-            runner: _Runner | None = None
-            count = len(done & set(itertools.product(wanted, range(sweep.runs))))
-            for run, point in _missing(wanted, sweep.runs, done):
-                on_progress(count, total, f"run {run + 1}: {point}")
-                runner = runner or _Runner(place, sweep)
-                kept.add(runner.result(point, run))
-                count += 1
-            on_progress(total, total, "done")
-            return list(kept.results)
+    where = printable(str(sweep.folder.absolute()))
+    with (
+        scratch(sweep.folder, _COPIES * sweep.nbytes + _HEADROOM) as place,
+        SweepFile(file, where, sweep.nbytes) as kept,
+    ):
+        done = {(result.point, result.run) for result in kept.results}
+        runner: _Runner | None = None
+        count = len(done & set(itertools.product(wanted, range(sweep.runs))))
+        for run, point in _missing(wanted, sweep.runs, done):
+            on_progress(count, total, f"run {run + 1}: {point}")
+            runner = runner or _Runner(place, sweep)
+            kept.add(runner.result(point, run))
+            count += 1
+        on_progress(total, total, "done")
+        return list(kept.results)
 
 
 def _missing(
@@ -200,7 +201,7 @@ class _Runner:
     def _bandwidth_of_defaults(self, point: Point) -> float:
         """Return the bandwidth that a result is compared with: single ones vary too much."""
         kind = point.op, point.transfer
-        default = Point(*kind, **Settings.of(Config()).options())
+        default = Point.of_defaults(*kind)
         wanted = 1 if self._since >= _FRESH else 0
         if kind != self._kind:
             self._kind, wanted = kind, _LAST

@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any
 
 from fastserial.bench.measuring.errors import BenchError
-from fastserial.tuning.store import Settings
+from fastserial.config import Config
+from fastserial.config.performance import KiB, MiB
 
-__all__ = ["Point", "Result", "SweepFile"]
+__all__ = ["Point", "Result", "SweepFile", "format_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,25 @@ class Point:
     queue_depth: int
     threads: int
 
+    @classmethod
+    def of_defaults(cls, op: str, transfer: str) -> Point:
+        """Return the default settings for a kind of transfer."""
+        config = Config()
+        counts = config.block_size, config.queue_depth, config.threads
+        return cls(op, transfer, str(config.engine), *counts)
+
     def __str__(self) -> str:
-        settings = Settings(self.engine, self.block_size, self.queue_depth, self.threads)
-        return f"{self.op} {self.transfer} {settings}"
+        return (
+            f"{self.op} {self.transfer} block_size={format_size(self.block_size)} "
+            f"queue_depth={self.queue_depth} threads={self.threads} engine={self.engine}"
+        )
+
+
+def format_size(nbytes: int) -> str:
+    """Return a size as options take it: `format_size(2097152)` is `2MiB`, 524288 `512KiB`."""
+    if nbytes % MiB == 0:
+        return f"{nbytes // MiB}MiB"
+    return f"{nbytes // KiB}KiB" if nbytes % KiB == 0 else str(nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +97,26 @@ _NUMBERS = {
 }
 _TEXTS = ("fallback", "error", "when", "fastserial")
 _POINT = tuple(field.name for field in fields(Point))
-_COLUMNS = ("device", "bytes", "run", *_POINT, *_NUMBERS, *_TEXTS)
+_COLUMNS = ("folder", "bytes", "run", *_POINT, *_NUMBERS, *_TEXTS)
 
 
 class SweepFile:
     """A CSV file that holds results, and takes more. A line that was cut short is done again."""
 
-    def __init__(self, path: Path, device: str, nbytes: int) -> None:
+    def __init__(self, path: Path, folder: str, nbytes: int) -> None:
         """Open the file, or make it.
 
         Args:
             path: of the file.
-            device: key of the device that is measured (`fastserial.files.device_id`).
+            folder: that is written to.
             nbytes: of each transfer.
 
         Raises:
-            BenchError: it holds something else, or results of another device or size.
+            BenchError: it holds something else, or results of another folder or size.
             OSError: it cannot be read or written.
         """
         self.results: list[Result] = []
-        self._same = {"device": device, "bytes": nbytes}
+        self._same = {"folder": folder, "bytes": nbytes}
         there = path.read_bytes() if path.exists() else b""
         whole = there[: there.rfind(b"\n") + 1]
         if there:  # first: what is not ours stays as it is
@@ -136,14 +153,14 @@ class SweepFile:
             raise BenchError(f"{path} holds something else: give another --csv")
         for number, row in enumerate(rows, 2):
             try:
-                same = {"device": row["device"], "bytes": int(row["bytes"])}
+                same = {"folder": row["folder"], "bytes": int(row["bytes"])}
                 result = _result(row)
             except (ValueError, TypeError) as error:
                 raise BenchError(f"{path}, line {number}: {error}") from error
             if same != self._same:
                 raise BenchError(
-                    f"{path} is of {same['bytes']} bytes on {same['device']}, not of "
-                    f"{self._same['bytes']} on {self._same['device']}: give another --csv"
+                    f"{path} is of {same['bytes']} bytes in {same['folder']}, not of "
+                    f"{self._same['bytes']} in {self._same['folder']}: give another --csv"
                 )
             self.results.append(result)
 

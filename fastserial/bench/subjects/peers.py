@@ -76,8 +76,8 @@ def their_rows(
 ) -> tuple[list[Row], str | None]:
     """Return a row for each format and promise (durable or not), or none and what is missing here.
 
-    DeepSpeed's writer is given our patches (it gets its storages in one call, and our checksums in
-    the zip format), our repairs, and, where it has to be durable, a sync of file and directory.
+    DeepSpeed's writer is given our patches (it gets its storages in one call in the legacy format),
+    our repairs, and, where it has to be durable, a sync of file and directory.
     """
     missing = next(one.missing for one in engines.survey() if one.name == "deepspeed")
     if missing is not None:

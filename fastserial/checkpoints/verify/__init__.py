@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from time import perf_counter
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.rank_folder import find_rank_folder
+from fastserial.checkpoints.verify.cold import evict
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import FolderResult, verify_folder
 from fastserial.checkpoints.verify.legacy import verify_legacy
@@ -36,7 +38,9 @@ _REASONS = {
 _OTHERS = (".distcp", ".npz", ".zip", ".whl", ".jar", ".tmp")
 
 
-def verify(path: str | os.PathLike[str], config: Config | None = None) -> VerifyReport:
+def verify(
+    path: str | os.PathLike[str], config: Config | None = None, *, cold: bool = False
+) -> VerifyReport:
     """Check a checkpoint: CRC-32 of every record, and the structure of the container.
 
     Legacy and safetensors files have no checksums; their structure is checked, which the report
@@ -47,14 +51,18 @@ def verify(path: str | os.PathLike[str], config: Config | None = None) -> Verify
     Args:
         path: the file, or the folder.
         config: block size, queue depth and threads; by default the options in force.
+        cold: drop it from the page cache first, so that what the device holds is checked.
 
     Returns:
         What was found. Damage is reported, never raised; so is a file that cannot be read.
+
+    Example:
+        `verify("ckpt.pt", cold=True).ok` right after a save tells whether the device has kept it.
     """
-    return _verify(os.fspath(path), None, config or current())
+    return _verify(os.fspath(path), None, config or current(), cold)
 
 
-def _verify(name: str, opened: int | None, settings: Config) -> VerifyReport:
+def _verify(name: str, opened: int | None, settings: Config, cold: bool = False) -> VerifyReport:
     """Check a checkpoint, by its descriptor if it is open."""
     began = perf_counter()
     findings = Findings()
@@ -65,6 +73,8 @@ def _verify(name: str, opened: int | None, settings: Config) -> VerifyReport:
     changed = False
     try:
         with Descriptors() as files:
+            if cold:
+                settings, reason = replace(settings, direct=True), evict(name)
             fd = opened
             if fd is None:
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
@@ -75,7 +85,7 @@ def _verify(name: str, opened: int | None, settings: Config) -> VerifyReport:
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
                 kind = "zip"
                 result = zip_result = verify_zip(fd, size, findings, _feed(fd, name, settings))
-                reason = zip_result.cannot_tell or zip_result.no_checkpoint
+                reason = zip_result.cannot_tell or zip_result.no_checkpoint or reason
             elif found is Format.LEGACY:
                 kind = "legacy"
                 result.records = verify_legacy(fd, size, findings)
@@ -88,7 +98,7 @@ def _verify(name: str, opened: int | None, settings: Config) -> VerifyReport:
             elif found is Format.FOLDER and (checked := _folder(name, settings, findings)):
                 result = checked
                 kind, size, seen = checked.format, checked.nbytes, None
-                changed, reason = checked.changed, checked.reason
+                changed, reason = checked.changed, checked.reason or reason
             else:
                 reason = _REASONS.get(found, found.value)
             changed = changed or (seen is not None and not seen.holds_for(fd))

@@ -111,7 +111,6 @@ class ZipPlan(NamedTuple):
         sizes: bytes of each record that has a CRC-32 to compute or known.
         crcs: the known CRC-32 of each record, None where it is computed while copying.
         nbytes: size of the file.
-        storages, storage_bytes: how many records are storages, and their bytes.
         lookalikes: the value that torch takes for a CRC-32, of each record whose data begins like a
             descriptor; more may be entered until the trailer is made (`lookalike_of`).
     """
@@ -120,8 +119,6 @@ class ZipPlan(NamedTuple):
     sizes: list[int]
     crcs: list[int | None]
     nbytes: int
-    storages: int
-    storage_bytes: int
     lookalikes: dict[int, int]
 
 
@@ -153,8 +150,6 @@ class ZipLayout:
         self._crcs: list[int | None] = []
         # Records whose data begins like a descriptor, and the value torch takes for its CRC.
         self._lookalikes: dict[int, int] = {}
-        self._storages = 0
-        self._storage_bytes = 0
         self._directory_bytes = 0
         self._extents: list[Extent] = []
         self._cursor = 0
@@ -175,7 +170,6 @@ class ZipLayout:
     def add_memory(self, name: str, memory: Memory, head: bytes) -> None:
         """Add a storage; `head` holds its first 8 bytes, if it has as many."""
         self._open(name, memory.nbytes, None if self.checksums and memory.nbytes else 0)
-        self._count([memory.nbytes])
         if memory.nbytes:
             self._put(memory, len(self.names) - 1)
             self._close(head)
@@ -184,7 +178,6 @@ class ZipLayout:
         """Add storages as `add_memory` does, none of which begins like a descriptor."""
         record = len(self.names)
         sizes = [memory.nbytes for memory in memories]
-        self._count(sizes)
         headers, texts = self._open_all(names, sizes)
         pending, patched_by, extents = self._bytes, self._patched_by, self._extents
         rows = zip(headers, texts, sizes, memories, strict=True)
@@ -205,7 +198,6 @@ class ZipLayout:
     def add_storages(self, names: Sequence[str], batch: Batch) -> None:
         """Add storages as records called `names`; the batch's memory must stay valid."""
         record = len(self.names)
-        self._count(batch.sizes)
         headers, texts = self._open_all(names, batch.sizes)
         for index, head in batch.beginning_with(
             structs.DESCRIPTOR_SIGNATURE, _LOOKALIKE_BYTES
@@ -334,14 +326,8 @@ class ZipLayout:
             sizes,
             self._crcs,
             nbytes,
-            self._storages,
-            self._storage_bytes,
             lookalikes,
         )
-
-    def _count(self, sizes: Sequence[int]) -> None:
-        self._storages += len(sizes)
-        self._storage_bytes += sum(sizes)
 
     # -- building ------------------------------------------------------------------------------
 

@@ -1,1 +1,0 @@
-"""Settings found by measurement, for each device."""

@@ -1,0 +1,95 @@
+"""Somebody else's FastFileWriter as the target: DeepSpeed's protocol."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.corpus import CASES, MIB, Case, noise
+from support.identity import difference, fast, legacy_normal_form, stock
+
+from fastserial.reports import SAVES
+
+
+class Theirs:
+    """Speaks the protocol of DeepSpeed's FastFileWriter, and keeps a note of each call."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.storages: list[int] = []
+
+    def write(self, buffer: Any) -> int:
+        self.data += buffer
+        return len(buffer)
+
+    def save_torch_storage_object_list(
+        self, storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]], save_size: bool
+    ) -> int:
+        before = len(self.data)
+        for storage, dtype in storage_obj_list:
+            if save_size:
+                count = storage.nbytes() // dtype.itemsize
+                self.data += count.to_bytes(8, "little")
+            self.data += ctypes.string_at(storage.data_ptr(), storage.nbytes())
+            self.storages.append(storage.nbytes())
+        return len(self.data) - before
+
+    def flush(self) -> None:
+        pass
+
+
+NAMES = ("checkpoint", "none", "module", "small_tensors_3000", "nested_jagged")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fmt", ["zip", "legacy"])
+@pytest.mark.parametrize("name", NAMES)
+def test_stock_bytes(name: str, fmt: str) -> None:
+    """What stock puts into a file object."""
+    case: Case = CASES[name]
+    if fmt in case.raises:
+        pytest.skip(f"torch cannot save it as {fmt}")
+    live = case.build()
+    expected, theirs = io.BytesIO(), Theirs()
+    with stock(), case.context():
+        torch.save(live, expected, **case.options(fmt))
+    with fast(), case.context():
+        torch.save(live, theirs, **case.options(fmt))
+    mine, other = expected.getvalue(), bytes(theirs.data)
+    if fmt == "legacy" and case.fresh_storages:  # keys are addresses
+        mine, other = legacy_normal_form(mine), legacy_normal_form(other)
+    assert difference(mine, other) is None
+
+
+def test_storages_of_a_legacy_save_come_in_one_call() -> None:
+    """The save counts once, as fastserial's."""
+    state = {f"w{i}": noise(MIB + i) for i in range(5)}
+    theirs = Theirs()
+    SAVES.clear()
+    with fast():
+        torch.save(state, theirs, _use_new_zipfile_serialization=False)
+    assert sorted(theirs.storages) == [MIB + i for i in range(5)]
+    assert (SAVES.count, SAVES.by_torch, SAVES.nbytes) == (1, 0, sum(theirs.storages))
+
+
+def test_a_zip_is_torchs_own() -> None:
+    """It is written by torch, and that is said."""
+    theirs = Theirs()
+    SAVES.clear()
+    with fast():
+        torch.save(noise(MIB), theirs)
+    assert theirs.storages == []
+    assert (SAVES.count, SAVES.by_torch) == (1, 1)
+
+
+def test_an_error_of_theirs_comes_through() -> None:
+    class Broken(Theirs):
+        def save_torch_storage_object_list(self, *_: Any, **__: Any) -> int:
+            raise RuntimeError("planted")
+
+    with fast(), pytest.raises(RuntimeError, match="planted"):
+        torch.save(noise(MIB), Broken(), _use_new_zipfile_serialization=False)
