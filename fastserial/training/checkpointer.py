@@ -33,7 +33,7 @@ from fastserial.overlap.pending import PendingSave
 from fastserial.training.alone import Alone
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.generators import generator_states, restore_generators
-from fastserial.training.parts import expected_bytes, refuse_state_dicts
+from fastserial.training.parts import expected_bytes, refuse_unrestorable
 from fastserial.training.way import OWN, Way
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: an argument is impossible, a `state_dict()` is given instead of its object,
-                or another Checkpointer has the folder.
+                a tensor is expanded, or another Checkpointer has the folder.
             DistributedError: a rank does not come.
         """
         _check_whole("keep", keep, 1)
@@ -130,7 +130,7 @@ class Checkpointer:
             raise ConfigError(f'merge must be None or "union", not {merge!r}')
         if OWN in state:
             raise ConfigError(f"the name {OWN!r} in `state` is taken; use another")
-        refuse_state_dicts(state)
+        refuse_unrestorable(state)
         self._state = state
         self._keep = keep
         self._every = every

@@ -23,7 +23,7 @@ __all__ = [
     "holds_objects",
     "is_object",
     "rebuilt",
-    "refuse_state_dicts",
+    "refuse_unrestorable",
     "restore",
     "state_of",
     "states",
@@ -81,13 +81,18 @@ def holds_objects(value: Any) -> bool:
     return any(is_object(found) for _, found in walk(value))
 
 
-def refuse_state_dicts(objects: Mapping[str, Any]) -> None:
-    """Make sure that nobody hands over states in the place of objects: they could not be restored.
+def refuse_unrestorable(objects: Mapping[str, Any]) -> None:
+    """Make sure that what is saved can be put back: no states in the place of their objects.
 
     Raises:
-        ConfigError: a value is a module's or an optimizer's `state_dict()`.
+        ConfigError: a value is a module's or an optimizer's `state_dict()`, or an expanded tensor.
     """
     for path, value in walk(objects):
+        if _is_expanded(value):
+            raise ConfigError(
+                f"{path} in `state` is an expanded tensor, into which resume() could not copy: "
+                "pass its clone()"
+            )
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             kind, rest = "a module", ". A copy that is no object's (an average) goes as dict(...)"
         elif type(value) is dict and value.keys() == {"state", "param_groups"}:
@@ -98,6 +103,13 @@ def refuse_state_dicts(objects: Mapping[str, Any]) -> None:
             f"{path} in `state` is the state_dict() of {kind}, which resume() could not put back: "
             f"pass the object, not its state_dict(){rest}"
         )
+
+
+def _is_expanded(value: Any) -> bool:
+    """Tell whether elements of a tensor lie in one place of its memory."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def steady(objects: Mapping[str, Any]) -> set[int]:

@@ -520,6 +520,13 @@ def test_a_state_dict_is_refused(tmp_path: Path, name: str) -> None:
     Checkpointer(tmp_path, {"average": average}).close()
 
 
+def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:
+    x = torch.ones(1, 4).expand(3, 4)
+    with pytest.raises(fastserial.ConfigError, match=r"x\['a'\].*expanded.*clone"):
+        Checkpointer(tmp_path, {"x": {"a": x}})
+    Checkpointer(tmp_path, {"x": {"a": x.clone(), "one": torch.ones(1).expand(1)}}).close()
+
+
 @pytest.mark.parametrize(
     "error", [FileNotFoundError("shard"), fastserial.CorruptCheckpointError("shard"), KeyError("x")]
 )
