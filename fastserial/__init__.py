@@ -8,91 +8,59 @@ torch.save(state, "ckpt.pt")  # unchanged call, same bytes
 from __future__ import annotations
 
 TYPE_CHECKING = False  # `typing` itself takes longer to import than all of this
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what type checkers see of `_HOMES`, below
     from typing import Any
 
+    # isort: off
     from fastserial import distributed as distributed
-    from fastserial.checkpoints.inspect import inspect
-    from fastserial.checkpoints.lazy import open_checkpoint as open
-    from fastserial.checkpoints.load import load
-    from fastserial.checkpoints.load_into import load_into
-    from fastserial.checkpoints.save import save
-    from fastserial.checkpoints.verify import verify
-    from fastserial.config import Config, options
-    from fastserial.diagnosis.totals import Summary, summary
-    from fastserial.distributed.convert import convert
+    from fastserial.checkpoints.inspect import inspect as inspect
+    from fastserial.checkpoints.lazy import open_checkpoint
+    from fastserial.checkpoints.load import load as load
+    from fastserial.checkpoints.load_into import load_into as load_into
+    from fastserial.checkpoints.save import save as save
+    from fastserial.checkpoints.verify import verify as verify
+    from fastserial.config import Config as Config, options as options
+    from fastserial.diagnosis.totals import Summary as Summary, summary as summary
+    from fastserial.distributed.convert import convert as convert
     from fastserial.errors import (
-        CheckpointKeyError,
-        CheckpointReplacedError,
-        ConfigError,
-        ConvertError,
-        CorruptCheckpointError,
-        DistributedError,
-        EngineUnavailableError,
-        FastserialError,
-        LoadMismatchError,
-        PatchError,
-        StorageChangedError,
-        TornSnapshotError,
-        UnreadableCheckpointError,
-        UnreadableTensorError,
-        UnsupportedTorchWarning,
-        WriteError,
+        CheckpointKeyError as CheckpointKeyError,
+        CheckpointReplacedError as CheckpointReplacedError,
+        ConfigError as ConfigError,
+        ConvertError as ConvertError,
+        CorruptCheckpointError as CorruptCheckpointError,
+        DistributedError as DistributedError,
+        EngineUnavailableError as EngineUnavailableError,
+        FastserialError as FastserialError,
+        LoadMismatchError as LoadMismatchError,
+        PatchError as PatchError,
+        StorageChangedError as StorageChangedError,
+        TornSnapshotError as TornSnapshotError,
+        UnreadableCheckpointError as UnreadableCheckpointError,
+        UnreadableTensorError as UnreadableTensorError,
+        UnsupportedTorchWarning as UnsupportedTorchWarning,
+        WriteError as WriteError,
     )
-    from fastserial.memory.ring import free_pinned
-    from fastserial.overlap.asynchronous import save_async
-    from fastserial.overlap.pending import PendingSave, wait_all
-    from fastserial.patching.install import install, installed, status, uninstall
-    from fastserial.reports import LoadReport, SaveReport, last_load_report, last_save_report
-    from fastserial.saving.writer import FastFileWriter
-    from fastserial.training.checkpointer import Checkpointer
+    from fastserial.memory.ring import free_pinned as free_pinned
+    from fastserial.overlap.asynchronous import save_async as save_async
+    from fastserial.overlap.pending import PendingSave as PendingSave, wait_all as wait_all
+    from fastserial.patching.install import (
+        install as install,
+        installed as installed,
+        status as status,
+        uninstall as uninstall,
+    )
+    from fastserial.reports import (
+        LoadReport as LoadReport,
+        SaveReport as SaveReport,
+        last_load_report as last_load_report,
+        last_save_report as last_save_report,
+    )
+    from fastserial.saving.writer import FastFileWriter as FastFileWriter
+    from fastserial.training.checkpointer import Checkpointer as Checkpointer
+
+    open = open_checkpoint
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "CheckpointKeyError",
-    "CheckpointReplacedError",
-    "Checkpointer",
-    "Config",
-    "ConfigError",
-    "ConvertError",
-    "CorruptCheckpointError",
-    "DistributedError",
-    "EngineUnavailableError",
-    "FastFileWriter",
-    "FastserialError",
-    "LoadMismatchError",
-    "LoadReport",
-    "PatchError",
-    "PendingSave",
-    "SaveReport",
-    "StorageChangedError",
-    "Summary",
-    "TornSnapshotError",
-    "UnreadableCheckpointError",
-    "UnreadableTensorError",
-    "UnsupportedTorchWarning",
-    "WriteError",
-    "__version__",
-    "convert",
-    "free_pinned",
-    "inspect",
-    "install",
-    "installed",
-    "last_load_report",
-    "last_save_report",
-    "load",
-    "load_into",
-    "open",
-    "options",
-    "save",
-    "save_async",
-    "status",
-    "summary",
-    "uninstall",
-    "verify",
-    "wait_all",
-]
 
 # By module, so that `import fastserial` alone costs nothing: with `FASTSERIAL=1` every process of
 # a job imports it at its start.
@@ -108,9 +76,8 @@ _HOMES = {
     "diagnosis.totals": "Summary summary",
     "errors": (
         "CheckpointKeyError CheckpointReplacedError ConfigError ConvertError "
-        "CorruptCheckpointError DistributedError "
-        "EngineUnavailableError FastserialError LoadMismatchError PatchError StorageChangedError "
-        "TornSnapshotError "
+        "CorruptCheckpointError DistributedError EngineUnavailableError FastserialError "
+        "LoadMismatchError PatchError StorageChangedError TornSnapshotError "
         "UnreadableCheckpointError UnreadableTensorError UnsupportedTorchWarning WriteError"
     ),
     "memory.ring": "free_pinned",
@@ -122,6 +89,7 @@ _HOMES = {
     "training.checkpointer": "Checkpointer",
 }
 _LATER = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = ["__version__", *_LATER]
 _CALLED = {"open": "open_checkpoint"}  # in its module
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from fastserial.printable import printable
 
-__all__ = ["counted", "json_text", "new_console", "print_table", "say"]
+__all__ = ["counted", "new_console", "print_table", "say"]
 
 _WIDTH_OF_FILES = 150
 _WIDEST_COLUMN = 60
@@ -67,18 +66,3 @@ def _lines(rows: list[list[str]], widths: list[int]) -> Iterator[str]:
     for row in rows:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield _GAP.join(padded).rstrip()
-
-
-def json_text(values: Mapping[str, Any]) -> str:
-    """Return an object as JSON, each element of its lists on a line of its own.
-
-    (Python's indented JSON takes four times as long.)
-    """
-    parts = [f"  {json.dumps(key)}: {_json_value(value)}" for key, value in values.items()]
-    return "{\n" + ",\n".join(parts) + "\n}"
-
-
-def _json_value(value: Any) -> str:
-    if not isinstance(value, list | tuple) or not value:
-        return json.dumps(value)
-    return "[\n" + ",\n".join(f"    {json.dumps(one)}" for one in value) + "\n  ]"

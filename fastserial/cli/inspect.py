@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from fastserial.cli.verify import CANNOT_TELL, DAMAGED, files_of, some
-from fastserial.console import counted, json_text, new_console, print_table, say
+from fastserial.console import counted, new_console, print_table, say
 from fastserial.reports import format_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def inspect(
                 _print_inspection(console, found, records)
     if as_json and seen:
         all_ = [found.to_dict() for found in seen]
-        typer.echo(json_text(all_[0] if len(names) == 1 else {"files": all_}))
+        typer.echo(json.dumps(all_[0] if len(names) == 1 else {"files": all_}, indent=2))
     if states:
         raise typer.Exit(min(states))
 

@@ -11,10 +11,10 @@ import contextvars
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, get_args
 
 from fastserial.config.performance import (
     BLOCK_SIZE,
@@ -42,34 +42,15 @@ Transfer = Literal[
     "auto", "gds", "cpu", "cpu_gpu", "cpu_async_gpu", "cpu_cached_gpu", "gpu_async", "gpu_batch"
 ]
 
-_NUMBERS = {
-    "block_size": "a number of bytes",
-    "queue_depth": "a whole number",
-    "threads": "a whole number",
-    "small_file": "a number of bytes",
+_SIZES = ("block_size", "small_file")
+_COUNTS = ("queue_depth", "threads")
+_WORDS: dict[str, tuple[str, ...]] = {
+    "cache": get_args(Cache),
+    "priority": get_args(Priority),
+    "compare": get_args(Compare),
+    "transfer": get_args(Transfer),
 }
-_CACHES = ("auto", "keep", "drop")
-_SWITCHES = (
-    "durable",
-    "preallocate",
-    "progress",
-    "verify_on_load",
-    "fast_unpickler",
-    "safetensors",
-)
-_PRIORITIES = ("normal", "low")
-_COMPARES = ("sampled", "all")
-# In the order of the numbers that gdsio gives them, from 0 on (`-x`).
-TRANSFERS = (
-    "gds",
-    "cpu",
-    "cpu_gpu",
-    "cpu_async_gpu",
-    "cpu_cached_gpu",
-    "gpu_async",
-    "gpu_batch",
-)
-_TRANSFERS = ("auto", *TRANSFERS)
+TRANSFERS = _WORDS["transfer"][1:]  # as gdsio numbers them, from 0 on (`-x`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,33 +123,28 @@ class Config:
                 "engine 'null' writes no data; it is for the benchmark alone. Take it out of "
                 "the options and of FASTSERIAL_ENGINE"
             )
-        for name, unit in _NUMBERS.items():
+        for name in (*_SIZES, *_COUNTS):
             if not isinstance(getattr(self, name), SupportsIndex):
-                raise ConfigError(f"{name} must be {unit}, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be a whole number, not {getattr(self, name)!r}")
         for name in _SWITCHES:
             if getattr(self, name) not in (True, False):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                known = ", ".join(words)
+                raise ConfigError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
         if not PAGE <= self.block_size <= MAX_BLOCK or self.block_size % PAGE:
             raise ConfigError(
                 f"block_size must be a multiple of {PAGE} bytes up to {MAX_BLOCK}, "
                 f"not {self.block_size}"
             )
-        for name in ("queue_depth", "threads"):
+        for name in _COUNTS:
             if not 1 <= getattr(self, name) <= 1024:
                 raise ConfigError(f"{name} must be from 1 to 1024, not {getattr(self, name)}")
         if self.small_file < 0:
             raise ConfigError(f"small_file must not be negative, not {self.small_file}")
         if self.direct not in ("auto", True, False):
             raise ConfigError(f'direct must be "auto", True or False, not {self.direct!r}')
-        if self.cache not in _CACHES:
-            raise ConfigError(f'cache must be "auto", "keep" or "drop", not {self.cache!r}')
-        if self.priority not in _PRIORITIES:
-            raise ConfigError(f'priority must be "normal" or "low", not {self.priority!r}')
-        if self.compare not in _COMPARES:
-            raise ConfigError(f'compare must be "sampled" or "all", not {self.compare!r}')
-        if self.transfer not in _TRANSFERS:
-            known = ", ".join(_TRANSFERS)
-            raise ConfigError(f"transfer must be one of {known}, not {self.transfer!r}")
 
     @property
     def never_direct(self) -> bool:
@@ -198,6 +174,7 @@ class Config:
 
 
 _NAMES = frozenset(f.name for f in fields(Config))
+_SWITCHES = tuple(f.name for f in fields(Config) if f.type == "bool")
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _UNITS = {
@@ -258,25 +235,14 @@ def parse_count(text: str) -> int:
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "engine": str.strip,
-    "block_size": parse_size,
-    "queue_depth": parse_count,
-    "threads": parse_count,
-    "durable": parse_bool,
     "direct": _parse_direct,
-    "cache": partial(_parse_word, _CACHES),
-    "preallocate": parse_bool,
-    "small_file": parse_size,
-    "progress": parse_bool,
-    "verify_on_load": parse_bool,
-    "fast_unpickler": parse_bool,
-    "safetensors": parse_bool,
-    "priority": partial(_parse_word, _PRIORITIES),
-    "compare": partial(_parse_word, _COMPARES),
-    "transfer": partial(_parse_word, _TRANSFERS),
+    **dict.fromkeys(_SIZES, parse_size),
+    **dict.fromkeys(_COUNTS, parse_count),
+    **dict.fromkeys(_SWITCHES, parse_bool),
+    **{name: partial(_parse_word, words) for name, words in _WORDS.items()},
 }
-
-
-_VARIABLES = {os.fsencode(f"FASTSERIAL_{name.upper()}"): name for name in _PARSERS}
+_PREFIX = "FASTSERIAL_"
+_VARIABLES = {os.fsencode(_PREFIX + name.upper()): name for name in _PARSERS}
 
 
 def _from_environment() -> Mapping[str, Any]:
@@ -308,43 +274,38 @@ def _from_environment() -> Mapping[str, Any]:
     return values
 
 
-def unknown_variables() -> dict[str, str | None]:
-    """Return the `FASTSERIAL_*` variables that set no option, each with the nearest that does."""
-    known = [os.fsdecode(variable) for variable in _VARIABLES]
-    prefix = "FASTSERIAL_"
-    known.append(SUMMARY)
-    found = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
-    if not found:
-        return {}
-    try:
-        from difflib import get_close_matches  # rarely wanted
-    except ImportError:  # rights given up since the start may not reach it any more
-        return dict.fromkeys(found)
-
-    options = [name.removeprefix(prefix) for name in known]
-    near = [get_close_matches(name.removeprefix(prefix), options, 1, _NEAR) for name in found]
-    return {
-        name: prefix + match[0] if match else None for name, match in zip(found, near, strict=True)
-    }
+def unknown_variables() -> list[str]:
+    """Return the `FASTSERIAL_*` variables that set no option."""
+    known = {*map(os.fsdecode, _VARIABLES), SUMMARY}
+    return sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
 
 
 def _warn_of_names() -> None:
     """Warn, once in a process, of variables that look like misspelt ones."""
     global _names_checked
     _names_checked = True
-    for name, near in unknown_variables().items():
-        if near is not None:
-            text = f"{name} in the environment sets no option of fastserial; is {near} meant?"
+    for name in unknown_variables():
+        near = _nearest(name.removeprefix(_PREFIX), [*(one.upper() for one in _PARSERS), "SUMMARY"])
+        if near:
+            meant = f"is {_PREFIX}{near} meant?"
+            text = f"{name} in the environment sets no option of fastserial; {meant}"
             warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most like one, empty if none is."""
+    try:
+        from difflib import get_close_matches  # rarely wanted
+    except ImportError:  # rights given up since the start may not reach it any more
+        return ""
+    return "".join(get_close_matches(name, known, 1, _NEAR))
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
     unknown = sorted(set(values) - _NAMES)
     if unknown:
-        from difflib import get_close_matches  # rarely wanted
-
-        near = [match for name in unknown for match in get_close_matches(name, _NAMES, 1, _NEAR)]
-        meant = f" (is {', '.join(near)} meant?)" if near else ""
+        near = ", ".join(filter(None, (_nearest(name, _NAMES) for name in unknown)))
+        meant = f" (is {near} meant?)" if near else ""
         known = ", ".join(sorted(_NAMES))
         raise ConfigError(f"unknown option {', '.join(unknown)}{meant}; there are: {known}")
 

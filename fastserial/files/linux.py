@@ -280,20 +280,11 @@ def is_mount_point(path: str, parent_device: int) -> bool:
 
 def kind_of(path: str) -> str:
     """Return the type of the file system that holds `path`, such as `ext4`, or `unknown`."""
-    real = os.path.realpath(path)
-    best, kind = "", "unknown"
     try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-            lines = mounts.read().splitlines()
-    except OSError:
-        return kind
-    for line in lines:
-        columns = line.split(" ")
-        point = columns[1].replace("\\040", " ")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, columns[2]
-    return kind
+        with Descriptors() as files:
+            return _mount_of(files.open(path, os.O_PATH))[0] or "unknown"
+    except (OSError, ValueError):  # no /proc
+        return "unknown"
 
 
 class DirectFile(NamedTuple):

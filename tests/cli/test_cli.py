@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -76,7 +77,18 @@ def test_all_names_can_be_completed() -> None:
 
 
 def test_type_checkers_use_our_types() -> None:
-    assert Path(fastserial.__file__).with_name("py.typed").is_file()
+    """They see the names that there are: what is imported for them, and what is imported later."""
+    source = Path(fastserial.__file__)
+    assert source.with_name("py.typed").is_file()
+    block = next(node for node in ast.parse(source.read_text()).body if isinstance(node, ast.If))
+    seen = {"__version__"}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom):
+            seen |= {alias.asname for alias in node.names if alias.asname}
+        elif isinstance(node, ast.Assign):
+            seen |= {name.id for name in node.targets if isinstance(name, ast.Name)}
+    assert seen - {"distributed"} == set(fastserial.__all__)
+    assert all(hasattr(fastserial, name) for name in fastserial.__all__)
 
 
 # --- run --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 
 import fastserial
 from fastserial.cli import main
-from fastserial.console import json_text, new_console, print_table
+from fastserial.console import new_console, print_table
 from fastserial.printable import printable
 from fastserial.progress import progress_bar
 from fastserial.reports import LoadReport
@@ -216,12 +216,6 @@ def test_a_load_that_torch_did_tells_no_speed() -> None:
     report = LoadReport(bytes=0, engine="torch", fallback="mmap=True", **values)
     assert str(report) == "READ: by torch itself, run=500msec, file=x.pt, fallback=mmap=True"
     assert "bw=" in str(LoadReport(bytes=1, engine="threads", **values))
-
-
-def test_json_text_is_json() -> None:
-    values = {"a": [1, {"b": [2, (3,)]}], "b": [], "c": None, "d": "x\n\ud800", "e": (1, 2)}
-    assert json.loads(json_text(values)) == json.loads(json.dumps(values))
-    assert json_text(values).isascii()
 
 
 def test_inspect_goes_through_a_folder(command: Command, tmp_path: Path) -> None:

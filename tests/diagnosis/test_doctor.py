@@ -57,7 +57,7 @@ def healthy() -> Diagnosis:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examine_module, "_torch", lambda: patched)
         patch.setattr(examine_module, "_boot", lambda: Boot(None, None, True))
-        patch.setattr(examine_module.config, "unknown_variables", dict)
+        patch.setattr(examine_module.config, "unknown_variables", list)
         return dataclasses.replace(examine(), folder=folder, small_pages=None, findings=())
 
 
