@@ -22,8 +22,7 @@ from fastserial.config import Config
 from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
 from fastserial.diagnosis.folder import folder_problem, probe_folder
 from fastserial.errors import ConfigError, FastserialError, PatchError
-from fastserial.files.gpus import Drive, probe_drive, probe_gpus
-from fastserial.files.sysfs import block_node
+from fastserial.files.gpus import probe_gpus
 from fastserial.memory import huge_pages
 from fastserial.patching import install
 
@@ -63,7 +62,6 @@ def examine(folder: Path | None = None) -> Diagnosis:
         small_pages=huge_pages.refused(),
         folder=probe_folder(folder) if folder is not None else None,
         gpus=probe_gpus(),
-        drive=_drive(folder),
     )
     return dataclasses.replace(diagnosis, findings=tuple(judge(diagnosis, chosen)))
 
@@ -113,11 +111,6 @@ def _options() -> tuple[tuple[Option, ...], Config, str | None]:
         for name in (field.name for field in dataclasses.fields(Config))
     )
     return options, current, problem
-
-
-def _drive(folder: Path | None) -> Drive | None:
-    node = block_node(os.stat(folder).st_dev) if folder is not None else None
-    return probe_drive(node) if node is not None else None
 
 
 def _boot() -> Boot:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastserial.diagnosis.folder import Folder
 from fastserial.engines import EngineStatus
-from fastserial.files.gpus import Drive, GpuHost
+from fastserial.files.gpus import GpuHost
 
 __all__ = ["Boot", "Diagnosis", "Finding", "Option", "Package", "Torch"]
 
@@ -72,7 +72,7 @@ class Diagnosis:
     """All that the doctor found. Sizes are bytes; `memlock` is None if unlimited.
 
     `small_pages` is why buffers get no huge pages, or None if they do.
-    `gpus` is None without a driver; `drive` is known with a folder on a block device.
+    `gpus` is None without a driver of NVIDIA's.
     """
 
     fastserial: str
@@ -92,7 +92,6 @@ class Diagnosis:
     folder: Folder | None
     findings: tuple[Finding, ...] = ()
     gpus: GpuHost | None = None
-    drive: Drive | None = None
 
     @property
     def fast(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the kernel tells of NVIDIA GPUs, their way to a drive, and GPUDirect Storage.
+"""What the kernel says of NVIDIA's driver and GPUDirect Storage.
 
 Only files of /proc, /sys and /etc are read. cuFile itself is not called: without a driver its
 `cuFileDriverOpen` was seen not to return.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fastserial.files.sysfs import first_line
 
-__all__ = ["Drive", "Gpu", "GpuHost", "probe_drive", "probe_gpus"]
+__all__ = ["GpuHost", "probe_gpus"]
 
 _CONFIGURATIONS = ("etc/cufile.json", "usr/local/cuda/gds/cufile.json")
 _CONFIGURATION_VARIABLE = "CUFILE_ENV_PATH_JSON"
@@ -29,42 +29,8 @@ _OLDEST_KERNEL = (6, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU. Where the kernel does not tell, `node` is None and the rest empty or 0.
-
-    Attributes:
-        address: on the PCI bus.
-        node: NUMA node that it is next to.
-        speed: of its link now; less than it can be while the GPU is idle.
-        width, most_width: lanes of its link: in use, and at most.
-    """
-
-    address: str
-    model: str
-    node: int | None
-    speed: str
-    width: int
-    most_width: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drive:
-    """What holds a folder, as far as a GPU is concerned.
-
-    Attributes:
-        name: of the block device.
-        node: NUMA node that it is next to, None if the kernel does not tell.
-        raid: level of an MD array, such as `raid0`, else empty.
-    """
-
-    name: str
-    node: int | None
-    raid: str
-
-
-@dataclass(frozen=True, slots=True)
 class GpuHost:
-    """The GPUs of a machine, and what there is for direct transfers between them and drives.
+    """What there is for direct transfers between NVIDIA GPUs and drives.
 
     Attributes:
         driver: version of NVIDIA's driver.
@@ -76,7 +42,6 @@ class GpuHost:
     """
 
     driver: str
-    gpus: tuple[Gpu, ...]
     nvidia_fs: str
     p2pdma_lacks: tuple[str, ...]
     cufile_json: str
@@ -95,7 +60,7 @@ class GpuHost:
 
 
 def probe_gpus(root: Path = Path("/")) -> GpuHost | None:
-    """Return what is known of the GPUs, None without a driver of NVIDIA's.
+    """Return what there is, None without a driver of NVIDIA's.
 
     Args:
         root: where /proc, /sys and /etc are.
@@ -107,34 +72,12 @@ def probe_gpus(root: Path = Path("/")) -> GpuHost | None:
     version = re.search(r"\s(\d+\.\d[\d.]*)\s", told)
     name, settings = _configuration(root)
     settings |= _switches_of_environment()
-    found = (proc / "gpus").glob("*/information") if (proc / "gpus").is_dir() else ()
     return GpuHost(
         driver=version[1] if version else told.partition("\n")[0],
-        gpus=tuple(_gpu(root, file) for file in sorted(found)),
         nvidia_fs=first_line(root / "proc/driver/nvidia-fs/version").partition("\n")[0],
         p2pdma_lacks=tuple(_lacking(root, settings)),
         cufile_json=name,
         compat=settings.get("allow_compat_mode"),
-    )
-
-
-def probe_drive(node: Path) -> Drive:
-    """Return what matters of a block device, given by its folder in sysfs."""
-    disk = node.parent if (node / "partition").exists() else node
-    return Drive(node.name, _node(disk), first_line(disk / "md/level"))
-
-
-def _gpu(root: Path, information: Path) -> Gpu:
-    address = information.parent.name
-    model = re.search(r"^Model:\s*(.+)$", first_line(information), re.MULTILINE)
-    device = root / "sys/bus/pci/devices" / address
-    return Gpu(
-        address,
-        model[1].strip() if model else "",
-        _node(device),
-        first_line(device / "current_link_speed"),
-        _number(device / "current_link_width"),
-        _number(device / "max_link_width"),
     )
 
 
@@ -173,17 +116,3 @@ def _switches(text: str) -> dict[str, bool]:
 def _switches_of_environment() -> dict[str, bool]:
     found = {name: os.environ.get(variable) for variable, name in _SWITCH_VARIABLES.items()}
     return {name: value.lower() in ("true", "1") for name, value in found.items() if value}
-
-
-def _node(device: Path) -> int | None:
-    """Return the NUMA node of a device in sysfs, or of what it hangs on."""
-    for folder in (device, *device.parents):
-        text = first_line(folder / "numa_node")
-        if text:
-            return int(text) if text.isdecimal() else None  # -1: the machine has one
-    return None
-
-
-def _number(path: Path) -> int:
-    text = first_line(path)
-    return int(text) if text.isdecimal() else 0
