@@ -415,7 +415,7 @@ def damage(path: Path, how: str, dice: random.Random) -> None:
     if how == "bit":
         text[dice.randrange(len(text))] ^= 1 << dice.randrange(8)
     elif how == "half":
-        del text[dice.randrange(1, len(text)) :]
+        del text[dice.randrange(len(text)) :]
     else:
         text = bytearray(b"noise" * 999 if how == "noise" else b"")
     path.unlink()

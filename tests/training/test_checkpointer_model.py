@@ -159,6 +159,8 @@ pytestmark = [
     pytest.mark.timeout(7200),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
     pytest.mark.filterwarnings("ignore:.*tensors were changed while a checkpoint read them"),
+    # a damaged one, beside which another process saves
+    pytest.mark.filterwarnings("ignore:.*holds later checkpoints than"),
 ]
 
 
@@ -179,7 +181,8 @@ def test_saves_in_place_without_guards_are_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(guard, "protect", lambda taken: None)
     monkeypatch.setattr(snapshot.Snapshot, "_has_changed", lambda self: False)
     with pytest.raises((Wrong, FlakyFailure)):  # threads are not the same twice
-        run(partial(Checkpointer, snapshot="in_place"), kind=(None, None))
+        one = settings(MANY, report_multiple_bugs=False)
+        run(partial(Checkpointer, snapshot="in_place"), one, kind=(None, None))
 
 
 def counted(out: str) -> dict[str, int]:

@@ -19,7 +19,7 @@ class Counted:
 
     def state_dict(self) -> dict[str, int]:
         if self.step == self.signal_at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -40,12 +40,12 @@ def test_the_loop_ends_with_its_checkpoint(
                 break
             state.step = step
             if step == 3 and comes == "before the save":
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             state.signal_at = 3 if comes == "in it" else 0
             asked = checkpointer.asked
             checkpointer.save(step, force=step == 3 and comes == "in it")
             if step == 3 and comes == "after it":
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             if looks == "before the save" and asked:
                 break
             if looks == "after the save" and checkpointer.asked:
@@ -64,11 +64,11 @@ def test_ctrl_c_interrupts_when_it_comes_again(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"x": 1}, every=100) as checkpointer:
         checkpointer.save_on(signal.SIGINT)
         for answered in (False, True):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             if answered:
                 assert checkpointer.save(1) is not None
             with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
             checkpointer.save(2)
             checkpointer.save(3)
             assert not checkpointer.asked
@@ -79,7 +79,7 @@ def test_a_request_outlives_a_save_that_fails(tmp_path: Path) -> None:
     state: dict[str, object] = {"x": lambda: 0}
     with Checkpointer(tmp_path, state, every=100) as checkpointer:
         checkpointer.save_on(signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Exception, match="pickle"):
             checkpointer.save(1)
         assert not checkpointer.asked
