@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_the_loop_ends_with_its_checkpoint(
         assert made <= again.step <= made + (every == 1)
 
 
+@pytest.fixture
+def python_interrupts() -> Iterator[None]:
+    """Let SIGINT raise; a shell ignores it for what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_interrupts")
 def test_ctrl_c_interrupts_when_it_comes_again(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"x": 1}, every=100) as checkpointer:
         checkpointer.save_on(signal.SIGINT)
