@@ -205,7 +205,7 @@ def _keep(
 
 def _space() -> Space:
     """Return what to try with the engines that can run here."""
-    return Space(tuple(engine.name for engine in engines.survey() if engine.capabilities))
+    return Space(tuple(engine.name for engine in engines.survey() if engine.missing is None))
 
 
 def _room(folder: Path, wanted: int) -> int:
