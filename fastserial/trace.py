@@ -90,13 +90,10 @@ def tell(name: str, start: float, end: float, thread: int | None = None) -> None
         _log.exception("a listener to trace events failed at %r", name)
 
 
-def block(name: str, times: Sequence[float], mover: int) -> None:
-    """Report a block's transfer: `times` and `mover` as in `fastserial.engines.Request`."""
-    queued, started, done = times
+def block(times: Sequence[float]) -> None:
+    """Report a block's transfer: `times` as in `fastserial.engines.Request`."""
+    queued, _, done = times
     tell(IN_FLIGHT, queued, done, 0)
-    # an engine without threads of ours transfers while others work: no thread's time
-    if mover and done > started:
-        tell(name, started, done, mover)
 
 
 _NOTHING = nullcontext()

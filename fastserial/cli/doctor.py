@@ -99,9 +99,7 @@ def _boot(found: Diagnosis) -> str:
 
 
 def _engine(engine: EngineStatus) -> str:
-    if engine.missing is not None or engine.capabilities is None:
-        return engine.missing or "not available"
-    return "available"
+    return engine.missing or "available"
 
 
 def _folder(folder: Folder) -> Iterator[tuple[str, str]]:

@@ -61,8 +61,6 @@ def _about_engine(found: Diagnosis) -> Iterator[Finding]:
     if status is None or status.missing is not None:
         why = status.missing if status is not None else f"there is no engine {found.engine!r}"
         yield Finding(f"saves will fail: {why}", fix, True, fails=True)
-    elif status.capabilities is not None and not status.capabilities.reads:
-        yield Finding(f"loads stay stock: engine {found.engine} cannot read from files", fix, True)
 
 
 def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:

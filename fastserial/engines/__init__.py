@@ -44,7 +44,6 @@ class EngineStatus:
 
     name: str
     missing: str | None
-    capabilities: Capabilities | None
 
 
 def names() -> list[str]:
@@ -96,7 +95,8 @@ def survey() -> list[EngineStatus]:
     found: list[EngineStatus] = []
     for name in names():
         try:
-            found.append(EngineStatus(name, None, load(name).capabilities))
+            load(name)
+            found.append(EngineStatus(name, None))
         except EngineUnavailableError as error:
-            found.append(EngineStatus(name, str(error), None))
+            found.append(EngineStatus(name, str(error)))
     return found

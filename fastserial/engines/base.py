@@ -10,8 +10,8 @@ containers or torch. Requests are submitted in batches and complete in any order
     engine.close()
 
 One engine object serves one file from one submitting thread. io_uring, libaio and cuFile fit
-behind the same calls: `allocate` is where buffers are pinned, `open` where they are registered,
-`submit` may be one system call for the whole batch, `wait` reaps completions.
+behind the same calls: `allocate` is where buffers are pinned, `open` where rings are set up or
+buffers registered, `submit` gives requests to the kernel, `wait` reaps completions.
 """
 
 from __future__ import annotations
@@ -37,29 +37,19 @@ class Op(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do.
+    """What engines differ in. All read and write, at any offset and of any length.
 
     Attributes:
-        reads, writes: directions it moves bytes in.
         moves_data: the bytes really reach the file (`null` says no).
-        parallel_prepare: `Request.finish` and, as the engine sees fit, `Request.prepare` run on
-            the engine's threads, several at once. An engine without leaves `finish` to the
-            submitter.
-        unaligned: takes any offset and length, not only multiples of the sector size.
-        registered_buffers: gains from the buffers handed to `open`.
+        any_memory: moves bytes from and to any memory, and reads into several pieces of it
+            (`Request.pieces`); else only the buffers of its own `allocate`.
         device_memory: lets requests move device memory that does not pass through the host
-            (`Request.move`).
-        scatters: reads into several pieces of memory at once (`Request.pieces`).
+            (`Request.move`), several at once.
     """
 
-    reads: bool = True
-    writes: bool = True
     moves_data: bool = True
-    parallel_prepare: bool = False
-    unaligned: bool = True
-    registered_buffers: bool = False
+    any_memory: bool = True
     device_memory: bool = False
-    scatters: bool = False
 
 
 @dataclass(slots=True)
@@ -69,13 +59,12 @@ class Request:
     Attributes:
         prepare: fills the buffer before a write; called exactly once, on any thread. Requests are
             prepared in the order of submission: one may wait for an earlier one, never for a later.
-        finish: called with the bytes moved once a read is done, before its completion is
-            reported, by engines with `parallel_prepare`. An error in it ends the request.
         tag: the submitter's own; engines leave it alone.
         times: seconds on `time.perf_counter`: queued, started, done (engines fill them in).
-        mover: the thread that the transfer itself kept busy, 0 where there is none.
+        finish: called with the bytes moved once they are, before the completion is reported, on
+            any thread. An error in it ends the request.
         pieces: where the bytes of a read go, one after the other, instead of the buffer; only for
-            engines that scatter.
+            engines with `any_memory`.
         move: moves the bytes, in place of the engine, and returns how many; called once, when the
             request is prepared; only for engines with `device_memory`.
     """
@@ -89,7 +78,6 @@ class Request:
     tag: Any = None
     times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     finish: Callable[[Request, int], None] | None = None
-    mover: int = 0
     pieces: Sequence[memoryview] | None = None
     move: Callable[[], int] | None = None
 

@@ -7,12 +7,12 @@ import contextvars
 import os
 import queue
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import ClassVar
 
+from fastserial import trace
 from fastserial.config.performance import FEW_CORES
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
@@ -54,9 +54,7 @@ class ThreadsEngine(Engine):
     """
 
     name: ClassVar[str] = "threads"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        parallel_prepare=True, scatters=True, device_memory=True
-    )
+    capabilities: ClassVar[Capabilities] = Capabilities(device_memory=True)
 
     def __init__(self, threads: int = 4, prepare_here: bool | None = None) -> None:
         """Take `threads` threads; `prepare_here`: whether the submitting one prepares blocks."""
@@ -157,8 +155,8 @@ class ThreadsEngine(Engine):
             if request.prepare is not None:
                 request.prepare(request)
             request.times[1] = perf_counter()
-            request.mover = threading.get_ident()
-            moved = transfer(request) if request.move is None else request.move()
+            with trace.step("device write" if request.op is Op.WRITE else "device read"):
+                moved = transfer(request) if request.move is None else request.move()
             request.times[2] = perf_counter()
             if request.finish is not None:
                 request.finish(request, moved)

@@ -59,7 +59,7 @@ class Block:
             ends the reader.
         direct: read it directly; None: as `BlockReader.goes_direct` says.
         pieces: where to put the bytes instead, one piece of memory after the other
-            (`BlockReader.scatters`).
+            (`BlockReader.takes_any_memory`).
         prepare: called before the block is read, while others are being read.
         device: device memory (one-dimensional uint8) to read it to past the host
             (`BlockReader.goes_straight`), if that can be; else it is delivered.
@@ -200,7 +200,7 @@ class BlockReader:
             first, stop: the range of the file that they are in.
             nbytes: how many they are.
         """
-        if self._direct_fd >= 0 or not self.scatters or nbytes <= self._config.small_file:
+        if self._direct_fd >= 0 or not self.takes_any_memory or nbytes <= self._config.small_file:
             return
         if (cached_fraction(self._fd, first, stop - first) or 0.0) >= MOSTLY_CACHED:
             return
@@ -221,13 +221,8 @@ class BlockReader:
 
     @property
     def takes_any_memory(self) -> bool:
-        """Whether blocks may have `memory` of their own: not for engines with own buffers."""
-        return not self._engine.capabilities.registered_buffers
-
-    @property
-    def scatters(self) -> bool:
-        """Whether blocks that are not read directly may have `pieces`."""
-        return self._engine.capabilities.scatters
+        """Whether blocks may have `memory` of their own, and `pieces` if not read directly."""
+        return self._engine.capabilities.any_memory
 
     @property
     def never_direct(self) -> bool:
@@ -237,8 +232,8 @@ class BlockReader:
     @property
     def best_size(self) -> int:
         """Bytes of the blocks that are read in the order of the file, after `expect`."""
-        whole = self.never_direct and self.scatters and not self._lanes and self._straight is None
-        return SCATTERED_BLOCK if whole else self._config.block_size
+        whole = self.never_direct and self.takes_any_memory and not self._lanes
+        return SCATTERED_BLOCK if whole and self._straight is None else self._config.block_size
 
     def ordered(self, blocks: Iterable[Block | None]) -> Iterator[Block]:
         """Return blocks that come in the order of the file in the order to `put` them.
@@ -386,8 +381,6 @@ class BlockReader:
         if error is not None:
             self._recover(request, error, direct)
             direct = False
-        elif not self._engine.capabilities.parallel_prepare:
-            self._finish(request, completion.transferred)
         if block.memory is None and block.pieces is None:
             self._pool.give(request.buffer)
         self._count(request, direct)
@@ -427,7 +420,7 @@ class BlockReader:
             counts.cached += length
         queued, started, done = request.times
         if trace.listener is not None:
-            trace.block("device read", request.times, request.mover)
+            trace.block(request.times)
         if done:
             counts.submit_seconds.append(started - queued)
             counts.complete_seconds.append(done - started)

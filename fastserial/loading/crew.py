@@ -40,8 +40,7 @@ def engage(config: Config) -> Hand:
     engine = create(config.engine, config.threads)
     to_close = [engine.close]
     try:
-        able = engine.capabilities
-        if not able.reads or not able.moves_data:
+        if not engine.capabilities.moves_data:
             raise EngineUnavailableError(f"engine {config.engine!r} does not read")
         pool = engine.allocate(config.queue_depth, config.block_size)
         to_close.append(pool.close)
@@ -76,10 +75,10 @@ class Crew:
 
     def give(self, config: Config, hand: Hand) -> None:
         """Take back a hand that has nothing to do; those with buffers of their own end here."""
-        if hand.engine.capabilities.registered_buffers:
-            hand.close()
-        else:
+        if hand.engine.capabilities.any_memory:
             self._idle[_kind(config)].append(hand)
+        else:
+            hand.close()
 
     def forget(self) -> None:
         """In a forked child: the threads are not there."""

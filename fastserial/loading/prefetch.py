@@ -78,7 +78,7 @@ class Prefetch:
     def _planned(self, records: Sequence[RecordEntry]) -> list[Unit]:
         blocks, config = self._blocks, self._file.config
         blocks.expect(0, self._file.size, sum(record.size for record in records))
-        if blocks.never_direct and blocks.scatters:
+        if blocks.never_direct and blocks.takes_any_memory:
             return plan_scattered(records)
         return plan_aligned(records, blocks.alignment, config.block_size, self._file.size)
 

@@ -56,7 +56,7 @@ def plan_blocks(
                 yield block
             elif blocks.goes_direct(first, last - first):
                 yield _direct(run, alignment, file_size, straight)
-            elif blocks.scatters and blocks.ring is None and (block := _scattered(run)) is not None:
+            elif straight and blocks.ring is None and (block := _scattered(run)) is not None:
                 yield block
             else:
                 for part in _windows(run, block_size):

@@ -272,8 +272,7 @@ class BlockWriter:
 
     def _suits_cache(self, engine: Engine) -> bool:
         """Return whether an engine writes as well through the page cache."""
-        able = engine.capabilities
-        return able.moves_data and able.unaligned and not able.registered_buffers
+        return engine.capabilities.moves_data and engine.capabilities.any_memory
 
     def _trial(self, cached: CachedWrites, offset: int, length: int) -> None:
         """Switch to direct I/O, once enough is written, if that is faster."""
@@ -358,7 +357,7 @@ class BlockWriter:
             self._in_flight -= 1
             request = completion.request
             if trace.listener is not None:
-                trace.block("device write", request.times, request.mover)
+                trace.block(request.times)
             self._check(completion)
             block: Block = request.tag
             if request.length < block.length and self._engine.capabilities.moves_data:

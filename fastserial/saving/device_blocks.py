@@ -58,7 +58,7 @@ class DeviceBlocks:
         if self._places:
             from fastserial.memory.transfers import open_ring  # not without a device
 
-            any_memory = not engine.capabilities.registered_buffers
+            any_memory = engine.capabilities.any_memory
             self.ring, self.transfer = open_ring(self._config, self._places, any_memory)
         return self.ring
 

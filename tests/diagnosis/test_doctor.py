@@ -28,7 +28,7 @@ from fastserial.diagnosis.examine import examine
 from fastserial.diagnosis.facts import Boot, Diagnosis, Finding, Torch
 from fastserial.diagnosis.findings import judge
 from fastserial.diagnosis.folder import Folder, probe_folder
-from fastserial.engines import Capabilities, EngineStatus
+from fastserial.engines import EngineStatus
 from fastserial.errors import FastserialError
 from fastserial.files import linux
 from fastserial.files.linux import DirectAlignment
@@ -140,9 +140,6 @@ def test_loads(healthy: Diagnosis, capsys: pytest.CaptureFixture[str]) -> None:
     loads = dataclasses.replace(healthy.torch, functions=names)
     show(dataclasses.replace(healthy, torch=loads))
     assert "read ahead in parallel by engine threads" in capsys.readouterr().out
-    blind = Capabilities(reads=False)
-    found = dataclasses.replace(healthy, engines=(EngineStatus("threads", None, blind),))
-    assert "loads stay stock" in only(found).text
 
 
 def test_options_from_the_environment() -> None:
@@ -326,7 +323,7 @@ def test_folder_findings(healthy: Diagnosis, folder: dict[str, Any], word: str, 
         ({"torch": Torch("2.13.1", "v2.13", False)}, "2.13.1", False),
         ({"torch": Torch("2.13.0", "v2.13", True, ("a", "b"), ("b",))}, "replaced b", True),
         ({"engine": "warp"}, "warp", "fails"),
-        ({"engine": "x", "engines": (EngineStatus("x", "no libx", None),)}, "no libx", "fails"),
+        ({"engine": "x", "engines": (EngineStatus("x", "no libx"),)}, "no libx", "fails"),
         ({"options_problem": "FASTSERIAL_DIRECT: what?"}, "FASTSERIAL_DIRECT", "fails"),
         ({"unknown_variables": ("FASTSERIAL_X",)}, "FASTSERIAL_X", False),
         ({"small_pages": "the kernel says never"}, "huge pages", True),

@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +238,6 @@ class FailsThenWaits(ThreadsEngine):
     """An engine whose first read fails while the others take their time."""
 
     name = "late"
-    capabilities = replace(ThreadsEngine.capabilities, scatters=False)
 
     @classmethod
     def _serve(cls, request: Request) -> Completion:
@@ -253,7 +251,7 @@ def test_no_read_outlasts_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch)
     """The memory is its owner's again, or torch's, which reads into it instead."""
     monkeypatch.setattr(crew, "create", lambda name, count: FailsThenWaits(count))
     sink, storage = host(SIZE)
-    config = Config(direct=False, small_file=0, block_size=1 << 20)
+    config = Config(direct=True, small_file=0, block_size=1 << 20)
     with FastFileReader(path, config) as reader:
         with pytest.raises(OSError, match="the disk failed"):
             reader.read_into([ReadExtent(0, SIZE, sink)])
@@ -263,15 +261,14 @@ def test_no_read_outlasts_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class OwnBuffers(ThreadsEngine):
-    """An engine that reads into its own buffers only, and leaves delivery to the submitter."""
+    """An engine that reads into its own buffers only."""
 
     name = "own"
-    capabilities = Capabilities(registered_buffers=True)
+    capabilities = Capabilities(any_memory=False)
 
     def submit(self, requests: Any) -> None:
         for request in requests:
             assert any(request.buffer is one for one in self.mine)
-            request.finish = None
         super().submit(requests)
 
     def open(self, buffers: Any, queue_depth: int) -> None:

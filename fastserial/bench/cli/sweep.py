@@ -125,7 +125,7 @@ def _grid(
 
     names = _values(engine_names, str, "--engine")
     if not names:
-        names = tuple(engine.name for engine in engines.survey() if engine.capabilities)
+        names = tuple(engine.name for engine in engines.survey() if engine.missing is None)
     for name in names:
         engines.load(name)
     where = _values(transfers, _transfer, "--transfer")

@@ -80,9 +80,7 @@ class DeepSpeedEngine(Engine):
     """Blocks in locked memory, moved by DeepSpeed's threads."""
 
     name: ClassVar[str] = "deepspeed"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        parallel_prepare=True, registered_buffers=True
-    )
+    capabilities: ClassVar[Capabilities] = Capabilities(any_memory=False)
 
     def __init__(
         self,
