@@ -32,6 +32,7 @@ __all__ = [
 
 _BUILTIN = {
     "threads": "fastserial.engines.threads:ThreadsEngine",
+    "io_uring": "fastserial.engines.io_uring:IoUringEngine",
     "deepspeed": "fastserial.engines.deepspeed.engine:DeepSpeedEngine",
 }
 _GROUP = "fastserial.engines"

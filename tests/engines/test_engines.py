@@ -15,6 +15,7 @@ import fastserial
 from fastserial import engines
 from fastserial.engines import Engine, Op, Request
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
+from fastserial.engines.io_uring import IoUringEngine
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import ConfigError
@@ -68,6 +69,17 @@ class TestThreadsWithFew(EngineTests):
 
         monkeypatch.setattr(threading.Thread, "start", start)
         engine = ThreadsEngine(4, prepare_here)
+        yield engine
+        engine.close()
+
+
+class TestIoUring(EngineTests):
+    @pytest.fixture
+    def engine(self) -> Iterator[Engine]:
+        missing = IoUringEngine.unavailable()
+        if missing is not None:
+            pytest.skip(missing)
+        engine = IoUringEngine()
         yield engine
         engine.close()
 

@@ -25,6 +25,8 @@ CALLS = {  # on x86-64
     "linkat": 265,
     "renameat": 264,
     "renameat2": 316,
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
 }
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -68,7 +70,8 @@ def attempt(folder: Path) -> None:
 
 def main() -> None:
     errors = {}
-    cases = [[name] for name in CALLS] + [list(CALLS)]
+    calls = [name for name in CALLS if not name.startswith("io_uring")]
+    cases = [[name] for name in calls] + [calls]
     for names in cases:
         for number in (errno.EPERM, errno.ENOSYS):
             case = f"{' '.join(names)}: {errno.errorcode[number]}"

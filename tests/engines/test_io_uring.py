@@ -1,0 +1,287 @@
+"""What the engine `io_uring` does beside the conformance suite (in `test_engines.py`)."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastserial
+from fastserial.engines import Engine, Op, Request, io_uring
+from fastserial.engines.io_uring import IoUringEngine
+from fastserial.memory.buffers import BufferPool
+from fastserial.testing.transfers import BLOCK, drive, into, noise, read, wait_for, write
+
+_PROGRAMS = Path(__file__).parents[1] / "programs"
+_MISSING = IoUringEngine.unavailable()
+_needs = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+DEPTH = 4
+
+
+class Opened:
+    """An engine, its buffers, and a file open for direct I/O."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        self.engine: Engine = IoUringEngine()
+        self.pool: BufferPool = self.engine.allocate(DEPTH, BLOCK)
+        self.engine.open(self.pool.buffers, DEPTH)
+
+    def writes(self, data: bytes) -> list[Request]:
+        return [write(self.fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+
+    def close(self) -> None:
+        self.engine.close()
+        self.pool.close()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests the kernel had when a ring was freed, for each ring."""
+    found: list[int] = []
+    close = io_uring._Ring.close
+
+    def note(ring: Any) -> None:
+        found.append(ring.in_flight)
+        close(ring)
+
+    monkeypatch.setattr(io_uring._Ring, "close", note)
+    return found
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    found = Opened(tmp_path / "file")
+    yield found
+    found.close()
+
+
+@_needs
+@pytest.mark.parametrize(
+    "become",
+    [
+        lambda result: result // 2 // 4096 * 4096,
+        lambda result: 0,
+        lambda result: -errno.EINTR,
+        lambda result: -errno.EAGAIN,
+        lambda result: -errno.ECANCELED,
+    ],
+    ids=["half", "nothing", "EINTR", "EAGAIN", "ECANCELED"],
+)
+def test_what_the_kernel_leaves_is_moved(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, become: Callable[[int], int]
+) -> None:
+    """A short transfer, or one that was broken off, is completed; what it left is garbage here."""
+    reap = io_uring._Ring.reap
+    changed: list[int] = []
+
+    def less(ring: Any) -> tuple[int, int]:
+        key, result = reap(ring)
+        request, _ = opened.engine._under_way[key]  # type: ignore[attr-defined]
+        now = become(result)
+        if request.op is Op.WRITE:
+            os.truncate(opened.path, request.offset + max(0, now))
+        else:
+            request.view[max(0, now) :] = bytes(request.length - max(0, now))
+        changed.append(now)
+        return key, now
+
+    data = noise(BLOCK)
+    monkeypatch.setattr(io_uring._Ring, "reap", less)
+    (completion,) = drive(opened.engine, opened.pool, opened.writes(data))
+    assert (completion.error, completion.transferred) == (None, BLOCK)
+    assert opened.path.read_bytes() == data
+    (completion,) = drive(opened.engine, opened.pool, [read(opened.fd, 0, BLOCK)])
+    assert (completion.error, completion.transferred) == (None, BLOCK)
+    assert completion.request.tag == data
+    assert len(changed) == 2
+
+
+@_needs
+def test_an_error_is_the_request_s_own(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    reap = io_uring._Ring.reap
+    monkeypatch.setattr(io_uring._Ring, "reap", lambda ring: (reap(ring)[0], -errno.EIO))
+    (completion,) = drive(opened.engine, opened.pool, opened.writes(noise(BLOCK)))
+    assert isinstance(completion.error, OSError)
+    assert completion.error.errno == errno.EIO
+
+
+@_needs
+def test_signals_while_it_waits(opened: Opened) -> None:
+    """A handler runs; the wait goes on."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
+    data = noise(256 * BLOCK)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        while len(seen) < 20:
+            for completion in drive(opened.engine, opened.pool, opened.writes(data)):
+                assert (completion.error, completion.transferred) == (None, BLOCK)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert opened.path.read_bytes() == data
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+@_needs
+def test_a_handler_that_raises_leaves_nothing_in_flight(tmp_path: Path, left: list[int]) -> None:
+    """Wherever it came: after `close` the memory may go, and the file may be cut."""
+    raised, data = 0, noise(64 * BLOCK)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for tenth in range(60):
+            opened = Opened(tmp_path / "file")
+            requests = opened.writes(data)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 * (tenth + 1))
+                drive(opened.engine, opened.pool, requests)
+            except Interrupted:
+                raised += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            opened.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert raised > 5
+    assert left == [0] * 60
+
+
+@_needs
+def test_close_waits_for_the_kernel(opened: Opened) -> None:
+    """Also where no note of a request was kept."""
+    ring = opened.engine._ring  # type: ignore[attr-defined]
+    requests = opened.writes(noise(DEPTH * BLOCK))
+    opened.engine.submit([into(opened.pool.take(), one) for one in requests])
+    assert ring.in_flight == DEPTH - 1  # one is held back
+    opened.engine._under_way.clear()  # type: ignore[attr-defined]
+    reaped: list[tuple[int, int]] = []
+    reap = ring.reap
+    ring.reap = lambda: reaped.append(reap())
+    opened.engine.close()
+    assert [result for _, result in reaped] == [BLOCK] * (DEPTH - 1)
+
+
+@_needs
+def test_an_engine_that_is_dropped_waits(opened: Opened, left: list[int]) -> None:
+    opened.engine.submit([into(opened.pool.take(), opened.writes(noise(BLOCK))[0])])
+    opened.engine = IoUringEngine()
+    gc.collect()
+    assert left == [0]
+    assert opened.path.stat().st_size == BLOCK
+
+
+@_needs
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_leaves_its_parent_s_requests_alone(opened: Opened) -> None:
+    """The ring's memory is shared with it."""
+    for _ in range(5):
+        data = noise(DEPTH * BLOCK)
+        requests = [into(opened.pool.take(), one) for one in opened.writes(data)]
+        opened.engine.submit(requests)
+        child = os.fork()
+        if not child:
+            try:
+                opened.engine.close()
+                mine = IoUringEngine()
+                pool = mine.allocate(1, BLOCK)
+                mine.open(pool.buffers, 1)
+                own = write(opened.fd, DEPTH * BLOCK, data[:BLOCK])
+                (completion,) = drive(mine, pool, [own])
+                mine.close()
+                os._exit(completion.error is not None)
+            except BaseException:
+                os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        finished = wait_for(opened.engine, DEPTH)
+        assert [c.error for c in finished] == [None] * DEPTH
+        assert opened.path.read_bytes() == data + data[:BLOCK]
+        for completion in finished:
+            opened.pool.give(completion.request.buffer)
+
+
+@_needs
+def test_without_a_descriptor_for_the_ring(tmp_path: Path) -> None:
+    """Plain calls do it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    engine = IoUringEngine()
+    pool = engine.allocate(1, BLOCK)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fd + 1, hard))
+    try:
+        engine.open(pool.buffers, 1)
+        data = noise(3 * BLOCK)
+        requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+        assert [c.error for c in drive(engine, pool, requests)] == [None] * 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (tmp_path / "file").read_bytes() == data
+    assert engine._ring is None
+    engine.close()
+    pool.close()
+    os.close(fd)
+
+
+@_needs
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_saves_and_loads(tmp_path: Path, direct: bool, zip_format: bool) -> None:
+    """Byte for byte stock's file; and a load by the same engine."""
+    torch.manual_seed(1)
+    state = {f"t{i}": torch.randn(700_001 + i) for i in range(9)}
+    form = {"_use_new_zipfile_serialization": zip_format}
+    stock, fast = tmp_path / "stock" / "a.pt", tmp_path / "fast" / "a.pt"
+    for path in (stock, fast):
+        path.parent.mkdir()
+    torch.save(state, stock, **form)
+    fastserial.install()
+    try:
+        with fastserial.options(engine="io_uring", direct=direct, small_file=0, block_size=65536):
+            torch.save(state, fast, **form)
+            saved = fastserial.last_save_report()
+            loaded = torch.load(fast)
+            report = fastserial.last_load_report()
+    finally:
+        fastserial.uninstall()
+    assert (saved.engine, saved.direct) == ("io_uring", direct)
+    assert report.engine == "io_uring"
+    assert fast.read_bytes() == stock.read_bytes()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter has its numbers of calls")
+@pytest.mark.parametrize("call", ["io_uring_setup", "io_uring_enter"])
+@pytest.mark.parametrize(
+    ("number", "word"), [(errno.EPERM, "forbidden"), (errno.ENOSYS, "no io_uring")]
+)
+def test_where_it_is_forbidden(tmp_path: Path, call: str, number: int, word: str) -> None:
+    """As in containers: the engine says so, and the usual one saves."""
+    done = subprocess.run(
+        [sys.executable, _PROGRAMS / "filtered_io_uring.py", call, str(number), tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'io_uring' cannot run here" in done.stdout
+    assert word in done.stdout
