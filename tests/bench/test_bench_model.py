@@ -250,9 +250,10 @@ def test_every_engine_has_a_row(tmp_path: Path) -> None:
     state = marked()
     with fastserial.options(engine=NullEngine):
         rows, missing = engine_rows(state, ("zip", "legacy"))
-        names = [row.name for row in rows if "deepspeed" not in row.name]
-        assert names == ["fastserial zip, engine threads", "fastserial legacy, engine threads"]
-        assert ("engine deepspeed" in missing) == (len(rows) == 2)
+        names = [row.name for row in rows]
+        assert names[:2] == ["fastserial zip, engine threads", "fastserial legacy, engine threads"]
+        for engine in ("io_uring", "deepspeed"):  # some machines have none
+            assert (f"engine {engine}" in missing) != (f"fastserial zip, engine {engine}" in names)
         # the engine is the one of the row: with that of the options the file would be empty
         measured = rotate([stock_row(state, "zip"), rows[0]], tmp_path, ONCE)
         assert measured[1].identical

@@ -353,6 +353,7 @@ def invoke(folder: Path, *words: str) -> Any:
 
 def test_command(tmp_path: Path) -> None:
     words = ["--runs", "1", "--block-size", "1MiB,2MiB", "--queue-depth", "6", "--threads", "6"]
+    words += ["--engine", "threads"]
     done = invoke(tmp_path / "disk", *words, "--op", "write")
     assert done.exit_code == 0, done.output
     assert "threads (default)" in done.output

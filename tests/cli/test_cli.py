@@ -171,7 +171,7 @@ def test_bench_save(tmp_path: Path) -> None:
     found = json.loads(target.read_text())
     jobs = {job["jobname"]: job for job in found["jobs"]}
     fast = [job for job in jobs.values() if job["jobname"].startswith("fastserial")]
-    assert len(fast) == 8
+    assert len([job for job in fast if "io_uring" not in job["jobname"]]) == 8  # not everywhere
     assert all(job["identical"] for job in fast if "null" not in job["jobname"])
     assert all(job["ratio_to_stock"]["median"] > 0 for job in fast)
     written = jobs["fastserial zip"]["write"]
