@@ -37,7 +37,7 @@ from time import perf_counter
 from typing import ClassVar
 
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
-from fastserial.engines.threads import transfer
+from fastserial.engines.threads import completed
 from fastserial.memory.buffers import Buffer
 
 __all__ = ["IoUringEngine"]
@@ -235,7 +235,7 @@ class IoUringEngine(Engine):
                 self._done.append(Completion(request, 0, error))
             else:
                 if not taken:
-                    self._done.append(_end(request, 0))
+                    self._done.append(completed(request, 0))
 
     def _give(self, ring: _Ring, request: Request) -> bool:
         """Give a request to the kernel; return whether it took it.
@@ -282,7 +282,7 @@ class IoUringEngine(Engine):
                 error = OSError(-result, os.strerror(-result))
                 self._done.append(Completion(request, 0, error))
             else:
-                self._done.append(_end(request, max(0, result)))
+                self._done.append(completed(request, max(0, result)))
         finished, self._done = self._done, []
         return finished
 
@@ -300,16 +300,3 @@ class IoUringEngine(Engine):
 
     def __del__(self) -> None:
         self.close()  # the kernel may be using memory that goes with this
-
-
-def _end(request: Request, moved: int) -> Completion:
-    """End a request of which `moved` bytes are moved: what is left goes by plain calls."""
-    try:
-        if moved < request.length:
-            moved = transfer(request, moved)
-        request.times[2] = perf_counter()
-        if request.finish is not None:
-            request.finish(request, moved)
-        return Completion(request, moved)
-    except Exception as error:
-        return Completion(request, 0, error)

@@ -20,7 +20,7 @@ from fastserial.files.linux import preadv, pwritev
 from fastserial.interrupts import Background, finish
 from fastserial.memory.buffers import Buffer
 
-__all__ = ["ThreadsEngine", "transfer"]
+__all__ = ["ThreadsEngine", "completed", "transfer"]
 
 
 def transfer(request: Request, done: int = 0) -> int:
@@ -42,6 +42,18 @@ def transfer(request: Request, done: int = 0) -> int:
             break
         done += moved
     return done
+
+
+def completed(request: Request, done: int) -> Completion:
+    """End a request of which `done` bytes are moved: what is left goes by plain calls."""
+    try:
+        moved = transfer(request, done)
+        request.times[2] = perf_counter()
+        if request.finish is not None:
+            request.finish(request, moved)
+        return Completion(request, moved)
+    except Exception as error:
+        return Completion(request, 0, error)
 
 
 class ThreadsEngine(Engine):

@@ -33,7 +33,7 @@ from fastserial.engines.deepspeed.aio_op import (
 )
 from fastserial.engines.deepspeed.locked_memory import LockedPool, given_pool, own_pool
 from fastserial.engines.deepspeed.transfer_proof import ReadMarks, is_blank, is_written
-from fastserial.engines.threads import transfer
+from fastserial.engines.threads import completed
 from fastserial.errors import EngineError
 from fastserial.files import linux
 from fastserial.memory.buffers import Buffer, BufferPool
@@ -158,7 +158,7 @@ class DeepSpeedEngine(Engine):
                     prepared.result()
                 request.times[1] = perf_counter()
                 if not self._start(request):
-                    self._plain.append(self._run(self._finish, request, 0))
+                    self._plain.append(self._run(completed, request, 0))
             except Exception as error:  # handed to whoever waits
                 self._done.append(Completion(request, 0, error))
 
@@ -249,18 +249,7 @@ class DeepSpeedEngine(Engine):
             what = request.op.value
             _log.warning("DeepSpeed lost a %s of %d bytes; it is done again", what, length)
             length = 0
-        return self._finish(request, length)
-
-    def _finish(self, request: Request, length: int) -> Completion:
-        """Move what is left of a request after `length` bytes by plain calls."""
-        try:
-            moved = transfer(request, length)
-            request.times[2] = perf_counter()
-            if request.finish is not None:
-                request.finish(request, moved)
-            return Completion(request, moved)
-        except Exception as error:
-            return Completion(request, 0, error)
+        return completed(request, length)
 
     def _moved(self, request: Request, length: int) -> bool:
         if request.op is Op.WRITE:
