@@ -34,7 +34,7 @@ def test_its_worker_is_patched_as_its_parent_is(switched_on: bool, tmp_path: Pat
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     found = json.loads(done.stdout)
     assert not found["own"]
-    assert (found["engine"], "fastserial" in found["source"]) == (
+    assert (found["engine"], found["patched"]) == (
         ("threads", True) if switched_on else (None, False)
     )
     torch.manual_seed(0)

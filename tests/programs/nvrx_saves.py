@@ -1,7 +1,7 @@
 """A save by NVRx's persistent worker, a spawned process. Argument: the file to write.
 
-Prints, as JSON, what the worker found: the engine of its save, and the file that torch's code for
-saves comes from. NVRx's wrapper (`TorchAsyncCheckpoint`) puts this call together once it
+Prints, as JSON, what the worker found: the engine of its save, and whether torch's function that
+saves is the patched one. NVRx's wrapper (`TorchAsyncCheckpoint`) puts this call together once it
 has copied tensors from the GPU; what is called, and by whom, is the same.
 """
 
@@ -25,7 +25,7 @@ def save(state: dict[str, Any], path: str) -> None:
     found = {
         "pid": os.getpid(),
         "engine": report.engine if report is not None else None,
-        "source": torch.serialization._save.__code__.co_filename,
+        "patched": torch.serialization._save.__code__.co_filename != torch.serialization.__file__,
     }
     Path(f"{path}.json").write_text(json.dumps(found), encoding="utf-8")
 
