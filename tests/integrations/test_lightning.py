@@ -3,6 +3,7 @@ trains with them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -279,7 +280,8 @@ def test_an_error_is_raised_once_and_the_old_checkpoint_stays(
 def test_lightnings_own_raises_the_same_error_for_ever(small_files: None, tmp_path: Path) -> None:
     """What the test above is about."""
     stock = AsyncCheckpointIO(TorchCheckpointIO())
-    stock.save_checkpoint(state(2.0), tmp_path / "2.ckpt")
+    with contextlib.suppress(OSError):  # raised here already if its thread is quick
+        stock.save_checkpoint(state(2.0), tmp_path / "2.ckpt")
     with pytest.raises(OSError, match="too large"):
         stock.teardown()
     with pytest.raises(OSError, match="too large"):
