@@ -62,27 +62,15 @@ def _lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
 
 
 def _gpus(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    host, drive = found.gpus, found.drive
+    host = found.gpus
     if host is None:
         yield "GPUs", "no driver of NVIDIA's"
         return
     yield "GPUs", f"driver {host.driver}"
-    for gpu in host.gpus:
-        link = f"{gpu.speed} x{gpu.width} (at most x{gpu.most_width})"
-        yield "", f"{gpu.address} {gpu.model}, {link}, {_node(gpu.node)}"
-    if drive is not None:
-        raid = f", {drive.raid}" if drive.raid else ""
-        yield "", f"drive {drive.name}: {_node(drive.node)}{raid}"
     yield "cuFile", f"would go by {host.gds}; used if transfer asks for it (docs/gpu.md)"
     yield "", f"nvidia-fs: {host.nvidia_fs or 'not loaded'}"
     lacks = ", ".join(host.p2pdma_lacks)
     yield "", f"P2PDMA: {'lacks ' + lacks if lacks else 'what it needs is there'}"
-    compat = {None: "not set", True: "allowed", False: "not allowed"}[host.compat]
-    yield "", f"cufile.json: {host.cufile_json or 'none'}, compatibility mode {compat}"
-
-
-def _node(number: int | None) -> str:
-    return "NUMA node not told" if number is None else f"NUMA node {number}"
 
 
 def _torch(found: Diagnosis) -> str:

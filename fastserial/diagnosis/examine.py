@@ -21,9 +21,8 @@ from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
 from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
 from fastserial.diagnosis.folder import folder_problem, probe_folder
+from fastserial.engines.gds.host import probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
-from fastserial.files.device_id import block_node
-from fastserial.files.gpus import Drive, probe_drive, probe_gpus
 from fastserial.memory import huge_pages
 from fastserial.patching import install
 from fastserial.tuning import lookup
@@ -68,7 +67,6 @@ def examine(folder: Path | None = None) -> Diagnosis:
         tuned=entry,
         tuned_problem=tuned_problem,
         gpus=probe_gpus(),
-        drive=_drive(folder),
     )
     return dataclasses.replace(diagnosis, findings=tuple(judge(diagnosis, chosen)))
 
@@ -130,11 +128,6 @@ def _tuned(folder: Path | None) -> tuple[Entry | None, str | None]:
         return lookup.entry_for(folder)[1], None
     except (ConfigError, OSError) as error:
         return None, str(error)
-
-
-def _drive(folder: Path | None) -> Drive | None:
-    node = block_node(os.stat(folder).st_dev) if folder is not None else None
-    return probe_drive(node) if node is not None else None
 
 
 def _boot() -> Boot:

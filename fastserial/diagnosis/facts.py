@@ -9,7 +9,7 @@ from typing import Any
 
 from fastserial.diagnosis.folder import Folder
 from fastserial.engines import EngineStatus
-from fastserial.files.gpus import Drive, GpuHost
+from fastserial.engines.gds.host import GpuHost
 from fastserial.tuning.store import Entry
 
 __all__ = ["Boot", "Diagnosis", "Finding", "Option", "Package", "Torch"]
@@ -74,7 +74,7 @@ class Diagnosis:
 
     `small_pages` is why buffers get no huge pages, or None if they do.
     `tuned` is what `fastserial tune` found for the folder, in force or not.
-    `gpus` is None without a driver; `drive` is known with a folder on a block device.
+    `gpus` is None without a driver.
     """
 
     fastserial: str
@@ -96,7 +96,6 @@ class Diagnosis:
     tuned: Entry | None = None
     tuned_problem: str | None = None
     gpus: GpuHost | None = None
-    drive: Drive | None = None
 
     @property
     def fast(self) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from fastserial.config import Config
 from fastserial.diagnosis.facts import Diagnosis, Finding
 from fastserial.diagnosis.folder import Folder
-from fastserial.engines.direct_memory import missing
-from fastserial.files.gpus import Drive, GpuHost
+from fastserial.engines.gds.memory import missing
 from fastserial.memory.huge_pages import SWITCH
 from fastserial.reports import format_bytes
 
@@ -24,8 +23,6 @@ def judge(found: Diagnosis, options: Config) -> Iterator[Finding]:
     yield from _about_engine(found)
     yield from _about_options(found, options)
     yield from _about_memory(found)
-    if found.gpus is not None:
-        yield from _about_gpus(found.gpus, found.drive, options)
     if found.folder is not None:
         yield from _about_folder(found.folder, options)
     yield from _about_boot(found)
@@ -112,32 +109,6 @@ def _about_memory(found: Diagnosis) -> Iterator[Finding]:
             f"as root: echo madvise > {SWITCH}; and start the program where they are not switched "
             "off for it",
             True,
-        )
-
-
-def _about_gpus(host: GpuHost, drive: Drive | None, options: Config) -> Iterator[Finding]:
-    for gpu in host.gpus:
-        if 0 < gpu.width < gpu.most_width:
-            yield Finding(
-                f"the link of GPU {gpu.address} has {gpu.width} of {gpu.most_width} lanes",
-                "see whether another card shares its slot, or it sits in a narrow one",
-                False,
-            )
-        if drive is None or None in (gpu.node, drive.node) or gpu.node == drive.node:
-            continue
-        yield Finding(
-            f"GPU {gpu.address} is at NUMA node {gpu.node}, {drive.name} at {drive.node}: their "
-            "bytes cross between processors",
-            f"save to a drive at node {gpu.node}, or start the program with numactl "
-            f"--cpunodebind={gpu.node} --membind={gpu.node}",
-            False,
-        )
-    if drive is not None and drive.raid == "raid0" and host.gds == "P2PDMA":
-        yield Finding(
-            f"{drive.name} is a RAID-0, which excludes P2PDMA: cuFile goes through the host",
-            "nothing to do, unless transfer is one of gds, gpu_async, gpu_batch: then load "
-            "nvidia-fs, or save to one drive",
-            False,
         )
 
 

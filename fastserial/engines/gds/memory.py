@@ -22,15 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from fastserial.config import Config
-from fastserial.engines import cufile
-from fastserial.engines.base import DirectTransferError, Engine, Op
-from fastserial.engines.direct_driver import (
-    Batch,
-    Call,
-    DirectDriver,
-    Region,
-)
-from fastserial.engines.slots import Slots, give_slots, take_slots
+from fastserial.engines.base import Engine, Op, Request
+from fastserial.engines.gds import cufile
+from fastserial.engines.gds.driver import Batch, Call, DirectDriver, DirectTransferError, Region
+from fastserial.engines.gds.slots import Slots, give_slots, take_slots
+from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.transfers import DIRECT, instead
@@ -45,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectMemory", "missing", "offer"]
 
-Move = Callable[[], int]
+Move = Callable[[Request], int]
 
 
 def missing(word: str) -> str | None:
@@ -91,7 +87,7 @@ def offer(
         except (OSError, RuntimeError) as error:
             why = str(error)
         else:
-            return way, Transfer(word, f"asked for: {driver.name}")
+            return way, way.transfer
     return None, instead(word, why)
 
 
@@ -101,9 +97,8 @@ _in_use: set[DirectMemory] = set()  # what a driver may be using, should `close`
 class DirectMemory:
     """The slots of a ring, for one file. Its ring is closed after it.
 
-    What `write` and `read` return moves the block: it is called once, on any thread, and returns
-    how many bytes were moved: all, or it raises `DirectTransferError`, and the block can go
-    through the host.
+    What `write` and `read` return is the `move` of the block's request. A block whose transfer
+    fails goes through the host, as do all that come after it; `transfer` says why then.
     """
 
     def __init__(
@@ -121,7 +116,8 @@ class DirectMemory:
             DirectTransferError: the driver, the device or the file does not take part.
             RuntimeError: there is no memory.
         """
-        self.refused = False  # no more blocks: see `refuse`
+        self.transfer = Transfer(config.transfer, f"asked for: {driver.name}")
+        self._refused = False  # no more blocks
         self._driver, self._ring, self._block = driver, ring, config.block_size
         self._asynchronous = config.transfer == "gpu_async"
         self._batched = config.transfer == "gpu_batch"
@@ -168,7 +164,7 @@ class DirectMemory:
     def takes(self, device: torch.device, offset: int, length: int) -> bool:
         """Return whether a block of a device's memory can go this way."""
         aligned = not (offset | length) % self.alignment and 0 < length <= self._block
-        return aligned and not self.refused and device in self._places
+        return aligned and not self._refused and device in self._places
 
     def write(
         self,
@@ -198,16 +194,17 @@ class DirectMemory:
             stream.fetch(slot, self._ring.host(buffer, length))
         self._ring.keep(buffer, stream.mark(), memory.whole)
         calls = self._start(Op.WRITE, place, buffer, offset, length)
-        return partial(self._move, Op.WRITE, place, buffer, offset, length, calls, None)
+        return partial(self._move, place, calls, shown, None)
 
     def read(self, buffer: Buffer, target: torch.Tensor, offset: int) -> Move:
         """Start to read bytes of the file to a device's memory, one-dimensional uint8.
 
-        They are there when the ring has settled.
+        They are there when the ring has settled. If they go through the host, they are in the
+        buffer, and `Request.move` is None.
         """
         place, length = self._places[target.device], target.nbytes
         calls = self._start(Op.READ, place, buffer, offset, length)
-        return partial(self._move, Op.READ, place, buffer, offset, length, calls, target)
+        return partial(self._move, place, calls, False, target)
 
     def flush(self) -> None:
         """Start what waits for others to be started with it."""
@@ -226,10 +223,6 @@ class DirectMemory:
                 except BaseException:  # an interrupt: who knows whether they were started
                     self._lose(DirectTransferError("interrupted", settled=False))
                     raise
-
-    def refuse(self) -> None:
-        """Take no more blocks; those under way come to their ends."""
-        self.refused = True
 
     def close(self) -> None:
         """Wait for all transfers, and keep the memory for the next. Idempotent."""
@@ -286,17 +279,49 @@ class DirectMemory:
 
     def _move(
         self,
-        op: Op,
         place: Slots,
-        buffer: Buffer,
-        offset: int,
-        length: int,
+        calls: list[Call] | DirectTransferError,
+        shown: bool,
+        target: torch.Tensor | None,
+        request: Request,
+    ) -> int:
+        """Bring a block to its end; see the class.
+
+        Raises:
+            DirectTransferError: nobody knows whether its memory is still used.
+            OSError: the host could not move it, either.
+        """
+        try:
+            return self._past_the_host(place, calls, target, request)
+        except DirectTransferError as error:
+            if not error.settled:
+                raise
+            with self._lock:
+                if not self._refused:
+                    self._refused = True
+                    self.transfer = instead(self.transfer.word, f"{error}; from there on")
+            request.move = None
+            if request.op is Op.WRITE and not shown:
+                stream = place.stream(request.buffer.index)
+                slot = self._slot(place, request.buffer, request.length)
+                stream.fetch(slot, self._ring.host(request.buffer, request.length))
+                self._ring.keep(request.buffer, stream.mark(), place)
+            self._ring.arrive(request.buffer)
+            try:
+                return transfer(request)
+            except OSError as own:  # the system's word for what is wrong
+                raise own from error
+
+    def _past_the_host(
+        self,
+        place: Slots,
         calls: list[Call] | DirectTransferError,
         target: torch.Tensor | None,
+        request: Request,
     ) -> int:
-        """Bring a block to its end; see the class."""
         if isinstance(calls, DirectTransferError):
             raise calls
+        op, buffer, offset, length = request.op, request.buffer, request.offset, request.length
         region, first = place.region, buffer.index * self._block
         self._await(calls)
         self._ring.arrive(buffer)

@@ -16,9 +16,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastserial.config.performance import PAGE, KiB
-from fastserial.engines.base import DirectTransferError, Op
-from fastserial.engines.direct_driver import Call, Region
-from fastserial.files.gpus import probe_gpus
+from fastserial.engines.base import Op
+from fastserial.engines.gds.driver import Call, DirectTransferError, Region
+from fastserial.engines.gds.host import probe_gpus
 
 if TYPE_CHECKING:
     import torch

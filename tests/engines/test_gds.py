@@ -23,9 +23,10 @@ from support.identity import stock
 import fastserial
 from fastserial import LoadReport, SaveReport, WriteError
 from fastserial.config import current
-from fastserial.engines import direct_memory, slots
-from fastserial.engines.base import DirectTransferError
-from fastserial.engines.direct_memory import DirectMemory
+from fastserial.engines.gds import memory as direct_memory
+from fastserial.engines.gds import slots
+from fastserial.engines.gds.driver import DirectTransferError
+from fastserial.engines.gds.memory import DirectMemory
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError
@@ -33,7 +34,7 @@ from fastserial.loading.block_reader import Block, BlockReader
 from fastserial.memory import batch, devices, transfers
 from fastserial.memory.buffers import Buffer
 from fastserial.memory.ring import Ring
-from fastserial.saving import block_writer
+from fastserial.reports import HOST_ONLY
 
 WORDS = ("gds", "gpu_async", "gpu_batch")
 BLOCK = 16384
@@ -283,10 +284,10 @@ def test_a_disk_that_fails(
     fake = plug(1)
     fake.faults[3] = -5044
 
-    def write(fd: int, views: Any, offset: int) -> None:
+    def transfer(request: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(block_writer, "write_all", write)
+    monkeypatch.setattr(direct_memory, "transfer", transfer)
     fastserial.install(**SMALL, transfer=word)
     with pytest.raises(WriteError) as caught:
         torch.save(state(), path)
@@ -449,7 +450,7 @@ def test_a_reader_that_nobody_closed(tmp_path: Path, plug: Plug, word: str) -> N
         blocks = BlockReader(file.fileno(), path.stat().st_size, current())
         ring = Ring(devices.pin(3 * BLOCK), 3, BLOCK)
         ring.join([HERE])
-        blocks.stage_in(ring, [HERE])
+        blocks.stage_in(ring, [HERE], HOST_ONLY)
         assert blocks.transfer.word == word
         blocks.put(Block(BLOCK, BLOCK, lambda *_: None, device=target[:BLOCK]))
         blocks._batch.clear()

@@ -7,6 +7,7 @@ gives is looked at by who called it.
 from __future__ import annotations
 
 import ctypes
+import errno
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -16,7 +17,24 @@ from fastserial.engines.base import Op
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "Call", "DirectDriver", "Region"]
+__all__ = ["Batch", "Call", "DirectDriver", "DirectTransferError", "Region"]
+
+
+class DirectTransferError(OSError):
+    """A transfer past the host failed; the bytes can still go through it.
+
+    Attributes:
+        status: the driver's own number for it; 0: none, or an error of the file system.
+        settled: whether the driver is done with the memory; if not, it may never be used again.
+    """
+
+    def __init__(self, message: str, status: int = 0, settled: bool = True) -> None:
+        super().__init__(errno.EIO, message)
+        self.status = status
+        self.settled = settled
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class Call(ctypes.Structure):
