@@ -298,8 +298,6 @@ class BlockReader:
     def flush(self) -> None:
         """Start what is queued."""
         if self._batch:
-            if self._straight is not None:
-                self._straight.flush()
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
             self._engine.submit(batch)

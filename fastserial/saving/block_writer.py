@@ -364,7 +364,6 @@ class BlockWriter:
 
     def _submit(self) -> None:
         if self._batch and self._engine is not None:
-            self._devices.flush()
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
             with trace.step("submit"):

@@ -113,11 +113,6 @@ class DeviceBlocks:
         self.ring.fetch(buffer, fetches(parts))
         return None, True
 
-    def flush(self) -> None:
-        """Start what waits for others to be started with it."""
-        if self._straight is not None:
-            self._straight.flush()
-
     def close(self) -> None:
         """Wait for what goes past the host; the ring is closed after this. Idempotent."""
         if self._straight is not None:

@@ -17,7 +17,7 @@ from fastserial.engines.base import Op
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "Call", "DirectDriver", "DirectTransferError", "Region"]
+__all__ = ["Call", "DirectDriver", "DirectTransferError", "Region"]
 
 
 class DirectTransferError(OSError):
@@ -64,26 +64,6 @@ class Region(NamedTuple):
     registered: bool
 
 
-class Batch(Protocol):
-    """Transfers that are given to the driver together. One thread at a time."""
-
-    def submit(self, op: Op, file: int, calls: Sequence[tuple[Region, Call]]) -> None:
-        """Start transfers; the calls must stay as they are until `reap` returns them.
-
-        Those that are refused are returned by it, too.
-        """
-
-    def reap(self) -> list[Call]:
-        """Wait for at least one transfer, and return those that ended, with `moved` set.
-
-        Raises:
-            DirectTransferError: nobody knows; it is not `settled`.
-        """
-
-    def close(self) -> None:
-        """Free what belongs to it; nothing is under way. Idempotent."""
-
-
 class DirectDriver(Protocol):
     """The calls of a driver. Any thread may make them, several at once.
 
@@ -117,8 +97,12 @@ class DirectDriver(Protocol):
     def start(self, op: Op, file: int, region: Region, call: Call, stream: int) -> None:
         """Queue a transfer on a stream; the call must stay as it is until the stream is past it."""
 
-    def batch(self) -> Batch:
-        """Return a new batch."""
+    def move_batch(self, op: Op, file: int, region: Region, calls: Sequence[Call]) -> None:
+        """Transfer pieces of at most `largest_piece` bytes together, and set each call's `moved`.
+
+        Raises:
+            DirectTransferError: none was started; or nobody knows, and it is not `settled`.
+        """
 
     def describe(self, status: int) -> str:
         """Return what a negative status means."""

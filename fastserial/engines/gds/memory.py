@@ -9,7 +9,7 @@ that was queued for it, and nothing is closed before.
 
     gds        the engine's threads make synchronous calls
     gpu_async  calls that are queued on streams, one stream for each slot
-    gpu_batch  calls that are given to the driver some at a time
+    gpu_batch  the engine's threads give the driver the pieces of a block together
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from fastserial.config import Config
 from fastserial.engines.base import Engine, Op, Request
 from fastserial.engines.gds import cufile
-from fastserial.engines.gds.driver import Batch, Call, DirectDriver, DirectTransferError, Region
+from fastserial.engines.gds.driver import Call, DirectDriver, DirectTransferError
 from fastserial.engines.gds.slots import Slots, give_slots, take_slots
 from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
@@ -124,10 +124,7 @@ class DirectMemory:
         self._places: dict[torch.device, Slots] = {}
         self._files = Descriptors()
         self._file: int | None = None
-        self._batch: Batch | None = None
         self._lock = threading.RLock()
-        self._queued: list[tuple[Op, Buffer, Region, list[Call]]] = []
-        self._under_way: dict[int, Call] = {}
         self._begun = 0  # blocks under way that are not synchronous
         self._lost: DirectTransferError | None = None
         self._pid = os.getpid()
@@ -140,8 +137,6 @@ class DirectMemory:
             self.join(places)
             with driver.on(next(iter(self._places))):
                 self._file = driver.open_file(plain)
-                if self._batched:
-                    self._batch = driver.batch()
         except BaseException:
             self.close()
             raise
@@ -193,8 +188,8 @@ class DirectMemory:
         if shown:
             stream.fetch(slot, self._ring.host(buffer, length))
         self._ring.keep(buffer, stream.mark(), memory.whole)
-        calls = self._start(Op.WRITE, place, buffer, offset, length)
-        return partial(self._move, place, calls, shown, None)
+        begun = self._start(Op.WRITE, place, buffer, offset, length)
+        return partial(self._move, place, begun, shown, None)
 
     def read(self, buffer: Buffer, target: torch.Tensor, offset: int) -> Move:
         """Start to read bytes of the file to a device's memory, one-dimensional uint8.
@@ -203,30 +198,12 @@ class DirectMemory:
         buffer, and `Request.move` is None.
         """
         place, length = self._places[target.device], target.nbytes
-        calls = self._start(Op.READ, place, buffer, offset, length)
-        return partial(self._move, place, calls, False, target)
-
-    def flush(self) -> None:
-        """Start what waits for others to be started with it."""
-        with self._lock:
-            queued, self._queued = self._queued, []
-            together: dict[tuple[Op, torch.device], list[tuple[Region, Call]]] = {}
-            for op, buffer, region, pieces in queued:
-                self._ring.arrive(buffer)  # a batch comes after nothing of its own accord
-                calls = together.setdefault((op, region.device), [])
-                calls += [(region, piece) for piece in pieces]
-            for (op, device), calls in together.items():
-                self._under_way.update((id(call), call) for _, call in calls)
-                try:
-                    with self._driver.on(device):
-                        self._opened_batch().submit(op, self._opened_file(), calls)
-                except BaseException:  # an interrupt: who knows whether they were started
-                    self._lose(DirectTransferError("interrupted", settled=False))
-                    raise
+        begun = self._start(Op.READ, place, buffer, offset, length)
+        return partial(self._move, place, begun, False, target)
 
     def close(self) -> None:
         """Wait for all transfers, and keep the memory for the next. Idempotent."""
-        finish(self._end_batch, self._end_streams, self._let_go)
+        finish(self._end_streams, self._let_go)
 
     def __del__(self) -> None:
         if self._pid == os.getpid() and not sys.is_finalizing():
@@ -240,33 +217,23 @@ class DirectMemory:
 
     def _start(
         self, op: Op, place: Slots, buffer: Buffer, offset: int, length: int
-    ) -> list[Call] | DirectTransferError:
-        """Start a transfer that is not synchronous; return its calls, or why there is none."""
+    ) -> Call | DirectTransferError | None:
+        """Start a transfer on a stream; return its call, why there is none, or None: it waits."""
+        if not self._asynchronous:
+            return None
         region, first = place.region, buffer.index * self._block
-        if self._asynchronous:
-            _in_use.add(self)
-            call, stream = place.calls[buffer.index], place.stream(buffer.index)
-            call.size, call.offset, call.start, call.moved = length, offset, first, 0
-            try:
-                with self._driver.on(region.device):
-                    self._driver.start(op, self._opened_file(), region, call, stream.handle)
-            except DirectTransferError as error:
-                self._note(0)
-                return error
-            self._note(1)
-            self._ring.keep(buffer, stream.mark(), place)
-            return [call]
-        if not self._batched:
-            return []
-        size = self._driver.largest_piece
-        pieces = [
-            Call(min(size, length - at), offset + at, first + at, 0)
-            for at in range(0, length, size)
-        ]
-        with self._lock:
-            self._queued.append((op, buffer, region, pieces))
-            self._note(1)
-        return pieces
+        _in_use.add(self)
+        call, stream = place.calls[buffer.index], place.stream(buffer.index)
+        call.size, call.offset, call.start, call.moved = length, offset, first, 0
+        try:
+            with self._driver.on(region.device):
+                self._driver.start(op, self._opened_file(), region, call, stream.handle)
+        except DirectTransferError as error:
+            self._note(0)
+            return error
+        self._note(1)
+        self._ring.keep(buffer, stream.mark(), place)
+        return call
 
     def _note(self, blocks: int) -> None:
         """Keep this as long as blocks are under way, whoever lets go of it."""
@@ -280,7 +247,7 @@ class DirectMemory:
     def _move(
         self,
         place: Slots,
-        calls: list[Call] | DirectTransferError,
+        begun: Call | DirectTransferError | None,
         shown: bool,
         target: torch.Tensor | None,
         request: Request,
@@ -292,7 +259,7 @@ class DirectMemory:
             OSError: the host could not move it, either.
         """
         try:
-            return self._past_the_host(place, calls, target, request)
+            return self._past_the_host(place, begun, target, request)
         except DirectTransferError as error:
             if not error.settled:
                 raise
@@ -315,24 +282,22 @@ class DirectMemory:
     def _past_the_host(
         self,
         place: Slots,
-        calls: list[Call] | DirectTransferError,
+        begun: Call | DirectTransferError | None,
         target: torch.Tensor | None,
         request: Request,
     ) -> int:
-        if isinstance(calls, DirectTransferError):
-            raise calls
+        if isinstance(begun, DirectTransferError):
+            raise begun
         op, buffer, offset, length = request.op, request.buffer, request.offset, request.length
         region, first = place.region, buffer.index * self._block
-        self._await(calls)
         self._ring.arrive(buffer)
-        self._note(-1 if calls else 0)
         done = 0
-        for call in calls:
-            moved = self._checked(call.moved, call.size)
-            done += moved
-            if moved < call.size:
-                break
         with self._driver.on(region.device):
+            if begun is not None:
+                self._note(-1)
+                done = self._checked(begun.moved, length)
+            elif self._batched:
+                done = self._move_batch(request, place, first)
             while done < length:  # goes on after a short transfer, on a page of its own
                 done -= done % self.alignment
                 call = Call(length - done, offset + done, first + done, 0)
@@ -350,30 +315,35 @@ class DirectMemory:
             self._ring.keep(buffer, stream.mark(), target)
         return done
 
+    def _move_batch(self, request: Request, place: Slots, first: int) -> int:
+        """Move the pieces of a block together; return how many bytes were, up to the first gap."""
+        size, length = self._driver.largest_piece, request.length
+        calls = [
+            Call(min(size, length - at), request.offset + at, first + at, 0)
+            for at in range(0, length, size)
+        ]
+        try:
+            self._driver.move_batch(request.op, self._opened_file(), place.region, calls)
+        except DirectTransferError as error:
+            if not error.settled:
+                self._lose(error)
+            raise
+        except BaseException:  # an interrupt: who knows whether they were started
+            self._lose(DirectTransferError("interrupted", settled=False))
+            raise
+        done = 0
+        for call in calls:
+            moved = self._checked(call.moved, call.size)
+            done += moved
+            if moved < call.size:
+                break
+        return done
+
     def _checked(self, moved: int, most: int) -> int:
         if 0 <= moved <= most:
             return moved
         what = self._driver.describe(moved) if moved < 0 else f"{moved} of {most} bytes moved"
         raise DirectTransferError(f"{self._driver.name}: {what}", max(0, -moved))
-
-    def _await(self, calls: list[Call]) -> None:
-        """Wait for the transfers of a batch that are a block's."""
-        if not self._batched:
-            return
-        with self._lock:
-            self.flush()
-            while any(id(call) in self._under_way for call in calls):
-                self._reap()
-
-    def _reap(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-        try:
-            for call in self._opened_batch().reap():
-                self._under_way.pop(id(call), None)
-        except DirectTransferError as error:
-            self._lose(error)
-            raise
 
     def _lose(self, error: DirectTransferError) -> None:
         """Keep all that the device may be using, for good: nobody knows what it still does."""
@@ -385,18 +355,7 @@ class DirectMemory:
             _closed()
         return self._file
 
-    def _opened_batch(self) -> Batch:
-        if self._batch is None:
-            _closed()
-        return self._batch
-
     # -- the end -------------------------------------------------------------------------------
-
-    def _end_batch(self) -> None:
-        with self._lock:
-            self._queued.clear()  # what was not started
-            while self._under_way and self._lost is None:
-                self._reap()
 
     def _end_streams(self) -> None:
         try:
@@ -410,9 +369,6 @@ class DirectMemory:
     def _let_go(self) -> None:
         if self._lost is not None:
             return
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            batch.close()
         file, self._file = self._file, None
         if file is not None:
             self._driver.close_file(file)
