@@ -21,8 +21,8 @@ from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
 from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
 from fastserial.diagnosis.folder import folder_problem, probe_folder
+from fastserial.engines.gds.host import probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
-from fastserial.files.gpus import probe_gpus
 from fastserial.memory import huge_pages
 from fastserial.patching import install
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastserial.diagnosis.folder import Folder
 from fastserial.engines import EngineStatus
-from fastserial.files.gpus import GpuHost
+from fastserial.engines.gds.host import GpuHost
 
 __all__ = ["Boot", "Diagnosis", "Finding", "Option", "Package", "Torch"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fastserial.config import Config
 from fastserial.diagnosis.facts import Diagnosis, Finding
 from fastserial.diagnosis.folder import Folder
-from fastserial.engines.direct_memory import missing
+from fastserial.engines.gds.memory import missing
 from fastserial.memory.huge_pages import SWITCH
 from fastserial.reports import format_bytes
 

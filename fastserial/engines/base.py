@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import abc
 import enum
-import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastserial.memory.buffers import Buffer, BufferPool
 
-__all__ = ["Capabilities", "Completion", "DirectTransferError", "Engine", "Op", "Request"]
+__all__ = ["Capabilities", "Completion", "Engine", "Op", "Request"]
 
 
 class Op(enum.Enum):
@@ -65,8 +64,8 @@ class Request:
             any thread. An error in it ends the request.
         pieces: where the bytes of a read go, one after the other, instead of the buffer; only for
             engines with `any_memory`.
-        move: moves the bytes, in place of the engine, and returns how many; called once, when the
-            request is prepared; only for engines with `device_memory`.
+        move: moves the bytes, in place of the engine, and returns how many; called with the
+            request, once, when it is prepared; only for engines with `device_memory`.
     """
 
     op: Op
@@ -79,7 +78,7 @@ class Request:
     times: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     finish: Callable[[Request, int], None] | None = None
     pieces: Sequence[memoryview] | None = None
-    move: Callable[[], int] | None = None
+    move: Callable[[Request], int] | None = None
 
     @property
     def view(self) -> memoryview:
@@ -113,23 +112,6 @@ class Completion:
     request: Request
     transferred: int
     error: BaseException | None = None
-
-
-class DirectTransferError(OSError):
-    """What a `Request.move` raises: the bytes can still go through the host.
-
-    Attributes:
-        status: the driver's own number for it; 0: none, or an error of the file system.
-        settled: whether the driver is done with the memory; if not, it may never be used again.
-    """
-
-    def __init__(self, message: str, status: int = 0, settled: bool = True) -> None:
-        super().__init__(errno.EIO, message)
-        self.status = status
-        self.settled = settled
-
-    def __str__(self) -> str:
-        return str(self.strerror)
 
 
 class Engine(abc.ABC):

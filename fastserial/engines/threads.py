@@ -168,7 +168,7 @@ class ThreadsEngine(Engine):
                 request.prepare(request)
             request.times[1] = perf_counter()
             with trace.step("device write" if request.op is Op.WRITE else "device read"):
-                moved = transfer(request) if request.move is None else request.move()
+                moved = transfer(request) if request.move is None else request.move(request)
             request.times[2] = perf_counter()
             if request.finish is not None:
                 request.finish(request, moved)

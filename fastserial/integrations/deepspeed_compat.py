@@ -31,7 +31,7 @@ from typing import Any
 import deepspeed.io.fast_file_writer as upstream
 import torch
 
-from fastserial.engines.deepspeed.transfer_proof import is_written
+from fastserial.engines.deepspeed.holes import is_written
 from fastserial.errors import write_error
 from fastserial.files import linux
 

@@ -17,7 +17,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ import torch
 from fastserial import config, distributed
 from fastserial.checkpoints.save import write
 from fastserial.console import say
-from fastserial.engines.deepspeed.aio_op import AioSettings, load_op, lockable
+from fastserial.engines.deepspeed.aio_op import AioSettings, load_op
+from fastserial.engines.deepspeed.locked_memory import may_lock
 from fastserial.engines.deepspeed.writer_config import FastFileWriterConfig, options_of
 from fastserial.errors import ConfigError, EngineUnavailableError
 from fastserial.memory.huge_pages import gather_pages
@@ -190,13 +191,7 @@ def get_aio_handle(
     settings = AioSettings(
         block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism
     )
-    return load_op().aio_handle(
-        settings.block_size,
-        settings.queue_depth,
-        settings.single_submit,
-        settings.overlap_events,
-        settings.intra_op_parallelism,
-    )
+    return load_op().aio_handle(**asdict(settings))
 
 
 def get_pinned_buffer(
@@ -223,10 +218,9 @@ def get_pinned_buffer(
         return device_memory
     if torch.cuda.is_available():
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-    allowed = lockable(nbytes)
-    if allowed < nbytes:
+    if not may_lock(nbytes):
         raise EngineUnavailableError(
-            f"only {allowed} of {nbytes} bytes may be locked in memory: allow more (`ulimit -l "
+            f"{nbytes} bytes may not be locked in memory: allow that many (`ulimit -l "
             f"{nbytes // 1024}`, as root), or ask for less (`size_mb`, now {size_mb})"
         )
     handle = get_aio_handle(intra_op_parallelism=1)

@@ -20,7 +20,6 @@ from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import LANES, MOSTLY_CACHED, SCATTERED_BLOCK
 from fastserial.engines import Completion, Engine, Op, Request
-from fastserial.engines.base import DirectTransferError
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.caching import cached_fraction, reads_through_cache
@@ -29,12 +28,12 @@ from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.crew import Crew, Hand, engage
 from fastserial.loading.lanes import in_turns, lane_of
 from fastserial.memory.buffers import Buffer, BufferPool
-from fastserial.reports import HOST_ONLY
+from fastserial.reports import HOST_ONLY, Transfer
 
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.engines.direct_memory import DirectMemory
+    from fastserial.engines.gds.memory import DirectMemory
     from fastserial.memory.ring import Ring
 
 __all__ = ["Block", "BlockReader", "ReadCounts"]
@@ -112,7 +111,7 @@ class BlockReader:
         """
         self.counts = ReadCounts()
         self.ring: Ring | None = None
-        self.transfer = HOST_ONLY  # the way to devices, and why
+        self._transfer = HOST_ONLY
         self._straight: DirectMemory | None = None
         self._fd = fd
         self._size = size
@@ -170,20 +169,23 @@ class BlockReader:
             return DirectFile(-1)
         return open_direct(self._fd, os.O_RDONLY, config.block_size, self._files)
 
-    def stage_in(self, ring: Ring, places: Collection[torch.device]) -> None:
+    def stage_in(
+        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
+    ) -> None:
         """Use the buffers of a ring as staging buffers from here on; it is closed with this.
 
         Args:
-            ring: where blocks for devices pass through that do not go past the host.
+            ring: where blocks for devices pass through that do not go past the host, if any do.
             places: the devices.
+            taken: the transfer type of those blocks.
         """
-        from fastserial.engines.direct_memory import offer  # not without a device
+        from fastserial.engines.gds.memory import offer  # not without a device
 
         self.ring = ring
         config = self._config
         refusal = "direct I/O is switched off" if config.never_direct else None
-        self._straight, self.transfer = offer(
-            config, self.transfer, ring, self._engine, places, self._fd, os.O_RDONLY, refusal
+        self._straight, self._transfer = offer(
+            config, taken, ring, self._engine, places, self._fd, os.O_RDONLY, refusal
         )
 
     def join(self, places: Collection[torch.device]) -> None:
@@ -214,6 +216,11 @@ class BlockReader:
         self._depth = self._config.queue_depth
         self._lanes = []
         self._lane_files.close()
+
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer type taken for blocks to devices, and why."""
+        return self._transfer if self._straight is None else self._straight.transfer
 
     @property
     def engine_name(self) -> str:
@@ -291,8 +298,6 @@ class BlockReader:
     def flush(self) -> None:
         """Start what is queued."""
         if self._batch:
-            if self._straight is not None:
-                self._straight.flush()
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
             self._engine.submit(batch)
@@ -328,7 +333,7 @@ class BlockReader:
 
     def _request(self, block: Block) -> Request:
         pieces, length = block.pieces, block.length
-        move: Callable[[], int] | None = None
+        move: Callable[[Request], int] | None = None
         fd = self._lanes[lane_of(block.offset, len(self._lanes))] if self._lanes else self._fd
         if pieces is not None:
             buffer = _NOTHING
@@ -339,7 +344,7 @@ class BlockReader:
             if direct is None:
                 direct = self.goes_direct(block.offset, length)
             straight = self._straight
-            if block.device is not None and straight is not None and not straight.refused:
+            if block.device is not None and straight is not None:
                 move = straight.read(buffer, block.device, block.offset)
             elif direct and aligned and not (block.offset | buffer.address) % self.alignment:
                 fd, length = self._direct_fd, aligned
@@ -390,11 +395,6 @@ class BlockReader:
     def _recover(self, request: Request, error: BaseException, direct: bool) -> None:
         """Read a block through the page cache after direct I/O failed, or tell that it is lost."""
         fail = request.tag.fail
-        if isinstance(error, DirectTransferError) and error.settled:
-            self._stay(error)
-            request.move = None
-            self._finish(request, 0)
-            return
         # `done` is set: it was not the read that failed, but the delivery
         if not isinstance(error, OSError) or (request.times[2] and fail is None):
             raise error
@@ -424,14 +424,6 @@ class BlockReader:
         if done:
             counts.submit_seconds.append(started - queued)
             counts.complete_seconds.append(done - started)
-
-    def _stay(self, error: DirectTransferError) -> None:
-        """Read everything through the host from here on."""
-        from fastserial.memory.transfers import instead
-
-        if self._straight is not None:
-            self._straight.refuse()
-        self.transfer = instead(self._config.transfer, f"{error}; from there on")
 
     def _refuse_direct(self) -> None:
         """Go on through the page cache: the file system took the flag, but not the read."""

@@ -109,9 +109,8 @@ class FastFileReader:
         if blocks.ring is not None:
             blocks.join(places)
             return
-        ring, blocks.transfer = open_ring(self.config, places, blocks.takes_any_memory)
-        if ring is not None:
-            blocks.stage_in(ring, places)
+        ring, taken = open_ring(self.config, places, blocks.takes_any_memory)
+        blocks.stage_in(ring, places, taken)
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
         """Read extents, in the order of the file; returns when all are in their places.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DIRECT", "copy_to_host", "instead", "on_host", "open_ring"]
 
 _log = logging.getLogger("fastserial")
-DIRECT = ("gds", "gpu_async", "gpu_batch")  # past the host: engines.direct_memory
+DIRECT = ("gds", "gpu_async", "gpu_batch")  # past the host: engines.gds
 _warned: set[str] = set()
 
 

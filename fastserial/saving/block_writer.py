@@ -23,7 +23,6 @@ from fastserial.checksums import CrcLedger
 from fastserial.config import MAX_BLOCK, Config
 from fastserial.config.performance import FILL_CHUNK, PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
-from fastserial.engines.base import DirectTransferError
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import EngineError
 from fastserial.files import linux
@@ -333,7 +332,6 @@ class BlockWriter:
 
     def _submit(self) -> None:
         if self._batch and self._engine is not None:
-            self._devices.flush()
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
             with trace.step("submit"):
@@ -382,9 +380,6 @@ class BlockWriter:
             raise OSError(
                 errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"
             )
-        if isinstance(error, DirectTransferError) and error.settled:
-            self._rewrite(request, error)
-            return
         refused = isinstance(error, OSError) and error.errno == errno.EINVAL
         if not refused or request.fd != self._direct_fd:
             raise error
@@ -393,15 +388,6 @@ class BlockWriter:
         self.fallback = "direct I/O refused at the first write: Invalid argument"
         _log.debug("%s; going on through the page cache", self.fallback)
         self._write_cached(request.view, request.offset)
-
-    def _rewrite(self, request: Request, error: DirectTransferError) -> None:
-        """Write a block through the host that could not go past it."""
-        block: Block = request.tag
-        self._devices.stay(error, [] if block.shown else block.parts, request.buffer)
-        try:
-            self._write_cached(request.view, request.offset)
-        except OSError as own:  # the system's word for what is wrong
-            raise own from error
 
     def _advance(self, length: int) -> None:
         if self._on_progress is not None:

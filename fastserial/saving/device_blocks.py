@@ -15,8 +15,7 @@ from fastserial.saving.fill import Part, fetches, lone_memory
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.engines.base import DirectTransferError
-    from fastserial.engines.direct_memory import DirectMemory, Move
+    from fastserial.engines.gds.memory import DirectMemory, Move
     from fastserial.memory.buffers import Buffer
     from fastserial.memory.ring import Ring
 
@@ -27,11 +26,16 @@ class DeviceBlocks:
     """Starts what blocks of one file need from devices. Used by the thread that queues them."""
 
     def __init__(self, config: Config) -> None:
-        self.transfer = HOST_ONLY
         self.ring: Ring | None = None
+        self._transfer = HOST_ONLY
         self._config = config
         self._places: set[torch.device] = set()
         self._straight: DirectMemory | None = None
+
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer type taken, and why."""
+        return self._transfer if self._straight is None else self._straight.transfer
 
     @property
     def straight(self) -> bool:
@@ -51,7 +55,7 @@ class DeviceBlocks:
             if self._straight is not None:
                 self._straight.join(places)
         elif begun:
-            self.transfer = Transfer("cpu_gpu", "the file began with blocks of the host")
+            self._transfer = Transfer("cpu_gpu", "the file began with blocks of the host")
 
     def open_ring(self, engine: Engine) -> Ring | None:
         """Return staging buffers for parts from devices; None: there are no such parts."""
@@ -59,7 +63,7 @@ class DeviceBlocks:
             from fastserial.memory.transfers import open_ring  # not without a device
 
             any_memory = engine.capabilities.any_memory
-            self.ring, self.transfer = open_ring(self._config, self._places, any_memory)
+            self.ring, self._transfer = open_ring(self._config, self._places, any_memory)
         return self.ring
 
     def go_straight(self, engine: Engine, fd: int, refusal: str | None) -> None:
@@ -72,11 +76,11 @@ class DeviceBlocks:
         """
         if self.ring is None:
             return
-        from fastserial.engines.direct_memory import offer  # not without a device
+        from fastserial.engines.gds.memory import offer  # not without a device
 
         flags = os.O_WRONLY | fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_SYNC
-        self._straight, self.transfer = offer(
-            self._config, self.transfer, self.ring, engine, self._places, fd, flags, refusal
+        self._straight, self._transfer = offer(
+            self._config, self._transfer, self.ring, engine, self._places, fd, flags, refusal
         )
 
     def fetch(
@@ -106,28 +110,6 @@ class DeviceBlocks:
                 return self._straight.write(buffer, memory, first, length, offset, shown), shown
         self.ring.fetch(buffer, fetches(parts))
         return None, True
-
-    def flush(self) -> None:
-        """Start what waits for others to be started with it."""
-        if self._straight is not None:
-            self._straight.flush()
-
-    def stay(self, error: DirectTransferError, parts: Sequence[Part], buffer: Buffer) -> None:
-        """Send everything through the host from here on; bring a block that failed to its buffer.
-
-        Args:
-            error: why.
-            parts: of the block; none: they are there.
-            buffer: of the block.
-        """
-        from fastserial.memory.transfers import instead
-
-        if self._straight is not None:
-            self._straight.refuse()
-        self.transfer = instead(self._config.transfer, f"{error}; from there on")
-        if parts and self.ring is not None:
-            self.ring.fetch(buffer, fetches(parts))
-            self.ring.arrive(buffer)
 
     def close(self) -> None:
         """Wait for what goes past the host; the ring is closed after this. Idempotent."""

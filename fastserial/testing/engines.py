@@ -118,13 +118,14 @@ class EngineTests:
         """`Request.move`, in place of the engine: its count, or its error."""
         self.needs(capabilities.device_memory, "device_memory")
         requests = [write(fd, at, noise(BLOCK)) for at in range(0, 3 * BLOCK, BLOCK)]
-        prepared: list[bool] = []
+        prepared: list[Request] = []
         for request in requests[:2]:
-            request.move = lambda: prepared.append(True) or BLOCK  # type: ignore[func-returns-value]
-        requests[2].move = lambda: 1 // 0
+            request.move = lambda same: prepared.append(same) or BLOCK  # type: ignore[func-returns-value]
+        requests[2].move = lambda same: 1 // 0
         finished = {c.request.offset: c for c in drive(engine, pool, requests)}
         assert [finished[at].transferred for at in (0, BLOCK)] == [BLOCK, BLOCK]
         assert isinstance(finished[2 * BLOCK].error, ZeroDivisionError)
+        assert all(a is b for a, b in zip(requests, prepared, strict=False))
         assert len(prepared) == 2
         assert opener.content("file") == b""
 

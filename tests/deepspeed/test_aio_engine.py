@@ -20,7 +20,7 @@ from fastserial.engines.deepspeed import engine as engine_module
 from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import WriteError
-from fastserial.testing import BLOCK, drive, read, write
+from fastserial.testing import BLOCK, drive, write
 
 MIB = 1 << 20
 _PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -31,7 +31,7 @@ class Spy:
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
-        self.writes = self.reads = self.waits = 0
+        self.writes = self.waits = 0
         self.lose = False
 
     def __getattr__(self, name: str) -> Any:
@@ -40,10 +40,6 @@ class Spy:
     def async_pwrite(self, *arguments: Any) -> int:
         self.writes += 1
         return 0 if self.lose else self.handle.async_pwrite(*arguments)
-
-    def async_pread(self, *arguments: Any) -> int:
-        self.reads += 1
-        return 0 if self.lose else self.handle.async_pread(*arguments)
 
     def wait(self) -> int:
         self.waits += 1
@@ -86,26 +82,17 @@ def parts(fd: int, data: bytes) -> list[Any]:
     return [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
 
 
-def all_of(fd: int, nbytes: int) -> list[Any]:
-    return [read(fd, at, BLOCK) for at in range(0, nbytes, BLOCK)]
-
-
-def test_deepspeed_moves_them(spies: list[Spy], opened: Any) -> None:
+def test_deepspeed_moves_them(
+    spies: list[Spy], opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """All blocks, with both handles in turn, and none a second time."""
     engine, pool, fd, path = opened
     data = os.urandom(12 * BLOCK)
     for completion in drive(engine, pool, parts(fd, data)):
         assert completion.error is None
     assert [spy.writes for spy in spies] == [6, 6]
-    assert engine.repaired == 0
     assert path.read_bytes() == data
-    for completion in drive(
-        engine, pool, [read(fd, at, BLOCK) for at in range(0, len(data), BLOCK)]
-    ):
-        at = completion.request.offset
-        assert completion.request.tag == data[at : at + BLOCK]
-    assert [spy.reads for spy in spies] == [6, 6]
-    assert engine.repaired == 0
+    assert "lost" not in caplog.text
 
 
 @pytest.mark.parametrize("reserve", [False, True])
@@ -120,22 +107,9 @@ def test_lost_writes_are_done_again(
     with caplog.at_level(logging.WARNING, "fastserial"):
         for completion in drive(engine, pool, parts(fd, data)):
             assert (completion.error, completion.transferred) == (None, BLOCK)
-    assert engine.repaired == spies[1].writes == 4
+    assert spies[1].writes == 4
     assert caplog.text.count("DeepSpeed lost a write") == 4
     assert path.read_bytes() == data
-
-
-def test_lost_reads_are_done_again(spies: list[Spy], opened: Any) -> None:
-    engine, pool, fd, _ = opened
-    data = os.urandom(8 * BLOCK)
-    drive(engine, pool, parts(fd, data))
-    spies[0].lose = spies[1].lose = True
-    for completion in drive(
-        engine, pool, [read(fd, at, BLOCK) for at in range(0, len(data), BLOCK)]
-    ):
-        at = completion.request.offset
-        assert completion.request.tag == data[at : at + BLOCK]
-    assert engine.repaired == 8
 
 
 def test_what_cannot_be_proven_goes_by_plain_calls(spies: list[Spy], opened: Any) -> None:
@@ -207,7 +181,7 @@ def test_large_sectors(large_sectors: Path, spies: list[Spy]) -> None:
     assert sum(spy.writes for spy in spies) > 70
 
 
-@pytest.mark.parametrize(("kib", "expected"), [(4096, "8"), (900, "3"), (0, "ulimit -l 256")])
+@pytest.mark.parametrize(("kib", "expected"), [(4096, "8"), (900, "2"), (0, "ulimit -l 256")])
 def test_little_memory_may_be_locked(op: Any, kib: int, expected: str) -> None:
     """Fewer buffers, or an error that says what to do; DeepSpeed's allocator would abort."""
     done = subprocess.run(

@@ -16,7 +16,7 @@ from fastserial.diagnosis import examine as examine_module
 from fastserial.diagnosis.examine import examine
 from fastserial.diagnosis.facts import Diagnosis
 from fastserial.diagnosis.findings import judge
-from fastserial.files.gpus import GpuHost, probe_gpus
+from fastserial.engines.gds.host import GpuHost, probe_gpus
 
 VERSION = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (root)\n"

@@ -83,7 +83,7 @@ def test_deepspeed(machine: Path, monkeypatch: pytest.MonkeyPatch, spec: Any) ->
 
 
 def test_no_locked_memory(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserial.engines.deepspeed.engine.lockable", lambda nbytes: 0)
+    monkeypatch.setattr("fastserial.engines.deepspeed.engine.may_lock", lambda nbytes: False)
     with pytest.raises(EngineUnavailableError, match="ulimit -l unlimited"):
         engines.create("deepspeed", 4)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from support.cufile import FakeCuFile, _Event, _Params
 
-from fastserial.engines import cufile
+from fastserial.engines.gds import cufile
 from fastserial.memory.transfers import DIRECT
 
 PROGRAMS = Path(__file__).parents[1] / "programs"

@@ -16,7 +16,7 @@ from support.corpus import CASES, Case
 from support.gpu import DEVICE, need_gpu
 from support.identity import TARGETS, both, fast, stock
 
-from fastserial.engines.direct_memory import missing
+from fastserial.engines.gds.memory import missing
 from fastserial.memory import transfers
 from fastserial.memory.transfers import DIRECT
 

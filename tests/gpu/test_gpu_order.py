@@ -15,7 +15,7 @@ import torch
 from support.gpu import DEVICE, need_gpu
 
 import fastserial
-from fastserial.engines.direct_memory import missing
+from fastserial.engines.gds.memory import missing
 
 need_gpu()
 

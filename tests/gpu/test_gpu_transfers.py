@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import fastserial
 from fastserial.cli.main import app
 from fastserial.config.performance import PINNED_MOST
-from fastserial.engines import cufile
-from fastserial.engines.direct_memory import missing
+from fastserial.engines.gds import cufile
+from fastserial.engines.gds.memory import missing
 from fastserial.memory import transfers
 from fastserial.memory.ring import pinned_store
 

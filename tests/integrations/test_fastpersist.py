@@ -325,7 +325,7 @@ def test_impossible_sizes_of_a_buffer(size: Any) -> None:
 
 
 def test_a_buffer_larger_than_what_may_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastpersist, "lockable", lambda nbytes: 4096)
+    monkeypatch.setattr(fastpersist, "may_lock", lambda nbytes: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EngineUnavailableError, match=r"`ulimit -l 8192`.*less .`size_mb`, now 8"):
         get_pinned_buffer(8)

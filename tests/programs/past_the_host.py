@@ -17,7 +17,7 @@ from support.devices import FakeDevice, plugged_in
 
 import fastserial
 from fastserial.config import Config
-from fastserial.engines import cufile
+from fastserial.engines.gds import cufile
 from fastserial.formats.extents import Data, Extent
 from fastserial.loading import reader, sinks
 from fastserial.loading.reader import FastFileReader

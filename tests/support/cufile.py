@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial.engines import cufile, direct_memory, slots
+from fastserial.engines.gds import cufile, slots
+from fastserial.engines.gds import memory as direct_memory
 from fastserial.memory import transfers
 from support.devices import FakeDevice, Fault, plugged_in
 

@@ -27,7 +27,7 @@ from fastserial.bench.measuring.temperature import chill
 from fastserial.bench.studies.sweep_file import Point, Result, SweepFile
 from fastserial.bench.subjects.payload import check_memory
 from fastserial.config import TRANSFERS, Config
-from fastserial.engines.direct_memory import missing
+from fastserial.engines.gds.memory import missing
 from fastserial.errors import EngineUnavailableError
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import ReadExtent, storage_sink

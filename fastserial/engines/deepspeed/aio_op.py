@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled `async_io` op: whether it can run here, its handles, its locked memory.
+"""DeepSpeed's compiled `async_io` op: whether it can run here, and its handles.
 
 Looking does not import DeepSpeed and builds nothing. Handles are kept for the next file: making
 one takes under a millisecond, freeing one tens of milliseconds per thread (`io_destroy` waits for
@@ -8,35 +8,23 @@ a grace period of the kernel).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
-import errno
 import glob
 import importlib
 import importlib.util
-import mmap
 import os
-import resource
 import shutil
 import sys
 import sysconfig
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fastserial.errors import EngineUnavailableError
 
-__all__ = [
-    "BUILD_COMMAND",
-    "AioSettings",
-    "borrow_handle",
-    "give_back",
-    "load_op",
-    "lockable",
-    "missing",
-]
+__all__ = ["BUILD_COMMAND", "AioSettings", "borrow_handle", "give_back", "load_op", "missing"]
 
 MiB = 1024 * 1024
 BUILD_COMMAND = (
@@ -66,13 +54,7 @@ class AioSettings:
     @classmethod
     def of(cls, handle: Any) -> AioSettings:
         """Return the settings of an `aio_handle`."""
-        return cls(
-            handle.get_block_size(),
-            handle.get_queue_depth(),
-            handle.get_single_submit(),
-            handle.get_overlap_events(),
-            handle.get_intra_op_parallelism(),
-        )
+        return cls(*(getattr(handle, f"get_{field.name}")() for field in fields(cls)))
 
 
 def missing() -> list[str]:
@@ -84,12 +66,12 @@ def missing() -> list[str]:
     lacks: list[str] = []
     if not _loads("libaio.so.1"):
         lacks.append("libaio.so.1 is not installed: apt-get install libaio-dev")
-    if _prebuilt(Path(found.submodule_search_locations[0])):
+    if any(Path(found.submodule_search_locations[0], "ops", "aio").glob("async_io_op*.so")):
         return lacks
     # DeepSpeed compiles at first use, and looks for the tools again at each load.
     if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
         lacks.append("there is no C++ compiler: apt-get install g++")
-    if not _ninja():
+    if shutil.which("ninja") is None:  # torch's extension loader runs it by name
         lacks.append("ninja is not installed: pip install ninja")
     if not _header("libaio.h"):
         lacks.append("libaio.h is not installed: apt-get install libaio-dev")
@@ -106,19 +88,9 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _prebuilt(package: Path) -> bool:
-    return any((package / "ops" / "aio").glob("async_io_op*.so"))
-
-
-def _ninja() -> bool:
-    """Tell whether torch's extension loader will find ninja: it runs it by name."""
-    return shutil.which("ninja") is not None
-
-
 def _header(name: str) -> bool:
-    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    folders = [*os.environ.get("CPATH", "").split(os.pathsep), "/usr/include", "/usr/local/include"]
-    folders += [f"/usr/include/{multiarch}"] if multiarch else []
+    folders = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(":")]
+    folders.append(f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}")
     flags = os.environ.get("CFLAGS", "").split()
     folders += [flag[2:] for flag in flags if flag.startswith("-I")]
     return any(folder and os.path.exists(os.path.join(folder, name)) for folder in folders)
@@ -126,14 +98,14 @@ def _header(name: str) -> bool:
 
 def _built() -> bool:
     """Tell whether the libraries lie where torch's extension loader puts them."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given:
-        roots = [Path(given)]
-    else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if not root:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         version = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"
-        roots = [Path(found) for found in glob.glob(str(cache / "torch_extensions" / version))]
-    return any(os.path.exists(root / _OP / f"{_OP}.so") for root in roots)
+        root = os.path.join(glob.escape(cache), "torch_extensions", version)
+    else:
+        root = glob.escape(root)
+    return bool(glob.glob(os.path.join(root, _OP, f"{_OP}.so")))
 
 
 def load_op() -> Any:
@@ -167,14 +139,7 @@ def borrow_handle(settings: AioSettings) -> Any:
     with _lock:
         if _idle[settings]:
             return _idle[settings].pop()
-    op = load_op()
-    return op.aio_handle(
-        block_size=settings.block_size,
-        queue_depth=settings.queue_depth,
-        single_submit=settings.single_submit,
-        overlap_events=settings.overlap_events,
-        intra_op_parallelism=settings.intra_op_parallelism,
-    )
+    return load_op().aio_handle(**asdict(settings))
 
 
 def give_back(settings: AioSettings, handle: Any) -> None:
@@ -195,42 +160,3 @@ def _forget() -> None:
 
 os.register_at_fork(after_in_child=_forget)
 atexit.register(_idle.clear)
-
-
-def lockable(nbytes: int) -> int:
-    """Return how many bytes, at most `nbytes`, this process may lock in memory now.
-
-    DeepSpeed's allocator ends the process where `mlock` fails, so this tries beforehand. Raises
-    the soft limit to the hard one where that is what is missing.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or _can_lock(nbytes):
-        return nbytes
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-            if _can_lock(nbytes):
-                return nbytes
-    low, high = 0, nbytes // mmap.PAGESIZE  # locks `low` pages, not `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _can_lock(middle * mmap.PAGESIZE):
-            low = middle
-        else:
-            high = middle
-    return low * mmap.PAGESIZE
-
-
-def _can_lock(nbytes: int) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        anchor = ctypes.c_char.from_buffer(memory)
-        address, length = ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(nbytes)
-        del anchor
-        if libc.mlock(address, length) == 0:
-            libc.munlock(address, length)
-            return True
-        number = ctypes.get_errno()
-    if number in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
-        return False
-    raise OSError(number, os.strerror(number))

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from fastserial.config.performance import PAGE, PINNED_RING
-from fastserial.engines.direct_driver import Call, DirectDriver, Region
+from fastserial.engines.gds.driver import Call, DirectDriver, Region
 from fastserial.memory import devices
 from fastserial.memory import ring as rings
 

@@ -9,7 +9,7 @@ that was queued for it, and nothing is closed before.
 
     gds        the engine's threads make synchronous calls
     gpu_async  calls that are queued on streams, one stream for each slot
-    gpu_batch  calls that are given to the driver some at a time
+    gpu_batch  the engine's threads give the driver the pieces of a block together
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from fastserial.config import Config
-from fastserial.engines import cufile
-from fastserial.engines.base import DirectTransferError, Engine, Op
-from fastserial.engines.direct_driver import (
-    Batch,
-    Call,
-    DirectDriver,
-    Region,
-)
-from fastserial.engines.slots import Slots, give_slots, take_slots
+from fastserial.engines.base import Engine, Op, Request
+from fastserial.engines.gds import cufile
+from fastserial.engines.gds.driver import Call, DirectDriver, DirectTransferError
+from fastserial.engines.gds.slots import Slots, give_slots, take_slots
+from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.transfers import DIRECT, instead
@@ -45,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectMemory", "missing", "offer"]
 
-Move = Callable[[], int]
+Move = Callable[[Request], int]
 
 
 def missing(word: str) -> str | None:
@@ -91,7 +87,7 @@ def offer(
         except (OSError, RuntimeError) as error:
             why = str(error)
         else:
-            return way, Transfer(word, f"asked for: {driver.name}")
+            return way, way.transfer
     return None, instead(word, why)
 
 
@@ -101,9 +97,8 @@ _in_use: set[DirectMemory] = set()  # what a driver may be using, should `close`
 class DirectMemory:
     """The slots of a ring, for one file. Its ring is closed after it.
 
-    What `write` and `read` return moves the block: it is called once, on any thread, and returns
-    how many bytes were moved: all, or it raises `DirectTransferError`, and the block can go
-    through the host.
+    What `write` and `read` return is the `move` of the block's request. A block whose transfer
+    fails goes through the host, as do all that come after it; `transfer` says why then.
     """
 
     def __init__(
@@ -121,17 +116,15 @@ class DirectMemory:
             DirectTransferError: the driver, the device or the file does not take part.
             RuntimeError: there is no memory.
         """
-        self.refused = False  # no more blocks: see `refuse`
+        self.transfer = Transfer(config.transfer, f"asked for: {driver.name}")
+        self._refused = False  # no more blocks
         self._driver, self._ring, self._block = driver, ring, config.block_size
         self._asynchronous = config.transfer == "gpu_async"
         self._batched = config.transfer == "gpu_batch"
         self._places: dict[torch.device, Slots] = {}
         self._files = Descriptors()
         self._file: int | None = None
-        self._batch: Batch | None = None
         self._lock = threading.RLock()
-        self._queued: list[tuple[Op, Buffer, Region, list[Call]]] = []
-        self._under_way: dict[int, Call] = {}
         self._begun = 0  # blocks under way that are not synchronous
         self._lost: DirectTransferError | None = None
         self._pid = os.getpid()
@@ -144,8 +137,6 @@ class DirectMemory:
             self.join(places)
             with driver.on(next(iter(self._places))):
                 self._file = driver.open_file(plain)
-                if self._batched:
-                    self._batch = driver.batch()
         except BaseException:
             self.close()
             raise
@@ -168,7 +159,7 @@ class DirectMemory:
     def takes(self, device: torch.device, offset: int, length: int) -> bool:
         """Return whether a block of a device's memory can go this way."""
         aligned = not (offset | length) % self.alignment and 0 < length <= self._block
-        return aligned and not self.refused and device in self._places
+        return aligned and not self._refused and device in self._places
 
     def write(
         self,
@@ -197,43 +188,22 @@ class DirectMemory:
         if shown:
             stream.fetch(slot, self._ring.host(buffer, length))
         self._ring.keep(buffer, stream.mark(), memory.whole)
-        calls = self._start(Op.WRITE, place, buffer, offset, length)
-        return partial(self._move, Op.WRITE, place, buffer, offset, length, calls, None)
+        begun = self._start(Op.WRITE, place, buffer, offset, length)
+        return partial(self._move, place, begun, shown, None)
 
     def read(self, buffer: Buffer, target: torch.Tensor, offset: int) -> Move:
         """Start to read bytes of the file to a device's memory, one-dimensional uint8.
 
-        They are there when the ring has settled.
+        They are there when the ring has settled. If they go through the host, they are in the
+        buffer, and `Request.move` is None.
         """
         place, length = self._places[target.device], target.nbytes
-        calls = self._start(Op.READ, place, buffer, offset, length)
-        return partial(self._move, Op.READ, place, buffer, offset, length, calls, target)
-
-    def flush(self) -> None:
-        """Start what waits for others to be started with it."""
-        with self._lock:
-            queued, self._queued = self._queued, []
-            together: dict[tuple[Op, torch.device], list[tuple[Region, Call]]] = {}
-            for op, buffer, region, pieces in queued:
-                self._ring.arrive(buffer)  # a batch comes after nothing of its own accord
-                calls = together.setdefault((op, region.device), [])
-                calls += [(region, piece) for piece in pieces]
-            for (op, device), calls in together.items():
-                self._under_way.update((id(call), call) for _, call in calls)
-                try:
-                    with self._driver.on(device):
-                        self._opened_batch().submit(op, self._opened_file(), calls)
-                except BaseException:  # an interrupt: who knows whether they were started
-                    self._lose(DirectTransferError("interrupted", settled=False))
-                    raise
-
-    def refuse(self) -> None:
-        """Take no more blocks; those under way come to their ends."""
-        self.refused = True
+        begun = self._start(Op.READ, place, buffer, offset, length)
+        return partial(self._move, place, begun, False, target)
 
     def close(self) -> None:
         """Wait for all transfers, and keep the memory for the next. Idempotent."""
-        finish(self._end_batch, self._end_streams, self._let_go)
+        finish(self._end_streams, self._let_go)
 
     def __del__(self) -> None:
         if self._pid == os.getpid() and not sys.is_finalizing():
@@ -247,33 +217,23 @@ class DirectMemory:
 
     def _start(
         self, op: Op, place: Slots, buffer: Buffer, offset: int, length: int
-    ) -> list[Call] | DirectTransferError:
-        """Start a transfer that is not synchronous; return its calls, or why there is none."""
+    ) -> Call | DirectTransferError | None:
+        """Start a transfer on a stream; return its call, why there is none, or None: it waits."""
+        if not self._asynchronous:
+            return None
         region, first = place.region, buffer.index * self._block
-        if self._asynchronous:
-            _in_use.add(self)
-            call, stream = place.calls[buffer.index], place.stream(buffer.index)
-            call.size, call.offset, call.start, call.moved = length, offset, first, 0
-            try:
-                with self._driver.on(region.device):
-                    self._driver.start(op, self._opened_file(), region, call, stream.handle)
-            except DirectTransferError as error:
-                self._note(0)
-                return error
-            self._note(1)
-            self._ring.keep(buffer, stream.mark(), place)
-            return [call]
-        if not self._batched:
-            return []
-        size = self._driver.largest_piece
-        pieces = [
-            Call(min(size, length - at), offset + at, first + at, 0)
-            for at in range(0, length, size)
-        ]
-        with self._lock:
-            self._queued.append((op, buffer, region, pieces))
-            self._note(1)
-        return pieces
+        _in_use.add(self)
+        call, stream = place.calls[buffer.index], place.stream(buffer.index)
+        call.size, call.offset, call.start, call.moved = length, offset, first, 0
+        try:
+            with self._driver.on(region.device):
+                self._driver.start(op, self._opened_file(), region, call, stream.handle)
+        except DirectTransferError as error:
+            self._note(0)
+            return error
+        self._note(1)
+        self._ring.keep(buffer, stream.mark(), place)
+        return call
 
     def _note(self, blocks: int) -> None:
         """Keep this as long as blocks are under way, whoever lets go of it."""
@@ -286,28 +246,58 @@ class DirectMemory:
 
     def _move(
         self,
-        op: Op,
         place: Slots,
-        buffer: Buffer,
-        offset: int,
-        length: int,
-        calls: list[Call] | DirectTransferError,
+        begun: Call | DirectTransferError | None,
+        shown: bool,
         target: torch.Tensor | None,
+        request: Request,
     ) -> int:
-        """Bring a block to its end; see the class."""
-        if isinstance(calls, DirectTransferError):
-            raise calls
+        """Bring a block to its end; see the class.
+
+        Raises:
+            DirectTransferError: nobody knows whether its memory is still used.
+            OSError: the host could not move it, either.
+        """
+        try:
+            return self._past_the_host(place, begun, target, request)
+        except DirectTransferError as error:
+            if not error.settled:
+                raise
+            with self._lock:
+                if not self._refused:
+                    self._refused = True
+                    self.transfer = instead(self.transfer.word, f"{error}; from there on")
+            request.move = None
+            if request.op is Op.WRITE and not shown:
+                stream = place.stream(request.buffer.index)
+                slot = self._slot(place, request.buffer, request.length)
+                stream.fetch(slot, self._ring.host(request.buffer, request.length))
+                self._ring.keep(request.buffer, stream.mark(), place)
+            self._ring.arrive(request.buffer)
+            try:
+                return transfer(request)
+            except OSError as own:  # the system's word for what is wrong
+                raise own from error
+
+    def _past_the_host(
+        self,
+        place: Slots,
+        begun: Call | DirectTransferError | None,
+        target: torch.Tensor | None,
+        request: Request,
+    ) -> int:
+        if isinstance(begun, DirectTransferError):
+            raise begun
+        op, buffer, offset, length = request.op, request.buffer, request.offset, request.length
         region, first = place.region, buffer.index * self._block
-        self._await(calls)
         self._ring.arrive(buffer)
-        self._note(-1 if calls else 0)
         done = 0
-        for call in calls:
-            moved = self._checked(call.moved, call.size)
-            done += moved
-            if moved < call.size:
-                break
         with self._driver.on(region.device):
+            if begun is not None:
+                self._note(-1)
+                done = self._checked(begun.moved, length)
+            elif self._batched:
+                done = self._move_batch(request, place, first)
             while done < length:  # goes on after a short transfer, on a page of its own
                 done -= done % self.alignment
                 call = Call(length - done, offset + done, first + done, 0)
@@ -325,30 +315,35 @@ class DirectMemory:
             self._ring.keep(buffer, stream.mark(), target)
         return done
 
+    def _move_batch(self, request: Request, place: Slots, first: int) -> int:
+        """Move the pieces of a block together; return how many bytes were, up to the first gap."""
+        size, length = self._driver.largest_piece, request.length
+        calls = [
+            Call(min(size, length - at), request.offset + at, first + at, 0)
+            for at in range(0, length, size)
+        ]
+        try:
+            self._driver.move_batch(request.op, self._opened_file(), place.region, calls)
+        except DirectTransferError as error:
+            if not error.settled:
+                self._lose(error)
+            raise
+        except BaseException:  # an interrupt: who knows whether they were started
+            self._lose(DirectTransferError("interrupted", settled=False))
+            raise
+        done = 0
+        for call in calls:
+            moved = self._checked(call.moved, call.size)
+            done += moved
+            if moved < call.size:
+                break
+        return done
+
     def _checked(self, moved: int, most: int) -> int:
         if 0 <= moved <= most:
             return moved
         what = self._driver.describe(moved) if moved < 0 else f"{moved} of {most} bytes moved"
         raise DirectTransferError(f"{self._driver.name}: {what}", max(0, -moved))
-
-    def _await(self, calls: list[Call]) -> None:
-        """Wait for the transfers of a batch that are a block's."""
-        if not self._batched:
-            return
-        with self._lock:
-            self.flush()
-            while any(id(call) in self._under_way for call in calls):
-                self._reap()
-
-    def _reap(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-        try:
-            for call in self._opened_batch().reap():
-                self._under_way.pop(id(call), None)
-        except DirectTransferError as error:
-            self._lose(error)
-            raise
 
     def _lose(self, error: DirectTransferError) -> None:
         """Keep all that the device may be using, for good: nobody knows what it still does."""
@@ -360,18 +355,7 @@ class DirectMemory:
             _closed()
         return self._file
 
-    def _opened_batch(self) -> Batch:
-        if self._batch is None:
-            _closed()
-        return self._batch
-
     # -- the end -------------------------------------------------------------------------------
-
-    def _end_batch(self) -> None:
-        with self._lock:
-            self._queued.clear()  # what was not started
-            while self._under_way and self._lost is None:
-                self._reap()
 
     def _end_streams(self) -> None:
         try:
@@ -385,9 +369,6 @@ class DirectMemory:
     def _let_go(self) -> None:
         if self._lost is not None:
             return
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            batch.close()
         file, self._file = self._file, None
         if file is not None:
             self._driver.close_file(file)

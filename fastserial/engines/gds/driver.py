@@ -7,6 +7,7 @@ gives is looked at by who called it.
 from __future__ import annotations
 
 import ctypes
+import errno
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -16,7 +17,24 @@ from fastserial.engines.base import Op
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "Call", "DirectDriver", "Region"]
+__all__ = ["Call", "DirectDriver", "DirectTransferError", "Region"]
+
+
+class DirectTransferError(OSError):
+    """A transfer past the host failed; the bytes can still go through it.
+
+    Attributes:
+        status: the driver's own number for it; 0: none, or an error of the file system.
+        settled: whether the driver is done with the memory; if not, it may never be used again.
+    """
+
+    def __init__(self, message: str, status: int = 0, settled: bool = True) -> None:
+        super().__init__(errno.EIO, message)
+        self.status = status
+        self.settled = settled
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class Call(ctypes.Structure):
@@ -44,26 +62,6 @@ class Region(NamedTuple):
     device: torch.device
     address: int
     registered: bool
-
-
-class Batch(Protocol):
-    """Transfers that are given to the driver together. One thread at a time."""
-
-    def submit(self, op: Op, file: int, calls: Sequence[tuple[Region, Call]]) -> None:
-        """Start transfers; the calls must stay as they are until `reap` returns them.
-
-        Those that are refused are returned by it, too.
-        """
-
-    def reap(self) -> list[Call]:
-        """Wait for at least one transfer, and return those that ended, with `moved` set.
-
-        Raises:
-            DirectTransferError: nobody knows; it is not `settled`.
-        """
-
-    def close(self) -> None:
-        """Free what belongs to it; nothing is under way. Idempotent."""
 
 
 class DirectDriver(Protocol):
@@ -99,8 +97,12 @@ class DirectDriver(Protocol):
     def start(self, op: Op, file: int, region: Region, call: Call, stream: int) -> None:
         """Queue a transfer on a stream; the call must stay as it is until the stream is past it."""
 
-    def batch(self) -> Batch:
-        """Return a new batch."""
+    def move_batch(self, op: Op, file: int, region: Region, calls: Sequence[Call]) -> None:
+        """Transfer pieces of at most `largest_piece` bytes together, and set each call's `moved`.
+
+        Raises:
+            DirectTransferError: none was started; or nobody knows, and it is not `settled`.
+        """
 
     def describe(self, status: int) -> str:
         """Return what a negative status means."""

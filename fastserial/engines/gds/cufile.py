@@ -16,9 +16,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastserial.config.performance import PAGE, KiB
-from fastserial.engines.base import DirectTransferError, Op
-from fastserial.engines.direct_driver import Call, Region
-from fastserial.files.gpus import probe_gpus
+from fastserial.engines.base import Op
+from fastserial.engines.gds.driver import Call, DirectTransferError, Region
+from fastserial.engines.gds.host import probe_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -257,8 +257,55 @@ class CuFile:
             fields = (getattr(Call, name).offset for name, _ in Call._fields_)
             function(file, base, *(address + at for at in fields), stream)
 
-    def batch(self) -> _Batch:
-        return _Batch(self._module, self._said, self._most)
+    def move_batch(self, op: Op, file: int, region: Region, calls: Sequence[Call]) -> None:
+        while calls:
+            self._move_together(op, file, region, calls[: self._most])
+            calls = calls[self._most :]
+
+    def _move_together(self, op: Op, file: int, region: Region, calls: Sequence[Call]) -> None:
+        module = self._module
+        with self._said("cuFileBatchIOSetUp"):
+            batch: int = module.batch_io_set_up(len(calls))
+        array = (IOParams * len(calls))()  # cuFile reads it until all is over
+        for index, (params, call) in enumerate(zip(array, calls, strict=True)):
+            params.mode, params.opcode = _BATCH, _OPCODES[op]
+            params.file, params.cookie = file, index
+            params.base, params.start = _place(region, call)
+            params.size, params.file_offset = call.size, call.offset
+        try:
+            with self._said("cuFileBatchIOSubmit"):
+                module.batch_io_submit(batch, len(calls), ctypes.addressof(array), 0)
+        except DirectTransferError:
+            module.batch_io_destroy(batch)
+            raise
+        left = len(calls)
+        try:
+            while left:
+                left -= self._reap(batch, calls, left)
+        except DirectTransferError as error:
+            error.settled = False
+            raise
+        module.batch_io_destroy(batch)
+
+    def _reap(self, batch: int, calls: Sequence[Call], left: int) -> int:
+        """Wait for transfers of a batch; return how many are over."""
+        count, events = ctypes.c_uint(left), (IOEvents * left)()
+        wait = Timespec(_PATIENCE, 0)  # NVIDIA does not say what none would mean
+        with self._said("cuFileBatchIOGetStatus"):
+            self._module.batch_io_get_status(
+                batch, 1, *map(ctypes.addressof, (count, events, wait))
+            )
+        over = 0
+        for event in events[: count.value]:
+            if event.status & _UNKNOWN:
+                text = f"cuFile gave a transfer of a batch up (status {event.status})"
+                raise DirectTransferError(text)
+            if event.status & _OVER:
+                failed = event.status != _COMPLETE
+                call = calls[event.cookie or 0]  # a null pointer is None
+                call.moved = min(event.moved, -1) if failed else event.moved
+                over += 1
+        return over
 
     def describe(self, status: int) -> str:
         if status == -1:
@@ -273,80 +320,3 @@ def _place(region: Region, call: Call) -> tuple[int, int]:
     if region.registered:
         return region.address, call.start
     return region.address + call.start, 0
-
-
-class _Batch:
-    """A `Batch` of cuFile's."""
-
-    def __init__(self, module: Any, said: Any, most: int) -> None:
-        self._module, self._said, self._most = module, said, most
-        with said("cuFileBatchIOSetUp"):
-            self._handle: int = module.batch_io_set_up(most)
-        # by cookie: the call, and the array that cuFile reads until it is over
-        self._under_way: dict[int, tuple[Call, object]] = {}
-        self._cookie = 0
-        self._over: list[Call] = []
-
-    def submit(self, op: Op, file: int, calls: Sequence[tuple[Region, Call]]) -> None:
-        while calls:
-            room = self._most - len(self._under_way)
-            if room <= 0:
-                self._over += self._wait()
-                continue
-            self._submit(op, file, calls[:room])
-            calls = calls[room:]
-
-    def _submit(self, op: Op, file: int, calls: Sequence[tuple[Region, Call]]) -> None:
-        array = (IOParams * len(calls))()
-        for params, (region, call) in zip(array, calls, strict=True):
-            self._cookie += 1
-            base, start = _place(region, call)
-            params.mode, params.opcode = _BATCH, _OPCODES[op]
-            params.base, params.start, params.size = base, start, call.size
-            params.file_offset, params.file, params.cookie = call.offset, file, self._cookie
-            self._under_way[self._cookie] = call, array
-        try:
-            with self._said("cuFileBatchIOSubmit"):
-                self._module.batch_io_submit(self._handle, len(calls), ctypes.addressof(array), 0)
-        except DirectTransferError as error:
-            for params in array:
-                call, _ = self._under_way.pop(params.cookie)
-                call.moved = -max(1, error.status)
-                self._over.append(call)
-
-    def reap(self) -> list[Call]:
-        over, self._over = self._over, []
-        return over or self._wait()
-
-    def _wait(self) -> list[Call]:
-        count = ctypes.c_uint(len(self._under_way))
-        events = (IOEvents * count.value)()
-        wait = Timespec(_PATIENCE, 0)  # NVIDIA does not say what none would mean
-        ended: list[Call] = []
-        try:
-            with self._said("cuFileBatchIOGetStatus"):
-                self._module.batch_io_get_status(
-                    self._handle,
-                    1,
-                    ctypes.addressof(count),
-                    ctypes.addressof(events),
-                    ctypes.addressof(wait),
-                )
-        except DirectTransferError as error:
-            error.settled = False
-            raise
-        for event in events[: count.value]:
-            if event.status & _UNKNOWN:
-                text = f"cuFile gave a transfer of a batch up (status {event.status})"
-                raise DirectTransferError(text, settled=False)
-            if event.status & _OVER:
-                call, _ = self._under_way.pop(event.cookie)
-                failed = event.status != _COMPLETE
-                call.moved = min(event.moved, -1) if failed else event.moved
-                ended.append(call)
-        return ended
-
-    def close(self) -> None:
-        handle, self._handle = self._handle, 0
-        if handle:
-            self._module.batch_io_destroy(handle)

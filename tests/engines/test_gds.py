@@ -23,9 +23,10 @@ from support.identity import stock
 import fastserial
 from fastserial import LoadReport, SaveReport, WriteError
 from fastserial.config import current
-from fastserial.engines import direct_memory, slots
-from fastserial.engines.base import DirectTransferError
-from fastserial.engines.direct_memory import DirectMemory
+from fastserial.engines.gds import memory as direct_memory
+from fastserial.engines.gds import slots
+from fastserial.engines.gds.driver import DirectTransferError
+from fastserial.engines.gds.memory import DirectMemory
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError
@@ -33,7 +34,7 @@ from fastserial.loading.block_reader import Block, BlockReader
 from fastserial.memory import batch, devices, transfers
 from fastserial.memory.buffers import Buffer
 from fastserial.memory.ring import Ring
-from fastserial.saving import block_writer
+from fastserial.reports import HOST_ONLY
 
 WORDS = ("gds", "gpu_async", "gpu_batch")
 BLOCK = 16384
@@ -226,7 +227,7 @@ def test_memory_that_is_not_registered(tmp_path: Path, plug: Plug) -> None:
 
 def test_batches_are_small(tmp_path: Path, plug: Plug) -> None:
     """Not more transfers at once than cuFile takes, and none that it would bring to the host."""
-    for most in (1, 5):
+    for most in (1, 3):
         fake = plug(2)
         fake.batch_size = most
         fastserial.install(**SMALL, transfer="gpu_batch")
@@ -283,10 +284,10 @@ def test_a_disk_that_fails(
     fake = plug(1)
     fake.faults[3] = -5044
 
-    def write(fd: int, views: Any, offset: int) -> None:
+    def transfer(request: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(block_writer, "write_all", write)
+    monkeypatch.setattr(direct_memory, "transfer", transfer)
     fastserial.install(**SMALL, transfer=word)
     with pytest.raises(WriteError) as caught:
         torch.save(state(), path)
@@ -449,13 +450,13 @@ def test_a_reader_that_nobody_closed(tmp_path: Path, plug: Plug, word: str) -> N
         blocks = BlockReader(file.fileno(), path.stat().st_size, current())
         ring = Ring(devices.pin(3 * BLOCK), 3, BLOCK)
         ring.join([HERE])
-        blocks.stage_in(ring, [HERE])
+        blocks.stage_in(ring, [HERE], HOST_ONLY)
         assert blocks.transfer.word == word
         blocks.put(Block(BLOCK, BLOCK, lambda *_: None, device=target[:BLOCK]))
         blocks._batch.clear()
         del blocks, ring
         gc.collect()
-        assert len(direct_memory._in_use) == (word != "gds")
+        assert len(direct_memory._in_use) == (word == "gpu_async")
         while direct_memory._in_use:
             direct_memory._in_use.pop().close()
     assert not fake.files
@@ -512,9 +513,8 @@ def test_a_count_that_is_not_looked_at(
     assert path.read_bytes() != wanted
 
 
-@pytest.mark.parametrize("word", ["gpu_async", "gpu_batch"])
 def test_what_is_used_again_too_early(
-    tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots and parameters whose transfers are not waited for."""
 
@@ -522,8 +522,7 @@ def test_what_is_used_again_too_early(
         ring._fences[buffer.index].clear()
 
     monkeypatch.setattr(Ring, "arrive", arrive)
-    monkeypatch.setattr(DirectMemory, "_await", lambda self, calls: None)
-    assert broken(monkeypatch, tmp_path, plug, word, zipped=False)
+    assert broken(monkeypatch, tmp_path, plug, "gpu_async", zipped=False)
     forget(plug(0))
 
 
@@ -557,7 +556,8 @@ def test_a_file_that_is_closed_too_early(
 ) -> None:
     """A save that fails while transfers are under way, and does not wait for them."""
     monkeypatch.setattr(fastserial.interrupts, "_TRIES", 1)
-    monkeypatch.setattr(DirectMemory, "_end_batch", lambda self: None)
+    monkeypatch.setattr(DirectMemory, "_end_streams", lambda self: None)
+    monkeypatch.setattr(Ring, "arrive", lambda ring, buffer: ring._fences[buffer.index].clear())
     real = ThreadsEngine.submit
 
     def submit(self: ThreadsEngine, requests: Any) -> None:
@@ -565,7 +565,7 @@ def test_a_file_that_is_closed_too_early(
 
     monkeypatch.setattr(ThreadsEngine, "submit", submit)
     fake = plug(0)
-    fastserial.install(**SMALL, transfer="gpu_batch")
+    fastserial.install(**SMALL, transfer="gpu_async")
     with pytest.raises((Fault, WriteError)):
         torch.save(state(), tmp_path / "a.pt")
     assert fake.device.faults
