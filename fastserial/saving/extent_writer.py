@@ -24,7 +24,7 @@ from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import EngineError
 from fastserial.files import linux
-from fastserial.files.device_speed import Trial, begin_writeback
+from fastserial.files.device_speed import Timing, begin_writeback
 from fastserial.formats.extents import Data, Extent, Hole
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import BufferPool
@@ -82,8 +82,8 @@ class ExtentWriter:
         self._reserve_at: int | None = None  # None: nothing is to be reserved
         self._nbytes = 0  # given so far
         self._route: Route | None = None  # of blocks, once there is one
-        self._trial: Trial | None = None  # as long as the route is on trial
-        self._queue: RequestQueue | None = None
+        self._queue: RequestQueue | None = None  # ... and its engine,
+        self._timing: Timing | None = None  # ... and how long the device takes
         self._devices = DeviceBlocks(config)
         self._crowding = Crowding()
         self._parts: list[Part] = []  # of the block that is not full yet
@@ -159,8 +159,11 @@ class ExtentWriter:
         if self._parts:
             self._dispatch()
         self._drain()
-        if self._trial is not None:
-            self._trial.conclude()
+        if self._timing is not None and self._route is not None:
+            if self._route.kind == "trial":
+                self._timing.conclude()
+            elif self._route.kind == "direct":
+                self._timing.confirm()
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
@@ -226,8 +229,8 @@ class ExtentWriter:
         if length > route.block_size:  # copies have no bounds of their own
             raise EngineError(f"{length} bytes do not fit a block of {route.block_size}")
         offset = parts[0].offset
-        if self._trial is not None:
-            self._trial.take(offset, length)
+        if self._timing is not None:
+            self._timing.take(offset, length)
         aligned = length - length % route.alignment
         direct = route.kind == "direct" and aligned > 0 and offset % route.alignment == 0
         buffer = queue.pool.take()
@@ -262,8 +265,7 @@ class ExtentWriter:
         refusal = None if self._file.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
         if self._devices.open_path(self._queue.engine, self._file.fd, refusal):
             route = route.past_the_host()
-        if route.kind == "trial":
-            self._trial = Trial(self._file.fd, self._expected or 0, route.writeback)
+        self._timing = Timing(self._file.fd, self._expected or 0, route.writeback)
         return self._take(route)
 
     def _reserve(self, route: Route) -> None:
@@ -283,10 +285,9 @@ class ExtentWriter:
         while not queue.pool.free:
             self._reap(queue)
         route = self._route or route  # direct I/O may have been refused meanwhile
-        if self._trial is not None and self._trial.is_enough:
+        if route.kind == "trial" and self._timing is not None and self._timing.is_enough:
             self._drain()
-            route = self._take(route.after_trial(self._trial.judge()))
-            self._trial = None
+            route = self._take(route.after_trial(self._timing.judge()))
         if self._crowding.found() and self._devices.ring is None:
             route = self._alone(queue, route)
         return route
