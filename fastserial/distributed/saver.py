@@ -214,7 +214,7 @@ class Saving:
             if self._new is None:
                 self._opened = OpenedFile(orders.place)
         planned = perf_counter()
-        traffic.agree(then=self._begin)
+        traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         if kept.devices:
             synchronize_devices(found)
@@ -339,11 +339,6 @@ class Saving:
         )
         traffic.kept["save"] = kept
         return kept
-
-    def _begin(self) -> None:
-        """Let the ranks write, now that all are ready. On rank 0."""
-        if self._new is not None:
-            self._new.begin()
 
     def _write(
         self, writer: ShardWriter, made: Schedule, orders: Orders, phases: dict[str, float]

@@ -39,7 +39,6 @@ class ExtentWriter:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         may_be_locked: bool = False,
-        sequential: bool = False,
         owner: object = None,
     ) -> None:
         """Start without an engine.
@@ -49,7 +48,6 @@ class ExtentWriter:
             config: the options.
             on_progress: called with the bytes of each piece that is written.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
-            sequential: the file only takes its bytes sequentially.
             owner: kept as long as the descriptor is written to.
         """
         self.tally = Tally()
@@ -57,7 +55,6 @@ class ExtentWriter:
         self._config = config
         self._on_progress = on_progress
         self._may_be_locked = may_be_locked
-        self._sequential = sequential
         self._owner = owner
         self._expected: int | None = None
         self._nbytes = 0
@@ -129,7 +126,7 @@ class ExtentWriter:
         self._nbytes += nbytes
         config, blocks = self._config, self._blocks
         large = self._nbytes > config.small_file or config.direct is True
-        if blocks is None and large and not self._sequential:
+        if blocks is None and large:
             blocks = self._blocks = BlockWriter(
                 self._fd,
                 config,
@@ -149,8 +146,8 @@ class ExtentWriter:
             return
         if places:
             self._transfer = Transfer("cpu_gpu", "a small file")
-        write_buffered(self._fd, parts, self._sequential)
-        self.tally.add_plain(parts, self._sequential)
+        write_buffered(self._fd, parts)
+        self.tally.add_plain(parts)
         if self._on_progress is not None:
             self._on_progress(nbytes)
 
