@@ -185,8 +185,7 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the checkpoints in a directory and those below, sorted.
 
     Checkpoints are what starts as one, and what is called like one, and the folders of
-    torch.distributed.checkpoint and torch_checkpointing (whose files are not yielded then, if
-    something says that they are files of ranks).
+    torch.distributed.checkpoint and torch_checkpointing, whose files are not yielded then.
     Directories that cannot be read are yielded, too: `verify` says why. Links to directories are
     not followed, and links to files only out of the directory; temporary files and other formats
     are passed over.
@@ -198,7 +197,7 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
         its: set[str] = set()
         if is_dcp_folder(parent):
             yield parent
-        elif (found := find_rank_folder(parent)) is not None and found.is_sure:
+        elif (found := find_rank_folder(parent)) is not None:
             its.update(found.files)
             yield parent
         for name in sorted(set(files) - its):
