@@ -8,7 +8,12 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fastserial.errors import ConvertError, CorruptCheckpointError, PickleLimitError
+from fastserial.errors import (
+    CheckpointFileError,
+    ConvertError,
+    CorruptCheckpointError,
+    PickleLimitError,
+)
 from fastserial.formats.dcp import HEADS, METADATA_NAME, Metadata, parse
 from fastserial.interrupts import Descriptors
 
@@ -103,7 +108,7 @@ def needed_files(path: str, names: Iterable[str]) -> set[str]:
     """Return the names of files that these `.metadata` need, as far as they can be read."""
     needed: set[str] = set()
     for name in names:
-        with contextlib.suppress(CorruptCheckpointError, PickleLimitError, OSError):
+        with contextlib.suppress(CheckpointFileError, PickleLimitError, OSError):
             needed.update(item.file for item in read_metadata(path, name).items)
     return needed
 

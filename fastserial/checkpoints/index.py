@@ -50,7 +50,6 @@ class TensorPlace:
         shape, stride: in elements.
         first: its first element's byte in the storage.
         storage: where the storage lies.
-        pending: `conj`, `neg`: what torch applies to the elements when they are used.
     """
 
     key: str
@@ -59,7 +58,6 @@ class TensorPlace:
     stride: tuple[int, ...]
     first: int
     storage: StoragePlace
-    pending: tuple[str, ...] = ()
 
     @property
     def itemsize(self) -> int:
@@ -188,7 +186,7 @@ def _entries(found: Outline, storages: dict[str, StoragePlace]) -> dict[str, Ten
             entries[tensor.key] = "two tensors have this key"
         else:
             entries[tensor.key] = _place(tensor, storages)
-    return found.problems | found.unknown | entries
+    return found.problems | found.unread | entries
 
 
 def _place(tensor: TensorEntry, storages: dict[str, StoragePlace]) -> TensorPlace | str:
@@ -204,6 +202,4 @@ def _place(tensor: TensorEntry, storages: dict[str, StoragePlace]) -> TensorPlac
         storage = StoragePlace(tensor.storage, 0, 0, None)
     elif stop > storage.nbytes and start != stop:
         return f"its bytes go past the {storage.nbytes} of its storage"
-    return TensorPlace(
-        tensor.key, tensor.dtype, tensor.shape, tensor.stride, start, storage, tensor.pending
-    )
+    return TensorPlace(tensor.key, tensor.dtype, tensor.shape, tensor.stride, start, storage)

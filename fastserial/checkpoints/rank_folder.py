@@ -11,7 +11,7 @@ import os
 import re
 from typing import NamedTuple
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.dcp import METADATA_NAME
 from fastserial.formats.pickles import Mapping, decode
@@ -97,6 +97,7 @@ def ranks_said(path: str, found: RankFolder) -> int | None:
 
     Raises:
         CorruptCheckpointError: it is damaged.
+        UnreadableCheckpointError: it has opcodes that are not read.
         PickleLimitError: it takes too long to read.
         OSError: it cannot be read.
     """
@@ -109,7 +110,7 @@ def ranks_said(path: str, found: RankFolder) -> int | None:
             size = os.fstat(fd).st_size
             stream = ByteStream(lambda offset, length: read_exactly(fd, offset, length), 0, size)
             value = decode(stream).value
-    except CorruptCheckpointError as error:
+    except CheckpointFileError as error:
         error.path = name
         raise
     pairs = value.items if isinstance(value, Mapping) else []

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fastserial.checksums import crc32
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles import Call, Global, Limits, Mapping, decode
 from fastserial.formats.storages import ITEM_BYTES
@@ -206,6 +206,7 @@ def parse(data: bytes, path: str) -> Metadata:
 
     Raises:
         CorruptCheckpointError: it is damaged, or nothing of torch.distributed.checkpoint.
+        UnreadableCheckpointError: it has opcodes that are not read.
         PickleLimitError: it takes too long.
     """
     pickled, packed, ours = unframed(data, path)
@@ -216,7 +217,7 @@ def parse(data: bytes, path: str) -> Metadata:
         found = decode(stream, limits)
         tensors, values, paths, places, version = _contents(found.value)
         numbers, ties = _kept(_attributes(found.value, "Metadata").get(KEPT))
-    except CorruptCheckpointError as error:
+    except CheckpointFileError as error:
         error.path = path
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -47,7 +47,7 @@ def format_of_head(fd: int) -> Format | None:
     stream = ByteStream(lambda offset, length: head[offset : offset + length], 0, len(head))
     try:
         value = decode(stream).value
-    except CorruptCheckpointError:
+    except CheckpointFileError:
         return None
     return Format.LEGACY if type(value) is int and value == MAGIC else None
 

@@ -14,7 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    PickleLimitError,
+    UnreadableCheckpointError,
+)
 from fastserial.formats.pickles import (
     ByteStream,
     Call,
@@ -27,7 +31,7 @@ from fastserial.formats.pickles import (
     decode,
 )
 
-PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+PROTOCOLS = range(1, pickle.HIGHEST_PROTOCOL + 1)
 CALLABLES = {
     "set": set,
     "frozenset": frozenset,
@@ -148,10 +152,24 @@ def test_every_truncation_is_an_error() -> None:
             read(data[:length])
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps({"a": [1, 2.5, "x"]}, 0),
+        b"\x80\x02\x82\x01.",
+        pickle.dumps(pickle.PickleBuffer(b"x"), 5, buffer_callback=lambda buffer: None),
+    ],
+    ids=["protocol 0", "extension", "buffer"],
+)
+def test_what_is_not_read_is_no_damage(data: bytes) -> None:
+    with pytest.raises(UnreadableCheckpointError, match=r"use torch\.load"):
+        read(data)
+
+
 @given(st.binary(max_size=200))
 @settings(max_examples=500, deadline=None)
 def test_garbage_is_a_value_or_an_error(data: bytes) -> None:
-    with contextlib.suppress(CorruptCheckpointError):
+    with contextlib.suppress(CorruptCheckpointError, UnreadableCheckpointError):
         read(data)
 
 

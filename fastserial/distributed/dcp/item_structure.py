@@ -134,7 +134,7 @@ def _only_tensor(found: Outline, directory: Directory) -> Content | None:
         return None
     tensor = found.tensors[0]
     record = directory.find(f"data/{tensor.storage}")
-    plain = tensor.kind == "tensor" and not tensor.pending and not tensor.key
+    plain = tensor.kind == "tensor" and not tensor.key
     if not plain or record is None or not record.is_stored:
         return None
     dtype = getattr(torch, tensor.dtype, None)
