@@ -17,7 +17,7 @@ from fastserial.checkpoints.verify.ends import (
     is_plain,
     is_torch_made,
 )
-from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap
+from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap, check_gap_loosely
 from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc32_combine
@@ -187,8 +187,10 @@ class _Pass:
         data = b"".join(part for _, _, part in parts if isinstance(part, bytes))
         length = self._bounds[piece + 1] - start
         if length <= LONGEST_GAP:
-            self.problems += check_gap(
-                previous, following, data, start, self.torch_made, self.remarks.append
+            self.problems += (
+                check_gap(previous, following, data, start)
+                if self.torch_made
+                else check_gap_loosely(previous, following, data, start, self.remarks.append)
             )
         elif self.torch_made:
             self.problems.append(
