@@ -15,6 +15,7 @@ from fastserial.errors import (
     PickleLimitError,
 )
 from fastserial.formats.dcp import HEADS, METADATA_NAME, Metadata, parse
+from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
 __all__ = [
@@ -101,7 +102,7 @@ def read_metadata(path: str, name: str) -> Metadata:
     """
     file_name = os.path.join(path, name)
     with open(file_name, "rb") as file:
-        return parse(file.read(), file_name)
+        return parse(DescriptorSource(file.fileno()), file_name)
 
 
 def needed_files(path: str, names: Iterable[str]) -> set[str]:

@@ -15,7 +15,7 @@ from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.dcp import METADATA_NAME
 from fastserial.formats.pickles import Mapping, decode
-from fastserial.formats.zip.directory import read_exactly
+from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
 __all__ = ["LOCAL_TENSOR", "RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]
@@ -107,9 +107,7 @@ def ranks_said(path: str, found: RankFolder) -> int | None:
     try:
         with Descriptors() as files:
             fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
-            size = os.fstat(fd).st_size
-            stream = ByteStream(lambda offset, length: read_exactly(fd, offset, length), 0, size)
-            value = decode(stream).value
+            value = decode(ByteStream(DescriptorSource(fd))).value
     except CheckpointFileError as error:
         error.path = name
         raise

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, Persistent, decode
+from fastserial.formats.source import Source
 from fastserial.formats.storages import (
     ITEM_BYTES,
     PACKED,
@@ -351,7 +352,9 @@ def _integers(value: Any) -> tuple[int, ...]:
     raise CorruptCheckpointError("its shape or strides are not whole numbers")
 
 
-def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> Outline | None:
+def zip_outline(
+    source: Source, directory: Directory, limits: Limits | None = None
+) -> Outline | None:
     """Return what a zip checkpoint's pickle says of its tensors, None if it has no pickle.
 
     Raises:
@@ -366,7 +369,7 @@ def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> 
     if len({(one.size, one.crc) for one in records}) > 1:
         raise CorruptCheckpointError("several records bear this name, and differ", record=PICKLE)
     try:
-        return outline(decode(record_stream(fd, record), limits), limits)
+        return outline(decode(record_stream(source, record), limits), limits)
     except CheckpointFileError as error:
         if error.record is None:
             error.record = PICKLE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import decimal
 import io
 import os
@@ -30,6 +31,7 @@ from fastserial.formats.pickles import (
     Persistent,
     decode,
 )
+from fastserial.formats.source import BytesSource
 
 PROTOCOLS = range(1, pickle.HIGHEST_PROTOCOL + 1)
 CALLABLES = {
@@ -44,11 +46,15 @@ CALLABLES = {
 
 
 def read(data: bytes, limits: Limits | None = None) -> Decoded:
-    def read_at(offset: int, length: int) -> bytes:
-        assert 0 <= offset <= offset + length <= len(data), "read outside of the pickle"
-        return data[offset : offset + length]
+    """Read from a source that has other bytes around the pickle."""
 
-    return decode(ByteStream(read_at, 0, len(data)), limits)
+    class Strict(BytesSource):
+        def read_at(self, offset: int, nbytes: int) -> bytes:
+            assert 3 <= offset <= offset + nbytes <= 3 + len(data), "read outside of the pickle"
+            return super().read_at(offset, nbytes)
+
+    found = decode(ByteStream(Strict(b"..." + data + b"..."), 3, 3 + len(data)), limits)
+    return dataclasses.replace(found, end=found.end - 3)
 
 
 def real(symbol: Any) -> Any:

@@ -15,6 +15,7 @@ from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles.machine import MOST_NESTED_TUPLES, Limits, Machine
 from fastserial.formats.pickles.opcodes import TABLE
 from fastserial.formats.pickles.symbols import Call, Elided, Global, Mapping, Persistent
+from fastserial.formats.source import BytesSource
 
 __all__ = [
     "Call",
@@ -78,5 +79,5 @@ def refuse_nested(data: bytes) -> None:
         CheckpointFileError, PickleLimitError: it does, or `decode` cannot read it.
     """
     if sum(map(data.count, _TUPLES)) > MOST_NESTED_TUPLES:  # a limit from above, quickly found
-        stream = ByteStream(lambda at, length: data[at : at + length], 0, len(data))
+        stream = ByteStream(BytesSource(data))
         decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0, kept=len(data)))
