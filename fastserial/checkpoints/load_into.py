@@ -20,12 +20,11 @@ import torch
 from fastserial.checkpoints.index import StoragePlace, TensorIndex, TensorPlace, read_index
 from fastserial.checkpoints.module_state import ModuleState
 from fastserial.checkpoints.tensor_read import direct_extent, meta_of, read_tensor_into
-from fastserial.checksums import CrcLedger
+from fastserial.checksums import CrcLedger, check_crc
 from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import (
     CheckpointKeyError,
-    CorruptCheckpointError,
     LoadMismatchError,
     UnreadableTensorError,
 )
@@ -343,14 +342,6 @@ def _read_checked(
         extents.append(ReadExtent(place.offset, place.nbytes, sink))
     reader.read_into(extents)
     for number, place in enumerate(places):
-        if place.crc is None:
-            continue
-        crc = ledger.wait(number)
-        if crc != place.crc:
-            raise CorruptCheckpointError(
-                f"its CRC-32 is {crc:#010x}, not {place.crc:#010x}",
-                path=reader.name,
-                record=place.name,
-                offset=place.offset,
-            )
+        if place.crc is not None:
+            check_crc(ledger.wait(number), place.crc, reader.name, place.name, place.offset)
     return all(place.crc is not None for place in places)
