@@ -43,7 +43,7 @@ from fastserial.distributed.orders import (
 )
 from fastserial.distributed.pieces import TensorSpec
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
-from fastserial.distributed.shard_writer import Head, ShardWriter
+from fastserial.distributed.shard_writer import ShardWriter
 from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
 from fastserial.distributed.tables import (
     Sources,
@@ -77,7 +77,6 @@ class _Done(NamedTuple):
     """What a rank tells at the end."""
 
     crcs: list[Crc]
-    heads: list[Head]
     report: RankReport
 
 
@@ -369,7 +368,7 @@ class Saving:
             received_bytes=exchange.received_bytes,
             phases=phases,
         )
-        return _Done(writer.crcs(), writer.heads, report), out
+        return _Done(writer.crcs(), report), out
 
     def _conclude(self, messages: list[bytes], writer: ShardWriter, orders: Orders) -> bytes:
         """Finish the file. On rank 0."""
@@ -379,9 +378,8 @@ class Saving:
             raise ValueError("only rank 0 concludes")
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
-        heads = [head for found in done for head in found.heads]
         began = perf_counter()
-        finish_file(self._new, self._laid_out, self._container, writer, heads, orders.checksums)
+        finish_file(self._new, self._laid_out, self._container, writer, orders.checksums)
         self._reports[0].phases["sync"] += perf_counter() - began
         return b""
 
