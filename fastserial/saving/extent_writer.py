@@ -60,7 +60,6 @@ class ExtentWriter:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         may_be_locked: bool = False,
-        sequential: bool = False,
         owner: object = None,
     ) -> None:
         """Start without an engine.
@@ -70,14 +69,12 @@ class ExtentWriter:
             config: the options.
             on_progress: called with the bytes of each piece that is written.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
-            sequential: the file only takes its bytes sequentially.
             owner: kept as long as the descriptor is written to.
         """
         self.outcome = Outcome()
         self._file = OutputFile(fd, may_be_locked, owner)
         self._config = config
         self._on_progress = on_progress
-        self._sequential = sequential
         self._expected: int | None = None
         self._reserve_at: int | None = None  # None: nothing is to be reserved
         self._nbytes = 0  # given so far
@@ -129,7 +126,7 @@ class ExtentWriter:
         self._nbytes += nbytes
         config = self._config
         large = self._nbytes > config.small_file or config.direct is True
-        if not large or self._sequential:
+        if not large:
             if places:
                 self._devices.copy_at_once("a small file")
             self._write_without_engine(parts, nbytes)
@@ -363,8 +360,8 @@ class ExtentWriter:
         write_all(self._file.fd, [view], offset)
 
     def _write_without_engine(self, parts: Sequence[Part], nbytes: int) -> None:
-        write_buffered(self._file.fd, parts, self._sequential)
-        self.outcome.add_plain(parts, self._sequential)
+        write_buffered(self._file.fd, parts)
+        self.outcome.add_plain(parts)
         self._advance(nbytes)
 
     def _advance(self, nbytes: int) -> None:

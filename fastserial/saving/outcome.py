@@ -41,10 +41,10 @@ class Outcome:
     plain_bytes: int = 0
     skipped_bytes: int = 0
 
-    def add_plain(self, parts: Iterable[Part], fill_holes: bool = False) -> None:
-        """Count parts that were written without the engine, their holes only if they were, too."""
+    def add_plain(self, parts: Iterable[Part]) -> None:
+        """Count parts that were written without the engine; their holes were not written."""
         for part in parts:
-            if not fill_holes and type(part.source) is Hole:
+            if type(part.source) is Hole:
                 self.skipped_bytes += part.length
             else:
                 self.plain_bytes += part.length

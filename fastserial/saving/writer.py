@@ -19,8 +19,15 @@ from fastserial.checksums import CrcLedger
 from fastserial.config import Config, current
 from fastserial.config.performance import GATHERED, GiB
 from fastserial.errors import WriteError, name_in
-from fastserial.files.in_place import open_target
-from fastserial.files.targets import FileTarget, PathTarget, Target, writable_target
+from fastserial.files.destination import (
+    CallersFile,
+    Destination,
+    open_destination,
+    required,
+    save_error,
+)
+from fastserial.files.replacement import Replacement
+from fastserial.files.targets import FileTarget, Target
 from fastserial.formats.extents import Extent, Hole, Literal
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipPlan
@@ -30,7 +37,6 @@ from fastserial.memory.storages import synchronize
 from fastserial.progress import progress_bar
 from fastserial.reports import Latency, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.save_errors import save_error
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +59,7 @@ class FastFileWriter:
 
     def __init__(
         self,
-        target: str | os.PathLike[str] | BinaryIO | Target | None = None,
+        target: str | os.PathLike[str] | BinaryIO | Replacement | CallersFile | None = None,
         config: Config | WriterOptions | None = None,
         *,
         file_path: str | os.PathLike[str] | None = None,
@@ -62,21 +68,22 @@ class FastFileWriter:
         """Open a writer.
 
         Args:
-            target: a path, or an open plain file on a regular file.
+            target: a path, or an open plain file on a regular file; or what `open_destination`
+                made of one.
             config: options; by default those in force (`install`, `options`, environment). Also
                 DeepSpeed's `FastFileWriterConfig`: its handle and buffer are used then.
             file_path: what DeepSpeed's FastFileWriter calls `target`.
             container: what the file will hold, for the report.
 
         Raises:
-            WriteError: the target cannot be written (it is an `OSError` and a `RuntimeError`).
+            WriteError: the target cannot be written (it is an `OSError` and a `RuntimeError`), or
+                only by torch: no file can be replaced there, or it is no plain file.
             TypeError: neither or both of `target` and `file_path` are given.
         """
         self._discarded = False
         if (target is None) is (file_path is None):
             raise TypeError("give a FastFileWriter one target")
         given: Any = target if target is not None else file_path
-        self._target = target = given if isinstance(given, Target) else writable_target(given)
         if config is not None and not isinstance(config, Config):
             from fastserial.engines.deepspeed.writer_config import options_of  # rarely wanted
 
@@ -88,19 +95,17 @@ class FastFileWriter:
         self._container = container
         self._needed: int | None = None
         self._report: SaveReport | None = None
-        try:
-            self._place = place = open_target(target, self._config.durable)
-        except OSError as error:
-            raise save_error(error, target, None, None) from error
-        self._target = place.target
-        self._bar = progress_bar(self._config.progress, target.name)
+        if not isinstance(given, Replacement | CallersFile):
+            given = required(open_destination(given, self._config.durable), given)
+        self._place: Destination = given
+        self._target: Target = self._place.target
+        self._bar = progress_bar(self._config.progress, self.name)
         self._out = ExtentWriter(
-            place.fd,
+            self._place.fd,
             self._config,
             self._bar.update,
-            may_be_locked=place.shared,
-            sequential=place.sequential,
-            owner=place,
+            may_be_locked=self._place.shared,
+            owner=self._place,
         )
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
@@ -127,11 +132,6 @@ class FastFileWriter:
     def report(self) -> SaveReport | None:
         """What the save did, once the writer is closed."""
         return self._report
-
-    @property
-    def replaces(self) -> bool:
-        """Whether a new file is made, so that the previous one is there until `close`."""
-        return isinstance(self._target, PathTarget)
 
     def file_path(self) -> str:
         """Return the `name`; DeepSpeed's name for it."""
