@@ -28,13 +28,13 @@ class Crowding:
 
     def __init__(self) -> None:
         self._found = False
-        self._told = False
+        self._decided = False
         self._late: deque[float] = deque(maxlen=CROWDED_BLOCKS)
         self._quick = quick_switches()
 
     def saw(self, block: Block) -> None:
         """Note how long a full block took to fill."""
-        if self._told:
+        if self._decided:
             return
         steps = max(1, block.length // block.chunk)
         late = block.fill_seconds - steps * sys.getswitchinterval() / 2
@@ -52,7 +52,7 @@ class Crowding:
         """
         found, self._found = self._found, False
         if found:
-            self._told = True
+            self._decided = True
             self._quick.begin()
         return found
 

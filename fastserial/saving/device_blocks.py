@@ -89,9 +89,7 @@ class DeviceBlocks:
         )
         return self._path is not None
 
-    def fetch(
-        self, parts: Sequence[Part], length: int, offset: int, buffer: Buffer
-    ) -> tuple[Move | None, bool]:
+    def fetch(self, parts: Sequence[Part], length: int, offset: int, buffer: Buffer) -> Move | None:
         """Start what comes from devices to a buffer.
 
         Args:
@@ -100,23 +98,22 @@ class DeviceBlocks:
             buffer: one that was taken.
 
         Returns:
-            What moves the block, None if that is the engine; and whether the bytes come to the
-            buffer.
+            What moves the block; None: the engine does.
 
         Raises:
             StorageChangedError: a storage was resized.
         """
         if self.ring is None:
-            return None, True
+            return None
         path = self._path
         lone = lone_memory(parts) if path is not None else None
         if path is not None and lone is not None:
             memory, shown = lone
             if path.takes(memory.device, offset, length):
                 first = parts[0].start
-                return path.write(buffer, memory, first, length, offset, shown), shown
+                return path.write(buffer, memory, first, length, offset, shown)
         self.ring.fetch(buffer, fetches(parts))
-        return None, True
+        return None
 
     def close(self) -> None:
         """Wait for what goes past the host; the ring is closed after this. Idempotent."""

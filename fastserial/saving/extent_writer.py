@@ -7,7 +7,7 @@ needs checksums that other writers know is written once their ledgers are merged
 A block is at most `block_size` bytes and ends at a multiple of `block_size` in the file. It is
 filled from the parts it covers while others are written (FastPersist's double buffering), by the
 `Route` of the moment. On a direct one what is not aligned, the first and the last page of a range,
-goes through the page cache; no page is written both ways.
+goes through the page cache; no page is written both directly and through it.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ExtentWriter:
         aligned = length - length % route.alignment
         direct = route.kind == "direct" and aligned > 0 and offset % route.alignment == 0
         buffer = queue.pool.take()
-        move, shown = self._devices.fetch(parts, length, offset, buffer)
+        move = self._devices.fetch(parts, length, offset, buffer)
         queue.add(
             Request(
                 Op.WRITE,
@@ -240,7 +240,7 @@ class ExtentWriter:
                 aligned if direct else length,
                 buffer,
                 prepare,
-                Block(parts, length, self._file, route.chunk, self._devices.ring, shown),
+                Block(parts, length, self._file, route.chunk, self._devices.ring),
                 move=move,
             )
         )

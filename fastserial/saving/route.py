@@ -1,6 +1,6 @@
 """By which route the blocks of a file get to its device: decided in one place, before the first.
 
-What is learnt on the way gives a second route, which the next block takes: a device on trial was
+What is learnt meanwhile gives a second route, which the next block takes: a device on trial was
 fast or not, direct I/O is refused, there is no memory for an engine, another thread keeps the
 interpreter busy.
 """
