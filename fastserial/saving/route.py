@@ -17,8 +17,9 @@ from fastserial.config.performance import FILL_CHUNK, PAGE
 from fastserial.engines import EngineFactory, capabilities_of
 from fastserial.files import linux
 from fastserial.files.caching import fits
+from fastserial.files.compression import Compression, compression_of
 from fastserial.files.device_speed import is_fast
-from fastserial.files.linux import Compression, compression_of, open_direct
+from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors
 
 __all__ = ["OutputFile", "Route", "choose_route"]
