@@ -102,7 +102,7 @@ class Timing:
 
     @property
     def is_enough(self) -> bool:
-        """Whether so much was taken that it tells how fast the device is."""
+        """Whether so much was taken that it shows how fast the device is."""
         return self._nbytes >= TRIAL
 
     def conclude(self) -> None:
@@ -153,10 +153,10 @@ def _sync(fd: int, offset: int, length: int, flags: int) -> bool:
     """Return False where there is no such call."""
     if _sync_file_range is None:
         return False
-    place = ctypes.c_int64(offset), ctypes.c_int64(length)
-    if _sync_file_range(fd, *place, ctypes.c_uint(flags)) == 0:
+    span = ctypes.c_int64(offset), ctypes.c_int64(length)
+    if _sync_file_range(fd, *span, ctypes.c_uint(flags)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _NOT_HERE:
         return False
-    raise OSError(number, os.strerror(number))  # the sync at the end would not tell it again
+    raise OSError(number, os.strerror(number))  # the sync at the end would not report it again

@@ -1,4 +1,4 @@
-"""Telling that another thread keeps the interpreter's lock, from how long blocks take to fill.
+"""Finding out that another thread keeps the interpreter's lock, from how long blocks take to fill.
 
 A thread that computes in Python gives the lock up when it was asked for 5 ms long
 (`sys.getswitchinterval`). Each copy and each checksum lets go of it, and has to ask for it again.
@@ -69,7 +69,7 @@ def _waits() -> bool:
 
     A thread that waits for the lock sleeps once more than it asked to. One that waits for a
     processor only, among busy processes, does not. Where the kernel does not count that, nothing
-    is told.
+    is found.
     """
     try:
         slept = getrusage(RUSAGE_THREAD).ru_nvcsw

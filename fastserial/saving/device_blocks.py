@@ -34,7 +34,7 @@ class DeviceBlocks:
         self.ring: Ring | None = None
         self._transfer = on_host(config)
         self._config = config
-        self._places: set[torch.device] = set()
+        self._devices: set[torch.device] = set()
         self._path: DirectMemory | None = None  # of device memory, past the host
 
     @property
@@ -46,26 +46,26 @@ class DeviceBlocks:
         """Note that parts from devices are copied where they are written."""
         self._transfer = Transfer("cpu_gpu", why)
 
-    def join(self, places: Collection[torch.device], begun: bool) -> None:
+    def join(self, devices: Collection[torch.device], begun: bool) -> None:
         """Get ready for parts from devices, as they are after what is queued there now.
 
         Args:
-            places: the devices.
+            devices: that they come from.
             begun: there are buffers already.
         """
-        self._places.update(places)
+        self._devices.update(devices)
         if self.ring is not None:
-            self.ring.join(places)
+            self.ring.join(devices)
             if self._path is not None:
-                self._path.join(places)
+                self._path.join(devices)
         elif begun:
             self.copy_at_once("the file began with blocks of the host")
 
     def open_ring(self, engine: Engine) -> Ring | None:
         """Return staging buffers for parts from devices; None: there are no such parts."""
-        if self._places:
+        if self._devices:
             any_memory = engine.capabilities.any_memory
-            self.ring, self._transfer = open_ring(self._config, self._places, any_memory)
+            self.ring, self._transfer = open_ring(self._config, self._devices, any_memory)
         return self.ring
 
     def open_path(self, engine: Engine, fd: int, refusal: str | None) -> bool:
@@ -85,7 +85,7 @@ class DeviceBlocks:
 
         flags = os.O_WRONLY | fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_SYNC
         self._path, self._transfer = offer(
-            self._config, self._transfer, self.ring, engine, self._places, fd, flags, refusal
+            self._config, self._transfer, self.ring, engine, self._devices, fd, flags, refusal
         )
         return self._path is not None
 

@@ -87,11 +87,11 @@ class ExtentWriter:
         self._ledgers: set[CrcLedger] = set()
 
     def expect(self, nbytes: int, reserve_at: int | None = None) -> None:
-        """Tell how many bytes there will be, as far as known.
+        """Note how many bytes there will be, as far as known.
 
         Args:
             nbytes: of all that is written.
-            reserve_at: place in the file of the first of them (bytes), if their space is to be
+            reserve_at: offset in the file of the first of them (bytes), if their space is to be
                 reserved before the first block; None: there are holes, or others reserve it.
 
         Raises:
@@ -110,14 +110,14 @@ class ExtentWriter:
             extents: fastest in file order. A late one comes after what it needs, unless the
                 ledger knows its checksums already.
             ledger: of the layout's checksums.
-            base: place in the file of the layout's first byte (bytes).
+            base: offset in the file of the layout's first byte (bytes).
         """
         with paused_collection():
             parts = [
                 Part(base + extent.offset, extent.source, extent.start, extent.length, ledger)
                 for extent in extents
             ]
-        places = {
+        devices = {
             part.source.memory.device
             for part in parts
             if type(part.source) is Data and type(part.source.memory) is StorageMemory
@@ -127,12 +127,12 @@ class ExtentWriter:
         config = self._config
         large = self._nbytes > config.small_file or config.direct is True
         if not large:
-            if places:
+            if devices:
                 self._devices.copy_at_once("a small file")
             self._write_without_engine(parts, nbytes)
             return
-        if places:
-            self._devices.join(places, self._queue is not None)
+        if devices:
+            self._devices.join(devices, self._queue is not None)
         if ledger is not None:
             self._ledgers.add(ledger)
         with trace.step("cut into blocks"):

@@ -53,7 +53,7 @@ class Part(NamedTuple):
     """A piece of an extent that is still to be written, and where its checksums are kept.
 
     Attributes:
-        offset: place in the file (bytes).
+        offset: in the file (bytes).
         source, start, length: `length` bytes of the source, from its byte `start` on.
         ledger: collects and gives the CRC-32s.
     """
