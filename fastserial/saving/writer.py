@@ -19,7 +19,6 @@ from fastserial.checksums import CrcLedger
 from fastserial.config import Config, current
 from fastserial.config.performance import GATHERED, GiB
 from fastserial.errors import WriteError, name_in
-from fastserial.files import linux
 from fastserial.files.destination import (
     CallersFile,
     Destination,
@@ -144,15 +143,15 @@ class FastFileWriter:
         Bytes, seconds, and "GB/s" for GiB per second. `aio_bytes` are the engine's, `slow_bytes`
         those written without it. More is in `report`.
         """
-        tally, seconds = self._out.tally, self._phases["transfer"]
-        nbytes = self.tell() - tally.skipped
+        outcome, seconds = self._out.outcome, self._phases["transfer"]
+        nbytes = self.tell() - outcome.skipped_bytes
         return {
             "path": self.name,
             "bytes": nbytes,
             "write_secs": seconds,
             "write_GB/s": nbytes / seconds / GiB if seconds else 0.0,
-            "aio_bytes": tally.engine,
-            "slow_bytes": tally.plain,
+            "aio_bytes": outcome.engine_bytes,
+            "slow_bytes": outcome.plain_bytes,
         }
 
     def _dump_state(self) -> None:
@@ -358,8 +357,9 @@ class FastFileWriter:
         self._needed = self.tell() + nbytes
         with _Guarded(self):
             self._place.begin()
-            self._reserve(extents, self._needed)
-            self._out.expect(self._needed)
+            self._bar.expect(self._needed)
+            holes = any(type(extent.source) is Hole for extent in extents)
+            self._out.expect(self._needed, None if holes else self._place.start)
             self._gather()
             self._pass_on(extents, nbytes, ledger)
         self._add_transfer(began)
@@ -369,18 +369,6 @@ class FastFileWriter:
     ) -> None:
         self._out.write(extents, ledger, self._place.start + self._written)
         self._written += nbytes
-
-    def _reserve(self, extents: Sequence[Extent], needed: int) -> None:
-        """Reserve space for all that is known to come, unless it is little or has holes."""
-        self._bar.expect(needed)
-        config = self._config
-        if not config.preallocate or needed <= config.small_file:
-            return
-        if any(type(extent.source) is Hole for extent in extents):
-            return
-        if self._out.compression is not None:
-            return
-        linux.preallocate(self._place.fd, self._place.start, needed)
 
     def _gather(self) -> None:
         if self._gathered:
@@ -405,26 +393,26 @@ class FastFileWriter:
             raise save_error(error, self._target, self._place, self._needed) from error
 
     def _publish(self) -> None:
-        out, config = self._out, self._config
+        outcome, config = self._out.outcome, self._config
         seconds = perf_counter() - self._began
         self._phases["serialize"] = max(0.0, seconds - sum(self._phases.values()))
         self._report = SaveReport(
             path=self.name,
             container=self._container,
-            bytes=self._written - out.tally.skipped,
+            bytes=self._written - outcome.skipped_bytes,
             seconds=seconds,
-            engine=out.engine_name,
-            direct=out.direct,
+            engine=outcome.engine,
+            direct=outcome.direct,
             durable=self._place.durable,
-            fallback=self._place.fallback or out.fallback,
+            fallback=self._place.fallback or outcome.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
             phases=self._phases,
-            transfer=out.transfer.word,
-            transfer_why=out.transfer.why,
-            submit=Latency.of(out.submit_seconds),
-            complete=Latency.of(out.complete_seconds),
+            transfer=outcome.transfer.word,
+            transfer_why=outcome.transfer.why,
+            submit=Latency.of(outcome.submit_seconds),
+            complete=Latency.of(outcome.complete_seconds),
         )
         publish_save(self._report, config.on_report)
 
