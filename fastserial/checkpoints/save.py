@@ -114,8 +114,8 @@ def _save_zip(
     found = save_hooks.zip_writer(path, prefix)
     if isinstance(found, StockWay):
         return found
-    writer, name = found
-    with ZipArchive(writer, name, owns_writer=True) as archive:
+    writer, name, alignment = found
+    with ZipArchive(writer, name, True, alignment) as archive:
         function(obj, archive, pickle_module, protocol, False)
     return writer
 

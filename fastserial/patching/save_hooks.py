@@ -59,13 +59,12 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
     Raises:
         WriteError: the target cannot be written.
     """
-    if isinstance(target, FastFileWriter):
-        return ZipArchive(target, "archive", owns_writer=False)
     found = zip_writer(target)
     if isinstance(found, StockWay):
         _count(found, target)
         return None
-    return ZipArchive(*found, owns_writer=True)
+    writer, archive, alignment = found
+    return ZipArchive(writer, archive, writer is not target, alignment)
 
 
 def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
@@ -85,24 +84,29 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
     return found
 
 
-def zip_writer(target: Any, prefix: str | None = None) -> tuple[FastFileWriter, str] | StockWay:
+def zip_writer(
+    target: Any, prefix: str | None = None
+) -> tuple[FastFileWriter, str, int] | StockWay:
     """Return what a zip container is written to, or why torch has to write it.
 
     Args:
-        target: a path or a file object.
+        target: a path, a file object, or a writer.
         prefix: what is put before the records' names; by default the file's name, as torch does.
             With one, a symbolic link at the path is replaced, as by programs that pickle into
             memory and rename a file over the path (Lightning), not the file that it leads to.
 
     Returns:
-        The writer, and what is put before the records' names.
+        The writer, what is put before the records' names, and the alignment of their data (bytes).
 
     Raises:
         WriteError: the target cannot be written.
     """
-    if not 0 < torch_writer.alignment() <= MAX_ALIGNMENT:
+    alignment = torch_writer.alignment()
+    if not 0 < alignment <= MAX_ALIGNMENT:
         return StockWay("the storage_alignment does not fit the format")
     archive = "archive"
+    if isinstance(target, FastFileWriter):
+        return target, archive, alignment
     if isinstance(target, str | os.PathLike):
         archive = archive_name(os.fsdecode(target)) if prefix is None else prefix
         if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
@@ -110,7 +114,7 @@ def zip_writer(target: Any, prefix: str | None = None) -> tuple[FastFileWriter, 
     elif torch.serialization._serialization_tls.skip_data:
         return StockWay("skip_data leaves the storages out")
     writer = open_writer(target, "zip", prefix is not None)
-    return writer if isinstance(writer, StockWay) else (writer, archive)
+    return writer if isinstance(writer, StockWay) else (writer, archive, alignment)
 
 
 def legacy_writer(target: Any) -> FastFileWriter | StockWay:
