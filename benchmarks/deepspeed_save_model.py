@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from common import Picture, Say, Script
+from peers import their_op
 from ranks import WORKER, everywhere, finish, fresh, run_ranks, start
 
 import fastserial
@@ -195,13 +196,11 @@ def _pinned_natively() -> Iterator[None]:
 
 
 def _fast_writer(engine: Any, io_buffer_mb: int, folder: Path) -> float:
-    """DeepSpeed's engine and writer with our patches of torch; repaired where they do not run."""
+    """DeepSpeed's engine and writer with our patches of torch, and the op that CPU lacks."""
     from deepspeed.runtime.checkpoint_engine import FastCheckpointEngine, TorchCheckpointEngine
     from deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import (
         DataParallelWriterConfig,
     )
-
-    from fastserial.integrations.deepspeed_compat import repaired
 
     share = DataParallelWriterConfig(
         world_size=1,
@@ -222,7 +221,7 @@ def _fast_writer(engine: Any, io_buffer_mb: int, folder: Path) -> float:
     config.checkpoint_config = {**before, "writer": settings}
     fastserial.install()
     try:
-        with repaired(), _pinned_natively():
+        with their_op(), _pinned_natively():
             engine.checkpoint_engine = FastCheckpointEngine(config, share, False)
             return _save(engine, folder, durable=False)
     finally:

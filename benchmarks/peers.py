@@ -26,7 +26,7 @@ from fastserial.bench.measure import Sample, measure
 from fastserial.bench.rotation import DURABLE, LOOSE, Row
 from fastserial.bench.torch_rows import Format, fast, sync, zip_holds
 
-__all__ = ["dcp_read", "dcp_write", "peer_rows", "safetensors_row"]
+__all__ = ["dcp_read", "dcp_write", "peer_rows", "safetensors_row", "their_op"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -121,8 +121,8 @@ def _dcp() -> Iterator[Any]:
 def _deepspeed_row(state: object, container: Format, durable: bool, io_buffer_mb: int) -> Row:
     """Return a row of `deepspeed.io.FastFileWriter`, given to `torch.save`.
 
-    It is given our patches (it gets its storages in one call in the legacy format), our repairs,
-    and, where it has to be durable, a sync of file and directory.
+    It is given our patches (it gets its storages in one call in the legacy format), the op that CPU
+    lacks, and, where it has to be durable, a sync of file and directory.
     """
     make = functools.cache(partial(_writer_factory, io_buffer_mb))  # handle and buffer: once
 
@@ -133,10 +133,8 @@ def _deepspeed_row(state: object, container: Format, durable: bool, io_buffer_mb
 
     @contextlib.contextmanager
     def prepared() -> Iterator[None]:
-        from fastserial.integrations.deepspeed_compat import repaired
-
         make()
-        with fast(), repaired():
+        with fast(), their_op():
             yield
 
     compared = f"stock {container}"
@@ -144,6 +142,30 @@ def _deepspeed_row(state: object, container: Format, durable: bool, io_buffer_mb
     row = _row(f"DeepSpeed's writer, {container}", save, check, durable, compared, prepared)
     # Its zip archives are all called "archive", so their bytes differ from those of a path.
     return replace(row, same_bytes_as=compared if container == "legacy" else None)
+
+
+@contextlib.contextmanager
+def their_op() -> Iterator[None]:
+    """Give DeepSpeed's own writer the op that it needs and CPU lacks, in a `with` block."""
+    upstream: Any = importlib.import_module("deepspeed.io.fast_file_writer")
+    before = upstream.UtilsBuilder
+    upstream.UtilsBuilder = _ByteViews
+    try:
+        yield
+    finally:
+        upstream.UtilsBuilder = before
+
+
+class _ByteViews:
+    """Stands for the op `UtilsBuilder`."""
+
+    def load(self) -> _ByteViews:
+        return self
+
+    @staticmethod
+    def cast_to_byte_tensor(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return views of the tensors as bytes; a view keeps its tensor's memory."""
+        return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
 def _writer_factory(io_buffer_mb: int) -> Callable[[Path], Any]:
