@@ -15,10 +15,9 @@ from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.checkpoints.verify.cold import evict
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import FolderResult, verify_folder
-from fastserial.checkpoints.verify.legacy import verify_legacy
 from fastserial.checkpoints.verify.rank_folder import verify_rank_folder
 from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
-from fastserial.checkpoints.verify.safetensors import verify_safetensors
+from fastserial.checkpoints.verify.structure import verify_legacy, verify_safetensors
 from fastserial.checkpoints.verify.zip import Feed, ZipResult, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError, UnreadableCheckpointError

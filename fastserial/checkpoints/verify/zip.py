@@ -240,7 +240,7 @@ def _conclude(
     if id_problem is not None:
         findings.add(id_problem)
     if outline is not None and not any(problem.record == PICKLE for problem in mismatches):
-        _check_storages(directory, outline, findings)
+        _check_storages(outline, findings)
     _check_names(directory, findings)
     result.no_checkpoint = check_purpose(source, directory, findings)
     closed = sum(not record.is_readable for record in check.records)
@@ -311,18 +311,16 @@ def _check_names(directory: Directory, findings: Findings) -> None:
             findings.note(f"several records bear the name {record.name}")
 
 
-def _check_storages(directory: Directory, outline: Outline, findings: Findings) -> None:
+def _check_storages(outline: Outline, findings: Findings) -> None:
     """Compare the records' sizes with those of the storages that the pickle speaks of."""
-    sizes = {record.name: record.size for record in directory.records}
     for key, entry in outline.storages.items():
-        name = f"data/{key}"
-        size = sizes.get(name)
-        if size is not None and size >= entry.nbytes:
+        name, size = f"data/{key}", entry.held
+        if entry.record and size >= entry.nbytes:
             if size - entry.nbytes >= ITEM_BYTES[entry.dtype]:  # it grew while it was pickled
                 findings.note(f"{name} has {size} bytes, the pickle says {entry.nbytes}")
             continue
         message = "the pickle refers to it, but it is missing"
-        if size is not None:
+        if entry.record:
             message = f"has only {size} bytes, the pickle says {entry.nbytes}"
         findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
 
