@@ -20,12 +20,11 @@ import torch
 from fastserial.checkpoints.module_state import ModuleState
 from fastserial.checkpoints.readable import open_readable
 from fastserial.checkpoints.tensor_read import direct_extent, meta_of, read_tensor_into
-from fastserial.checksums import CrcLedger
+from fastserial.checksums import CrcLedger, check_crc
 from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import (
     CheckpointKeyError,
-    CorruptCheckpointError,
     LoadMismatchError,
     UnreadableTensorError,
 )
@@ -354,14 +353,7 @@ def _read_checked(
         extents.append(ReadExtent(storage.offset or 0, storage.held, sink))
     reader.read_into(extents)
     for number, storage in enumerate(storages):
-        if storage.crc is None:
-            continue
-        crc = ledger.wait(number)
-        if crc != storage.crc:
-            raise CorruptCheckpointError(
-                f"its CRC-32 is {crc:#010x}, not {storage.crc:#010x}",
-                path=reader.name,
-                record=storage.record,
-                offset=storage.offset,
-            )
+        if storage.crc is not None:
+            found = ledger.wait(number)
+            check_crc(found, storage.crc, reader.name, storage.record, storage.offset)
     return all(storage.crc is not None for storage in storages)

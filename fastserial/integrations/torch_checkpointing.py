@@ -19,9 +19,8 @@ from torch_checkpointing.storage.filesystem import (
     LocalFileSystemStorageConfig,
 )
 
-from fastserial.checksums import crc32
+from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
-from fastserial.errors import CorruptCheckpointError
 from fastserial.files.durable import sync_folders
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
@@ -187,13 +186,8 @@ class _Stream(io.RawIOBase):
             for record in read_places(DescriptorSource(reader.fd)).records:
                 if not record.crc or not record.is_stored:
                     continue
-                crc = crc32(data[record.data_offset : record.data_end])
-                if crc != record.crc:
-                    raise CorruptCheckpointError(
-                        f"damaged: CRC-32 is {crc:08x}, should be {record.crc:08x}",
-                        record=record.name,
-                        offset=record.data_offset,
-                    )
+                found = crc32(data[record.data_offset : record.data_end])
+                check_crc(found, record.crc, None, record.name, record.data_offset)
 
     def close(self) -> None:
         if not self.closed:

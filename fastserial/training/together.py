@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fastserial.checksums import crc32
+from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
 from fastserial.distributed.beside import size_of, start_save
 from fastserial.distributed.file_index import index_of_file
 from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.loader import load
 from fastserial.distributed.walk import is_live, is_sharded, leaves
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import CheckpointFileError, UnreadableCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
@@ -285,8 +285,7 @@ def _refusal(path: str) -> Exception | None:
                 if record.name.startswith("data/") or not record.crc:
                     continue
                 found = crc32(os.pread(fd, record.size, record.data_offset))
-                if found != record.crc:
-                    return CorruptCheckpointError(f"record {record.name} is damaged", path=path)
+                check_crc(found, record.crc, path, record.name, record.data_offset)
             index = index_of_file(fd, path)
             if not (isinstance(index.value, Mapping) and OWN in index.value):
                 return UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)

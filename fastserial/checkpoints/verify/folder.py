@@ -11,7 +11,7 @@ from math import prod
 from fastserial.checkpoints.dcp_folder import list_folder, needed_files, read_metadata
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checkpoints.verify.zip import verify_zip
-from fastserial.checksums import crc32, crc32_combine
+from fastserial.checksums import crc32, crc32_combine, crc_mismatch
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.dcp import Item, Metadata
@@ -240,9 +240,9 @@ class _Folder:
             self._result.checked_bytes += length
         else:
             crc = self._scanned_crc(fd, item, start, length)
-        if crc != known.crc:
-            text = f"damaged: CRC-32 is {crc:08x}, should be {known.crc:08x}"
-            self._add(item, "checksum", text, start)
+        mismatch = crc_mismatch(crc, known.crc)
+        if mismatch is not None:
+            self._add(item, "checksum", f"damaged: {mismatch}", start)
 
     def _scanned_crc(self, fd: int, item: Item, start: int, length: int) -> int:
         parts: list[tuple[int, int, int]] = []
@@ -327,8 +327,9 @@ class _Folder:
                 crc = 0
                 for at in range(0, source.size, _SMALL):
                     crc = crc32(source.read_at(at, min(_SMALL, source.size - at)), crc)
-                if crc != known.crc:
-                    self._add(item, "checksum", f"{_OF_ANOTHER}: its CRC-32 is {crc:08x}")
+                mismatch = crc_mismatch(crc, known.crc)
+                if mismatch is not None:
+                    self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
             return
         outline = zip_outline(source, read_places(source))
         tensors = outline.tensors if outline is not None and not outline.notes else []
@@ -346,9 +347,9 @@ class _Folder:
         end = known.start + item.nbytes
         descriptor = source.read_at(end, min(_DESCRIPTOR_BYTES, source.size - end))
         crc = int.from_bytes(descriptor[len(DESCRIPTOR_SIGNATURE) :], "little")
-        if descriptor.startswith(DESCRIPTOR_SIGNATURE) and crc != known.crc:
-            text = f"{_OF_ANOTHER}: its CRC-32 is {crc:08x}, the metadata says {known.crc:08x}"
-            self._add(item, "checksum", text)
+        mismatch = crc_mismatch(crc, known.crc)
+        if descriptor.startswith(DESCRIPTOR_SIGNATURE) and mismatch is not None:
+            self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
 
 
 _OF_ANOTHER = "it is that of another checkpoint"

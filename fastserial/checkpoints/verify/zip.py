@@ -19,7 +19,7 @@ from fastserial.checkpoints.verify.ends import (
 from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap, check_gap_loosely
 from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
 from fastserial.checkpoints.verify.report import Findings, Problem
-from fastserial.checksums import crc32, crc32_combine
+from fastserial.checksums import crc32, crc32_combine, crc_mismatch
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
     CheckpointFileError,
@@ -217,20 +217,19 @@ def _conclude(
         crc = check.crcs.get(index)
         if record.method == DEFLATED:
             crc = _inflated_crc(source, record)
-        if crc == record.crc:
+        mismatch = crc_mismatch(crc, record.crc)
+        if mismatch is None:
             result.checked_bytes += record.size
         elif crc is not None and record.crc == 0 and is_plain(record) and id_problem is None:
             result.unchecked += 1  # the id, or a size that torch wrote, says that it had none
             without += 1
         else:
-            found = "it cannot be read whole"
             if crc is not None:
-                found = f"CRC-32 is {crc:08x}"
                 result.checked_bytes += record.size
             mismatches.append(
                 Problem(
                     "checksum",
-                    f"its {record.size} bytes are damaged: {found}, should be {record.crc:08x}",
+                    f"its {record.size} bytes are damaged: {mismatch}",
                     record.name,
                     record.data_offset,
                 )

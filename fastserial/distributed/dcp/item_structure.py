@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastserial.checksums import crc32
+from fastserial.checksums import check_crc, crc32
 from fastserial.errors import (
     CorruptCheckpointError,
     FastserialError,
@@ -96,9 +96,9 @@ def check_archive(data: bytes, path: str, item: str) -> bool:
     except FastserialError as error:
         raise CorruptCheckpointError(f"damaged: {error}", path=path, record=item) from error
     for record in directory.records:
-        if record.crc and crc32(read_record(source, record, len(data))) != record.crc:
-            text = f"damaged: the CRC-32 of {record.name} is wrong"
-            raise CorruptCheckpointError(text, path=path, record=item)
+        if record.crc:
+            name = f"{item}: {record.name}"
+            check_crc(crc32(read_record(source, record, len(data))), record.crc, path, name)
     return all_checksums(directory)
 
 
@@ -125,8 +125,7 @@ def _parsed(peek: Peek, length: int) -> Content | None:
     for record in directory.records:
         if record.data_offset == content.start or record.size > _EDGE or not record.crc:
             continue
-        if crc32(read_record(source, record, _MOST)) != record.crc:
-            raise CorruptCheckpointError(f"damaged: the CRC-32 of {record.name} is wrong")
+        check_crc(crc32(read_record(source, record, _MOST)), record.crc, record=record.name)
     return content
 
 
