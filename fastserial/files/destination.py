@@ -24,6 +24,7 @@ from fastserial.files.targets import (
     file_target,
     path_target,
 )
+from fastserial.reasons import Reason
 
 __all__ = ["CallersFile", "Destination", "open_destination", "open_path", "required", "save_error"]
 
@@ -78,13 +79,13 @@ def open_path(
     try:
         return Replacement(target, durable, named)
     except (CannotReplace, CannotKeep) as why:
-        reason = str(why)
+        reason = why.reason
     except OSError as error:
         directory = os.path.dirname(target.path) or os.curdir
         full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(directory)
         if target.there is None or not full:
             raise save_error(error, target, None, None) from error
-        reason = "no inode is free for a new file"
+        reason = Reason("no inode is free for a new file", "remove files that nobody needs")
     if os.path.islink(target.path):  # torch would write the file that it leads to
         raise write_error(errno.EPERM, target.name, f"The link cannot be replaced: {reason}")
     return StockWay(reason)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from fastserial import trace
 from fastserial.config.performance import PAGE
 from fastserial.interrupts import Descriptors
+from fastserial.reasons import SEE_DOCTOR, Reason
 
 __all__ = [
     "NO_PROC",
@@ -49,7 +50,9 @@ __all__ = [
 
 PROC = 0x9FA0  # what `magic_of` says of procfs
 
-NO_PROC = "/proc is not mounted, and a file cannot be opened anew for direct I/O"
+NO_PROC = Reason(
+    "/proc is not mounted, and a file cannot be opened anew for direct I/O", "mount /proc"
+)
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW = 0x100
@@ -315,7 +318,7 @@ class DirectFile(NamedTuple):
 
     fd: int
     alignment: int = PAGE
-    refusal: str | None = None
+    refusal: Reason | None = None
 
 
 def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> DirectFile:
@@ -329,14 +332,16 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
     """
     wanted = direct_alignment(fd)
     if wanted is None:
-        return DirectFile(-1, PAGE, "the file system has no direct I/O for this file")
+        why = Reason("the file system has no direct I/O for this file", SEE_DOCTOR)
+        return DirectFile(-1, PAGE, why)
     alignment = max(PAGE, wanted.offset, wanted.memory)
     if block_size % alignment:
         what = f"block_size is not a multiple of the device's {alignment} bytes"
-        return DirectFile(-1, alignment, what)
+        return DirectFile(-1, alignment, Reason(what, SEE_DOCTOR))
     try:
         return DirectFile(reopen(fd, flags | os.O_DIRECT, files), alignment)
     except FileNotFoundError:
         return DirectFile(-1, alignment, NO_PROC)
     except OSError as error:
-        return DirectFile(-1, alignment, f"direct I/O refused: {error.strerror}")
+        why = Reason(f"direct I/O refused: {error.strerror}", SEE_DOCTOR)
+        return DirectFile(-1, alignment, why)

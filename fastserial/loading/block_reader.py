@@ -28,6 +28,7 @@ from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.crew import Crew, Hand, engage
 from fastserial.loading.lanes import in_turns, lane_of
 from fastserial.memory.buffers import Buffer, BufferPool
+from fastserial.reasons import SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
 
 if TYPE_CHECKING:
@@ -429,5 +430,6 @@ class BlockReader:
         """Go on through the page cache: the file system took the flag, but not the read."""
         self._refused = True
         if self.fallback is None:
-            self.fallback = "direct I/O refused at the first read: Invalid argument"
+            what = "direct I/O refused at the first read: Invalid argument"
+            self.fallback = Reason(what, SEE_DOCTOR)
             _log.debug("%s; going on through the page cache", self.fallback)

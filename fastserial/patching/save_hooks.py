@@ -26,6 +26,7 @@ from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import device_types
 from fastserial.patching import load_hooks
 from fastserial.patching.self_check import self_check
+from fastserial.reasons import ASKED, Reason
 from fastserial.reports import SAVES
 from fastserial.saving import torch_writer
 from fastserial.saving.archive import ZipArchive
@@ -103,16 +104,18 @@ def zip_writer(
     """
     alignment = torch_writer.alignment()
     if not 0 < alignment <= MAX_ALIGNMENT:
-        return StockWay("the storage_alignment does not fit the format")
+        what = "the storage_alignment does not fit the format"
+        return StockWay(Reason(what, "set a smaller storage_alignment"))
     archive = "archive"
     if isinstance(target, FastFileWriter):
         return target, archive, alignment
     if isinstance(target, str | os.PathLike):
         archive = archive_name(os.fsdecode(target)) if prefix is None else prefix
         if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
-            return StockWay("not a file name that torch can put into an archive")
+            what = "not a file name that torch can put into an archive"
+            return StockWay(Reason(what, "give torch.save the name of a file"))
     elif torch.serialization._serialization_tls.skip_data:
-        return StockWay("skip_data leaves the storages out")
+        return StockWay(Reason("skip_data leaves the storages out", ASKED))
     writer = open_writer(target, "zip", prefix is not None)
     return writer if isinstance(writer, StockWay) else (writer, archive, alignment)
 
@@ -180,7 +183,8 @@ def open_writer(
     except WriteError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        return StockWay("too few file descriptors are left")  # torch needs only one
+        raise_it = "raise the limit (`ulimit -n`)"  # torch needs only one
+        return StockWay(Reason("too few file descriptors are left", raise_it))
     if isinstance(found, StockWay):
         return found
     return FastFileWriter(found, config, container=container)
