@@ -1,4 +1,8 @@
-"""CRC-32 at the speed of memory, and the ledger that collects it from many threads."""
+"""CRC-32 at the speed of memory, the ledger that collects it from many threads, and the comparison.
+
+A file is damaged whose bytes have another CRC-32 than was stored for them: `crc_mismatch` finds it
+and says it, wherever such bytes come from.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,47 @@ from typing import NamedTuple, cast
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from fastserial.errors import TransferAbandonedError
+from fastserial.errors import CorruptCheckpointError, TransferAbandonedError
 
-__all__ = ["CrcLedger", "Piece", "crc32", "crc32_combine"]
+__all__ = ["CrcLedger", "Piece", "check_crc", "crc32", "crc32_combine", "crc_mismatch"]
+
+
+def crc_mismatch(found: int | None, stored: int) -> str | None:
+    """Return what is wrong with bytes whose CRC-32 is not the stored one; None: nothing is.
+
+    Example:
+        `crc_mismatch(1, 2)` is `"its CRC-32 is 0x00000001, not 0x00000002"`.
+
+    Args:
+        found: the CRC-32 of the bytes, None if there is none: they could not be read whole.
+        stored: the one that the file has of them.
+    """
+    if found == stored:
+        return None
+    if found is None:
+        return "it cannot be read whole"
+    return f"its CRC-32 is {found:#010x}, not {stored:#010x}"
+
+
+def check_crc(
+    found: int,
+    stored: int,
+    path: str | None = None,
+    record: str | None = None,
+    offset: int | None = None,
+) -> None:
+    """Raise if bytes have another CRC-32 than the stored one.
+
+    Args:
+        found, stored: as `crc_mismatch`.
+        path, record, offset: where they are, for the error.
+
+    Raises:
+        CorruptCheckpointError: they have.
+    """
+    what = crc_mismatch(found, stored)
+    if what is not None:
+        raise CorruptCheckpointError(what, path=path, record=record, offset=offset)
 
 
 class Piece(NamedTuple):

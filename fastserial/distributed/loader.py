@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fastserial import config as config_module
-from fastserial.checksums import CrcLedger
+from fastserial.checksums import CrcLedger, crc_mismatch
 from fastserial.checksums import Piece as CrcPiece
 from fastserial.config import Config
 from fastserial.distributed.file_index import FileIndex, fingerprint, index_of_file, unpack
@@ -350,12 +350,11 @@ class _Load:
         }
         for number, crc in sorted(found.items()):
             record = records[number]
-            if crc != record.crc:
-                damage = (
-                    f"record {record.name} is damaged: its CRC-32 is {crc:#010x}, not "
-                    f"{record.crc:#010x} (read by rank {', '.join(readers[number])}). {_HALFWAY}"
-                )
-                return damage, False
+            mismatch = None if record.crc is None else crc_mismatch(crc, record.crc)
+            if mismatch is not None:
+                ranks = ", ".join(readers[number])
+                damage = f"record {record.name} is damaged: {mismatch} (read by rank {ranks})"
+                return f"{damage}. {_HALFWAY}", False
         return "", set(readers) <= set(found)
 
     def report(self, verdict: _Verdict) -> LoadReport:

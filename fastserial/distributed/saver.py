@@ -59,7 +59,7 @@ from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
-from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.outcome import Outcome
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -214,7 +214,7 @@ class Saving:
             if self._new is None:
                 self._opened = OpenedFile(orders.place)
         planned = perf_counter()
-        traffic.agree(then=self._begin)
+        traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         if kept.devices:
             synchronize_devices(found)
@@ -236,7 +236,7 @@ class Saving:
         traffic = self._traffic
         writer, kept, orders, phases = self._prepared
         try:
-            done, out = self._write(writer, kept.made, orders, phases)
+            done, outcome = self._write(writer, kept.made, orders, phases)
             if check is not None:
                 check()
             traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
@@ -244,7 +244,7 @@ class Saving:
             raise self._explained(error) from error
         if self._opened is not None:
             self._opened.close()
-        return self._report(orders, done.report, out)
+        return self._report(orders, done.report, outcome)
 
     def _agreed(
         self, state: object, found: Leaves, facts: list[Any] | None, buffers: set[int]
@@ -343,19 +343,14 @@ class Saving:
         traffic.kept["save"] = kept
         return kept
 
-    def _begin(self) -> None:
-        """Let the ranks write, now that all are ready. On rank 0."""
-        if self._new is not None:
-            self._new.begin()
-
     def _write(
         self, writer: ShardWriter, made: Schedule, orders: Orders, phases: dict[str, float]
-    ) -> tuple[_Done, ExtentWriter]:
+    ) -> tuple[_Done, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
         traffic, opened = self._traffic, self._opened
         exchange = Exchange(traffic)
         fd = opened.fd if opened is not None else self._new.fd if self._new is not None else -1
-        out = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
+        outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
         if orders.sync_alone and opened is not None and self.config.durable:
             opened.sync()
@@ -368,7 +363,7 @@ class Saving:
             received_bytes=exchange.received_bytes,
             phases=phases,
         )
-        return _Done(writer.crcs(), report), out
+        return _Done(writer.crcs(), report), outcome
 
     def _conclude(self, messages: list[bytes], writer: ShardWriter, orders: Orders) -> bytes:
         """Finish the file. On rank 0."""
@@ -383,23 +378,23 @@ class Saving:
         self._reports[0].phases["sync"] += perf_counter() - began
         return b""
 
-    def _report(self, orders: Orders, mine: RankReport, out: ExtentWriter) -> SaveReport:
+    def _report(self, orders: Orders, mine: RankReport, outcome: Outcome) -> SaveReport:
         config, new = self.config, self._new
         return SaveReport(
             path=self.path,
             container="zip",
             bytes=orders.place.nbytes,
             seconds=perf_counter() - self._began,
-            engine=out.engine_name,
-            direct=out.direct,
+            engine=outcome.engine,
+            direct=outcome.direct,
             durable=new.durable if new is not None else config.durable,
-            fallback=(new.fallback if new is not None else None) or out.fallback,
+            fallback=(new.fallback if new is not None else None) or outcome.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
             phases=self._reports[0].phases if self._reports else mine.phases,
-            transfer=out.transfer.word,
-            transfer_why=out.transfer.why,
+            transfer=outcome.transfer.word,
+            transfer_why=outcome.transfer.why,
             ranks=self._reports,
         )
 

@@ -28,6 +28,7 @@ from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Part, Snapshot
 from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.outcome import Outcome
 
 __all__ = ["ShardWriter"]
 
@@ -109,8 +110,8 @@ class ShardWriter:
 
     def write(
         self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
-    ) -> ExtentWriter:
-        """Write everything but what needs checksums of other ranks; return the closed writer.
+    ) -> Outcome:
+        """Write everything but what needs checksums of other ranks; return what was done.
 
         Args:
             on_progress: called with the bytes of each piece that is written.
@@ -130,7 +131,7 @@ class ShardWriter:
             self.seconds["write"] += perf_counter() - began
         finally:
             out.close()
-        return out
+        return out.outcome
 
     def crcs(self) -> list[Crc]:
         """Return the CRC-32s of what this rank wrote, what lies side by side as one."""

@@ -19,10 +19,10 @@ from torch_checkpointing.storage.filesystem import (
     LocalFileSystemStorageConfig,
 )
 
-from fastserial.checksums import crc32
+from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
-from fastserial.errors import CorruptCheckpointError
 from fastserial.files.durable import sync_folders
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.formats.zip.structs import LOCAL_SIGNATURE
 from fastserial.loading.reader import FastFileReader
@@ -183,16 +183,11 @@ class _Stream(io.RawIOBase):
             return
         reader = self._reader
         with reader.translated():
-            for record in read_places(reader.fd, reader.size).records:
+            for record in read_places(DescriptorSource(reader.fd)).records:
                 if not record.crc or not record.is_stored:
                     continue
-                crc = crc32(data[record.data_offset : record.data_end])
-                if crc != record.crc:
-                    raise CorruptCheckpointError(
-                        f"damaged: CRC-32 is {crc:08x}, should be {record.crc:08x}",
-                        record=record.name,
-                        offset=record.data_offset,
-                    )
+                found = crc32(data[record.data_offset : record.data_end])
+                check_crc(found, record.crc, None, record.name, record.data_offset)
 
     def close(self) -> None:
         if not self.closed:

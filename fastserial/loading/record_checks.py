@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastserial.checksums import CrcLedger, crc32
+from fastserial.checksums import CrcLedger, check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.loading.sinks import CheckedSink, Sink
@@ -41,14 +41,9 @@ class RecordChecks:
         Raises:
             CorruptCheckpointError: it is damaged.
         """
-        what = None
+        path, name, offset = self._path, record.name, record.data_offset
         if not has_header:
             what = "its local header differs from the central directory"
-        elif record.crc:  # 0: written without
-            crc = self._ledger.wait(self._index[record.name])
-            if crc != record.crc:
-                what = f"its CRC-32 is {crc:#010x}, not {record.crc:#010x}"
-        if what is not None:
-            raise CorruptCheckpointError(
-                what, path=self._path, record=record.name, offset=record.data_offset
-            )
+            raise CorruptCheckpointError(what, path=path, record=name, offset=offset)
+        if record.crc:  # 0: written without
+            check_crc(self._ledger.wait(self._index[name]), record.crc, path, name, offset)

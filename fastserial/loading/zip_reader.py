@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from fastserial.checksums import crc32
+from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import Directory, RecordEntry
 
@@ -95,7 +95,7 @@ class FastZipReader:
         self.position = None
         self._size(name)
         data = cast("bytes", self.stock.get_record(name))
-        self._check(name, data, len(data))
+        self._check(name, data)
         return data
 
     def get_storage_from_record(self, name: str, numel: int, kind: Any) -> Any:
@@ -119,7 +119,7 @@ class FastZipReader:
             self.get_record(name)  # all of it has the checksum
         elif self._verify and numel:
             address = found._typed_storage()._untyped_storage.data_ptr()
-            self._check(name, (ctypes.c_char * numel).from_address(address), numel)
+            self._check(name, (ctypes.c_char * numel).from_address(address))
         return found
 
     def _size(self, name: str) -> int | None:
@@ -132,13 +132,11 @@ class FastZipReader:
             raise self._damaged(name, f"{size} bytes are more than the file can hold")
         return size
 
-    def _check(self, name: str, data: Any, nbytes: int) -> None:
+    def _check(self, name: str, data: Any) -> None:
         record = self._records.get(name) if self._verify and self._records else None
         if record is None or not record.crc:
             return
-        crc = crc32(data)
-        if (crc, nbytes) != (record.crc, record.size):
-            raise self._damaged(name, f"its CRC-32 is {crc:#010x}, not {record.crc:#010x}")
+        check_crc(crc32(data), record.crc, self._path, name, record.data_offset)
 
     def _damaged(self, name: str, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(what, path=self._path, record=name)

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fastserial.checksums import crc32
+from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
 from fastserial.distributed.beside import size_of, start_save
 from fastserial.distributed.file_index import index_of_file
 from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.loader import load
 from fastserial.distributed.walk import is_live, is_sharded, leaves
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import CheckpointFileError, UnreadableCheckpointError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.overlap.asynchronous import Kind
@@ -280,12 +281,11 @@ def _refusal(path: str) -> Exception | None:
     try:
         with Descriptors() as files:
             fd = files.open(path, os.O_RDONLY)
-            for record in read_places(fd, os.fstat(fd).st_size).records:
+            for record in read_places(DescriptorSource(fd)).records:
                 if record.name.startswith("data/") or not record.crc:
                     continue
                 found = crc32(os.pread(fd, record.size, record.data_offset))
-                if found != record.crc:
-                    return CorruptCheckpointError(f"record {record.name} is damaged", path=path)
+                check_crc(found, record.crc, path, record.name, record.data_offset)
             index = index_of_file(fd, path)
             if not (isinstance(index.value, Mapping) and OWN in index.value):
                 return UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)

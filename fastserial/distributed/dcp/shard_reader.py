@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from fastserial.checkpoints.tensor_read import direct_extent
-from fastserial.checksums import CrcLedger, crc32
+from fastserial.checksums import CrcLedger, crc32, crc_mismatch
 from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.boxes import Box, boxes_of_range, intersect
 from fastserial.distributed.dcp.item_structure import Content, Structures, check_archive
@@ -309,9 +309,8 @@ class ShardReader:
     def _check(self, wanted: Wanted, crc: int | None, expected: int | None) -> None:
         if crc is None or expected is None:
             self.all_verified = False
-        elif crc != expected:
-            text = f"its CRC-32 is {crc:08x}, but was {expected:08x} when it was saved"
-            raise self._damaged(wanted, f"damaged: {text}")
+        elif (mismatch := crc_mismatch(crc, expected)) is not None:
+            raise self._damaged(wanted, f"damaged: {mismatch}")
 
     def _damaged(self, wanted: Wanted, text: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
