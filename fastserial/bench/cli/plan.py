@@ -12,11 +12,11 @@ __all__ = ["plan"]
 
 
 def plan(
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 4096,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 512,
     tensors: Annotated[int, typer.Option(min=100, help="Tensors of the state, about.")] = 20_000,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share a layer.")] = 8,
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 16,
-    every: Annotated[int, typer.Option(min=1, help="Look at every so many-th rank.")] = 512,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 2,
+    every: Annotated[int, typer.Option(min=1, help="Look at every so many-th rank.")] = 171,
     writers: Annotated[int, typer.Option(min=0, help="Ranks that write; 0: all.")] = 0,
     json_file: output.JsonFile = None,
 ) -> None:
