@@ -120,15 +120,6 @@ class Descriptors:
         self._fds.extend(map(os.dup, (fd,)))
         return self._fds[-1]
 
-    def reserve(self) -> int:
-        """Return a descriptor of no file, whose number `os.dup2` can give to one later.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
-        self._fds.extend(map(os.eventfd, (0,), (os.EFD_CLOEXEC,)))
-        return self._fds[-1]
-
     @property
     def newest(self) -> int:
         """The one opened last; -1 if none is open."""

@@ -8,8 +8,14 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fastserial.errors import ConvertError, CorruptCheckpointError, PickleLimitError
+from fastserial.errors import (
+    CheckpointFileError,
+    ConvertError,
+    CorruptCheckpointError,
+    PickleLimitError,
+)
 from fastserial.formats.dcp import HEADS, METADATA_NAME, Metadata, parse
+from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
 __all__ = [
@@ -96,14 +102,14 @@ def read_metadata(path: str, name: str) -> Metadata:
     """
     file_name = os.path.join(path, name)
     with open(file_name, "rb") as file:
-        return parse(file.read(), file_name)
+        return parse(DescriptorSource(file.fileno()), file_name)
 
 
 def needed_files(path: str, names: Iterable[str]) -> set[str]:
     """Return the names of files that these `.metadata` need, as far as they can be read."""
     needed: set[str] = set()
     for name in names:
-        with contextlib.suppress(CorruptCheckpointError, PickleLimitError, OSError):
+        with contextlib.suppress(CheckpointFileError, PickleLimitError, OSError):
             needed.update(item.file for item in read_metadata(path, name).items)
     return needed
 

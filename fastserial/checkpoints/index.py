@@ -5,7 +5,6 @@ For zip and legacy checkpoints of torch and for safetensors files. No pickle is 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from fastserial.errors import (
 from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.safetensors import read_header
+from fastserial.formats.source import DescriptorSource, Source
 from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import Directory
@@ -50,7 +50,6 @@ class TensorPlace:
         shape, stride: in elements.
         first: its first element's byte in the storage.
         storage: where the storage lies.
-        pending: `conj`, `neg`: what torch applies to the elements when they are used.
     """
 
     key: str
@@ -59,7 +58,6 @@ class TensorPlace:
     stride: tuple[int, ...]
     first: int
     storage: StoragePlace
-    pending: tuple[str, ...] = ()
 
     @property
     def itemsize(self) -> int:
@@ -118,22 +116,23 @@ def read_index(fd: int, path: str) -> TensorIndex:
     """
     try:
         found = checkpoint_format(fd, path)
+        source = DescriptorSource(fd)
         if found is Format.ZIP:
-            return _of_zip(fd)
-        return _of_legacy(fd) if found is Format.LEGACY else _of_safetensors(fd)
+            return _of_zip(source)
+        return _of_legacy(source) if found is Format.LEGACY else _of_safetensors(source)
     except CheckpointFileError as error:
         error.path = error.path or path
         raise
 
 
-def _of_zip(fd: int) -> TensorIndex:
-    directory = read_places(fd, os.fstat(fd).st_size)
-    found = zip_outline(fd, directory)
+def _of_zip(source: Source) -> TensorIndex:
+    directory = read_places(source)
+    found = zip_outline(source, directory)
     if found is None:
         raise UnreadableCheckpointError(
             "the archive holds no data.pkl: not a checkpoint of torch.save"
         )
-    if not is_little_endian(fd, directory):
+    if not is_little_endian(source, directory):
         raise UnreadableTensorError("the file was written on a big-endian machine: use torch.load")
     storages = {
         record.name.removeprefix("data/"): StoragePlace(
@@ -145,7 +144,7 @@ def _of_zip(fd: int) -> TensorIndex:
     return TensorIndex("zip", _entries(found, storages))
 
 
-def is_little_endian(fd: int, directory: Directory) -> bool:
+def is_little_endian(source: Source, directory: Directory) -> bool:
     """Return whether `torch.load` takes the storages of a zip for little-endian.
 
     Raises:
@@ -154,12 +153,12 @@ def is_little_endian(fd: int, directory: Directory) -> bool:
     """
     record = directory.find("byteorder")
     if record is not None:
-        return read_record(fd, record, _SMALL_RECORD) == b"little"
+        return read_record(source, record, _SMALL_RECORD) == b"little"
     return get_default_load_endianness() is not LoadEndianness.BIG  # torch before 2.1 wrote none
 
 
-def _of_legacy(fd: int) -> TensorIndex:
-    file = read_legacy(fd)
+def _of_legacy(source: Source) -> TensorIndex:
+    file = read_legacy(source)
     if not file.little_endian:
         raise UnreadableTensorError("the file was written on a big-endian machine: use torch.load")
     storages = {
@@ -169,9 +168,9 @@ def _of_legacy(fd: int) -> TensorIndex:
     return TensorIndex("legacy", _entries(outline(file.decoded), storages))
 
 
-def _of_safetensors(fd: int) -> TensorIndex:
+def _of_safetensors(source: Source) -> TensorIndex:
     entries: dict[str, TensorPlace | str] = {}
-    for entry in read_header(fd):
+    for entry in read_header(source):
         storage = StoragePlace(entry.key, entry.offset, entry.nbytes, None)
         if entry.dtype is None:
             entries[entry.key] = f"torch has no dtype {entry.type_name}"
@@ -188,7 +187,7 @@ def _entries(found: Outline, storages: dict[str, StoragePlace]) -> dict[str, Ten
             entries[tensor.key] = "two tensors have this key"
         else:
             entries[tensor.key] = _place(tensor, storages)
-    return found.problems | found.unknown | entries
+    return found.problems | found.unread | entries
 
 
 def _place(tensor: TensorEntry, storages: dict[str, StoragePlace]) -> TensorPlace | str:
@@ -204,6 +203,4 @@ def _place(tensor: TensorEntry, storages: dict[str, StoragePlace]) -> TensorPlac
         storage = StoragePlace(tensor.storage, 0, 0, None)
     elif stop > storage.nbytes and start != stop:
         return f"its bytes go past the {storage.nbytes} of its storage"
-    return TensorPlace(
-        tensor.key, tensor.dtype, tensor.shape, tensor.stride, start, storage, tensor.pending
-    )
+    return TensorPlace(tensor.key, tensor.dtype, tensor.shape, tensor.stride, start, storage)

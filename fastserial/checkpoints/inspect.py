@@ -15,6 +15,7 @@ from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.pickles import Limits
 from fastserial.formats.safetensors import read_header
+from fastserial.formats.source import DescriptorSource, Source
 from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import Directory, read_directory
@@ -57,17 +58,17 @@ def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
     folder = find_rank_folder(name)
     if folder is not None:
         return inspect_rank_folder(name, folder, lambda path: inspect(path, limits))
-    found, size = checkpoint_format(fd, name), os.fstat(fd).st_size
+    found, source = checkpoint_format(fd, name), DescriptorSource(fd)
     if found is Format.ZIP:
-        return _inspect_zip(name, fd, size, limits)
+        return _inspect_zip(name, source, limits)
     if found is Format.LEGACY:
-        return _inspect_legacy(name, fd, size, limits)
-    return _inspect_safetensors(name, fd, size)
+        return _inspect_legacy(name, source, limits)
+    return _inspect_safetensors(name, source)
 
 
-def _inspect_zip(name: str, fd: int, size: int, limits: Limits | None) -> Inspection:
-    directory = read_directory(fd, size)
-    found = zip_outline(fd, directory, limits)
+def _inspect_zip(name: str, source: Source, limits: Limits | None) -> Inspection:
+    directory = read_directory(source)
+    found = zip_outline(source, directory, limits)
     notes = () if found is not None else ("there is no data.pkl: no checkpoint of torch.save",)
     found = found or Outline()
     places = {
@@ -78,8 +79,8 @@ def _inspect_zip(name: str, fd: int, size: int, limits: Limits | None) -> Inspec
     return Inspection(
         path=name,
         format="zip",
-        bytes=size,
-        hints=_zip_hints(fd, directory),
+        bytes=source.size,
+        hints=_zip_hints(source, directory),
         archive_name=directory.archive_name,
         records=tuple((r.name, r.data_offset, r.size) for r in directory.in_file_order()),
         tensors=tuple(found.tensors),
@@ -90,14 +91,14 @@ def _inspect_zip(name: str, fd: int, size: int, limits: Limits | None) -> Inspec
     )
 
 
-def _inspect_legacy(name: str, fd: int, size: int, limits: Limits | None) -> Inspection:
-    file = read_legacy(fd, size, limits)
+def _inspect_legacy(name: str, source: Source, limits: Limits | None) -> Inspection:
+    file = read_legacy(source, limits)
     found = outline(file.decoded, limits)
     order = "little" if file.little_endian else "big"
     return Inspection(
         path=name,
         format="legacy",
-        bytes=size,
+        bytes=source.size,
         hints=(
             "torch before 1.6, or _use_new_zipfile_serialization=False",
             f"{order}-endian",
@@ -112,8 +113,8 @@ def _inspect_legacy(name: str, fd: int, size: int, limits: Limits | None) -> Ins
     )
 
 
-def _inspect_safetensors(name: str, fd: int, size: int) -> Inspection:
-    header = read_header(fd)
+def _inspect_safetensors(name: str, source: Source) -> Inspection:
+    header = read_header(source)
     tensors: list[TensorEntry] = []
     storages: list[StorageUse] = []
     notes: list[str] = []
@@ -134,7 +135,7 @@ def _inspect_safetensors(name: str, fd: int, size: int) -> Inspection:
     return Inspection(
         path=name,
         format="safetensors",
-        bytes=size,
+        bytes=source.size,
         hints=(),
         archive_name=None,
         records=(),
@@ -153,7 +154,7 @@ def _notes(found: Outline) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _zip_hints(fd: int, directory: Directory) -> tuple[str, ...]:
+def _zip_hints(source: Source, directory: Directory) -> tuple[str, ...]:
     names = {record.name for record in directory.records}
     if any(name.startswith("code/") for name in names) or "constants.pkl" in names:
         hints = ["a TorchScript or package archive"]
@@ -166,7 +167,7 @@ def _zip_hints(fd: int, directory: Directory) -> tuple[str, ...]:
     for name in _HINTS:
         record = directory.find(name)
         if record is not None and record.size <= _SMALL_RECORD:
-            text = read_record(fd, record, _SMALL_RECORD).decode("utf-8", "backslashreplace")
+            text = read_record(source, record, _SMALL_RECORD).decode("utf-8", "backslashreplace")
             hints.append(f"{name.lstrip('.')} {text.strip()}")
     return tuple(hints)
 

@@ -12,14 +12,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 from fastserial.checkpoints.index import TensorPlace, read_index
-from fastserial.checkpoints.tensor_read import (
-    apply_pending,
-    direct_extent,
-    fetch,
-    is_dense,
-    meta_of,
-    resolved,
-)
+from fastserial.checkpoints.tensor_read import direct_extent, fetch, is_dense, meta_of
 from fastserial.config import Config
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.interrupts import finish
@@ -105,7 +98,7 @@ class LazyCheckpoint:
 
         Raises:
             CheckpointKeyError: there is no such tensor; a `KeyError`.
-            UnreadableTensorError: only `torch.load` can make it (quantized, compressed, meta, ...).
+            UnreadableTensorError: only `torch.load` can make it (quantized, conjugated, meta, ...).
             CorruptCheckpointError: the file changed since it was opened.
             OSError: it cannot be read.
         """
@@ -169,13 +162,12 @@ class LazyCheckpoint:
     def _read(self, place: TensorPlace, view: torch.Tensor) -> torch.Tensor:
         base = place.storage.offset + place.first
         if self._device.type == "meta" or detect_fake_mode(None) is not None:  # no bytes needed
-            empty = torch.empty_strided(
+            return torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=self._device
             )
-            return apply_pending(empty, place.pending)
         with self._reading() as reader:
             if self._device.type == "cpu":
-                return apply_pending(fetch(reader, base, view), place.pending)
+                return fetch(reader, base, view)
             if is_dense(view):  # through staging, without a copy on the host
                 out = torch.empty_strided(
                     view.shape, view.stride(), dtype=view.dtype, device=self._device
@@ -183,9 +175,8 @@ class LazyCheckpoint:
                 extent = direct_extent(base, view, out)
                 if extent is not None:
                     reader.read_into([extent])
-                    return apply_pending(out, place.pending)
-            found = fetch(reader, base, view)
-            return resolved(found, place.pending).to(self._device)
+                    return out
+            return fetch(reader, base, view).to(self._device)
 
 
 class TensorSlice:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -114,11 +115,11 @@ def load_into(
                 wanted = dict(_tensors(module.readable()))
             claimed = module.unpickled if module is not None else []
             jobs, left = _match(wanted, index, key, strict, type(target).__name__, claimed, unread)
-            passes = _last_of_each(jobs)
+            jobs = _last_of_each(jobs)
             if reader.size > len(jobs) * FEW_BYTES:
                 pause.end()  # reading may take long
             reader.attend([job.target.untyped_storage() for job in jobs])
-            checked = _read(reader, passes, verify)
+            checked = _read(reader, jobs, verify)
         report_load(
             reader.blocks.counts,
             config,
@@ -252,6 +253,8 @@ def _objection(target: torch.Tensor, place: TensorPlace) -> str | None:
         return f"its dtype is {dtype}, in the checkpoint {place.dtype}"
     if tuple(target.shape) != place.shape:
         return f"its shape is {tuple(target.shape)}, in the checkpoint {place.shape}"
+    if target.is_conj() or target.is_neg():
+        return "it is conjugated or negated: resolve_conj() and resolve_neg() it first"
     if any(size > 1 and step == 0 for size, step in zip(place.shape, target.stride(), strict=True)):
         return "several of its elements are one in memory (expand): clone() it first"
     return None
@@ -260,62 +263,52 @@ def _objection(target: torch.Tensor, place: TensorPlace) -> str | None:
 # -- reading -------------------------------------------------------------------------------------
 
 
-def _last_of_each(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Return the jobs in passes: within one, no two write to the same memory.
+def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
+    """Return the last of the jobs that fill the very same memory (tied weights): it would remain.
 
-    Of tensors with the very same memory (tied weights) the last is read, as one would remain.
+    Raises:
+        LoadMismatchError: two targets share memory otherwise.
     """
     unique: dict[tuple[Any, ...], _Job] = {}
     for job in jobs:
         view = job.target
-        spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
         if view.numel():
+            spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
             unique.pop(spot, None)
             unique[spot] = job
-    passes: list[list[_Job]] = []
-    last: dict[tuple[torch.device, int], int] = {}  # per storage: the last pass that writes to it
-    storages: dict[tuple[torch.device, int], list[tuple[int, int]]] = {}
+    spans: dict[torch.device, list[tuple[int, int, str]]] = {}
     for job in unique.values():
-        storage = job.target.untyped_storage()
-        where = (job.target.device, storage.data_ptr())
-        start = int(job.target.storage_offset()) * job.target.itemsize
-        stop = start + reach(job.target.shape, job.target.stride()) * job.target.itemsize
-        taken = storages.setdefault(where, [])
-        number = last.get(where, 0)
-        if any(start < other_stop and other_start < stop for other_start, other_stop in taken):
-            number += 1
-            taken.clear()
-        taken.append((start, stop))
-        last[where] = number
-        while len(passes) <= number:
-            passes.append([])
-        passes[number].append(job)
-    return passes
+        start = job.target.data_ptr()
+        nbytes = reach(job.target.shape, job.target.stride()) * job.target.itemsize
+        spans.setdefault(job.target.device, []).append((start, start + nbytes, job.key))
+    for there in spans.values():
+        there.sort()
+        for (_, stop, key), (start, _, other) in pairwise(there):
+            if start < stop:
+                raise LoadMismatchError(
+                    f"{key!r} and {other!r} of what is to be filled share a part of their memory: "
+                    "clone() one of them first"
+                )
+    return list(unique.values())
 
 
-def _read(reader: FastFileReader, passes: Sequence[Sequence[_Job]], verify: bool) -> bool:
+def _read(reader: FastFileReader, jobs: Sequence[_Job], verify: bool) -> bool:
     """Fill the targets; return whether all that was read has been verified."""
-    checked = verify
-    done: set[StoragePlace] = set()
-    for jobs in passes:
-        plain: list[tuple[_Job, ReadExtent]] = []
-        others: list[_Job] = []
-        for job in jobs:
-            extent = None
-            if not job.place.pending:
-                extent = direct_extent(job.base, meta_of(job.place), job.target, reader.ring)
-            if extent is None:
-                others.append(job)
-            else:
-                plain.append((job, extent))
-        if verify:
-            rest = {job.place.storage for job in others} - done
-            checked &= _read_checked(reader, plain, rest)
-            done |= {job.place.storage for job in jobs}
+    plain: list[tuple[_Job, ReadExtent]] = []
+    others: list[_Job] = []
+    for job in jobs:
+        extent = direct_extent(job.base, meta_of(job.place), job.target, reader.ring)
+        if extent is None:
+            others.append(job)
         else:
-            reader.read_into([extent for _, extent in plain])
-        for job in others:
-            read_tensor_into(reader, job.base, meta_of(job.place), job.target, job.place.pending)
+            plain.append((job, extent))
+    checked = verify
+    if verify:
+        checked = _read_checked(reader, plain, {job.place.storage for job in others})
+    else:
+        reader.read_into([extent for _, extent in plain])
+    for job in others:
+        read_tensor_into(reader, job.base, meta_of(job.place), job.target)
     return checked
 
 

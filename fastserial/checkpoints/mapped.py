@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import inspect
 import logging
-import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from fastserial.formats.detect import Format, checkpoint_format
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.safetensors import read_header
+from fastserial.formats.source import DescriptorSource, Source
 from fastserial.formats.storages import contiguous_stride
 from fastserial.formats.zip.records import PICKLE, read_places, read_record
 from fastserial.formats.zip.structs import MOST_INFLATED
@@ -89,20 +89,19 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         ConvertError: its pickle needs more than `weights_only` allows, or it cannot be mapped.
         OSError: it cannot be read.
     """
-    size = os.fstat(fd).st_size
     try:
-        found = checkpoint_format(fd, path)
+        found, source = checkpoint_format(fd, path), DescriptorSource(fd)
         whole = cast(
             "torch.UntypedStorage",
-            torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size),
+            torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, source.size),
         )
         sizes = None
         if found is Format.ZIP:
-            value, sizes = _map_zip(fd, path, size, whole)
+            value, sizes = _map_zip(fd, path, source, whole)
         elif found is Format.LEGACY:
-            value = _map_legacy(fd, path, whole)
+            value = _map_legacy(fd, path, source, whole)
         else:
-            value = _map_safetensors(fd, whole)
+            value = _map_safetensors(source, whole)
     except CheckpointFileError as error:
         error.path = error.path or path
         raise
@@ -110,10 +109,10 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
 
 
 def _map_zip(
-    fd: int, path: str, size: int, whole: torch.UntypedStorage
+    fd: int, path: str, source: Source, whole: torch.UntypedStorage
 ) -> tuple[Any, dict[int, int]]:
-    directory = read_places(fd, size)
-    if not is_little_endian(fd, directory):
+    directory = read_places(source)
+    if not is_little_endian(source, directory):
         raise ConvertError(_BIG_ENDIAN)
     if directory.find("constants.pkl") is not None:
         raise ConvertError(f"{path}: a TorchScript archive is no checkpoint of torch.save")
@@ -132,7 +131,7 @@ def _map_zip(
     load = get_original("_load")
     more = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
     reader = torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
-    data = read_record(fd, pickled, size * MOST_INFLATED)
+    data = read_record(source, pickled, source.size * MOST_INFLATED)
     refuse_nested(data)
     _know_dtensors(data)
     with _unpickling(data[:2], path), _without_groups():
@@ -202,9 +201,9 @@ class _Slices:
         return cast("torch.UntypedStorage", self._whole[place])
 
 
-def _map_safetensors(fd: int, whole: torch.UntypedStorage) -> dict[str, torch.Tensor]:
+def _map_safetensors(source: Source, whole: torch.UntypedStorage) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for entry in read_header(fd):
+    for entry in read_header(source):
         if entry.dtype is None:
             raise ConvertError(f"entry {entry.key!r}: torch has no dtype {entry.type_name}")
         empty = torch.empty(0, dtype=getattr(torch, entry.dtype))
@@ -219,8 +218,8 @@ def _map_safetensors(fd: int, whole: torch.UntypedStorage) -> dict[str, torch.Te
     return tensors
 
 
-def _map_legacy(fd: int, path: str, whole: torch.UntypedStorage) -> Any:
-    file = read_legacy(fd)
+def _map_legacy(fd: int, path: str, source: Source, whole: torch.UntypedStorage) -> Any:
+    file = read_legacy(source)
     if not file.little_endian:
         raise ConvertError(_BIG_ENDIAN)
     places = {storage.key: storage for storage in file.storages}
@@ -260,5 +259,5 @@ def _map_legacy(fd: int, path: str, whole: torch.UntypedStorage) -> Any:
         stream.seek(file.object_offset)
         unpickler: Any = _weights_only_unpickler.Unpickler(stream, encoding="utf-8")
         unpickler.persistent_load = persistent_load
-        with _unpickling(os.pread(fd, 2, file.object_offset), path):
+        with _unpickling(source.read_at(file.object_offset, 2), path):
             return unpickler.load()

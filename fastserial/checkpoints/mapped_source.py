@@ -16,6 +16,7 @@ from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.safetensors import read_metadata
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.memory.storages import Memory
@@ -76,7 +77,7 @@ class MappedSource:
             refuse_damaged(name, fd)
         mapped = map_checkpoint(fd, name)
         if mapped.container == "safetensors":
-            self.metadata.update(read_metadata(fd))
+            self.metadata.update(read_metadata(DescriptorSource(fd)))
         bisect.insort(self._starts, (mapped.whole.data_ptr(), len(self._maps)))
         self._maps.append((fd, mapped, before, name))
         return mapped
@@ -91,9 +92,9 @@ class MappedSource:
         found = self._place(storage)
         if found is None or found[1].container != "zip":
             return None
-        fd, mapped, offset = found
+        fd, _, offset = found
         if fd not in self._checksums:
-            records = read_places(fd, mapped.whole.nbytes()).records
+            records = read_places(DescriptorSource(fd)).records
             self._checksums[fd] = {record.data_offset: record.crc for record in records}
         return self._checksums[fd].get(offset) or None
 

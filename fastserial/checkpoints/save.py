@@ -13,13 +13,16 @@ from typing import Any
 import torch
 
 from fastserial.config import Config, options
+from fastserial.files.targets import StockWay
 from fastserial.patching import save_hooks
-from fastserial.patching.install import patched
-from fastserial.reports import SaveReport
+from fastserial.patching.install import installed, patched
+from fastserial.reports import SAVES, SaveReport
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
 
 __all__ = ["save", "write"]
+
+_UNPATCHED = StockWay("this torch stays stock")
 
 
 def save(
@@ -42,7 +45,7 @@ def save(
 
     Returns:
         What the save did; None if torch had to write the file itself (a torch without a patch, a
-        target that is not a regular file).
+        file that cannot be replaced). `fastserial.summary()` says why.
 
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
@@ -72,12 +75,12 @@ def write(
     Args:
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
         prefix: what is put before the records' names in the archive; by default, and where torch
-            writes the file itself, the file's name. As for `open_zip_writer`.
+            writes the file itself, the file's name. As for `save_hooks.zip_writer`.
         config: options; by default those in force.
 
     Returns:
         The closed writer, which knows what the save did; None if torch had to write the file
-        itself (a torch without a patch, a target that is not a regular file).
+        itself (a torch without a patch, a file that cannot be replaced).
 
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
@@ -88,7 +91,9 @@ def write(
             writer = _save_zip(obj, path, pickle_module, pickle_protocol, prefix)
         else:
             writer = _save_legacy(obj, path, pickle_module, pickle_protocol)
-        if writer is None:
+        if isinstance(writer, StockWay) and not installed():
+            SAVES.add_torchs(writer.reason)  # else it is counted by what torch calls now
+        if isinstance(writer, StockWay):
             torch.save(
                 obj,
                 path,
@@ -96,30 +101,36 @@ def write(
                 pickle_protocol,
                 _use_new_zipfile_serialization=zip_container,
             )
+            return None
     return writer
 
 
 def _save_zip(
     obj: object, path: str, pickle_module: Any, protocol: int, prefix: str | None
-) -> FastFileWriter | None:
+) -> FastFileWriter | StockWay:
     function = patched("_save")
-    archive = save_hooks.open_zip_writer(path, prefix) if function is not None else None
-    if function is None or not isinstance(archive, ZipArchive):
-        return None
-    with archive:
+    if function is None:
+        return _UNPATCHED
+    found = save_hooks.zip_writer(path, prefix)
+    if isinstance(found, StockWay):
+        return found
+    writer, name = found
+    with ZipArchive(writer, name, owns_writer=True) as archive:
         function(obj, archive, pickle_module, protocol, False)
-    return archive.writer if isinstance(archive.writer, FastFileWriter) else None
+    return writer
 
 
 def _save_legacy(
     obj: object, path: str, pickle_module: Any, protocol: int
-) -> FastFileWriter | None:
+) -> FastFileWriter | StockWay:
     function = patched("_legacy_save")
-    if function is None or torch.serialization._serialization_tls.skip_data:
-        return None
-    writer = save_hooks.open_file(path, "wb")
-    if not isinstance(writer, FastFileWriter):
-        return None
+    if function is None:
+        return _UNPATCHED
+    if torch.serialization._serialization_tls.skip_data:
+        return StockWay("skip_data leaves the storages out")
+    writer = save_hooks.legacy_writer(path)
+    if isinstance(writer, StockWay):
+        return writer
     with writer:
         function(obj, writer, pickle_module, protocol)
     return writer

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fastserial.memory.ring import Ring
 
 __all__ = [
-    "apply_pending",
     "direct_extent",
     "fetch",
     "is_dense",
@@ -166,18 +165,11 @@ def read_tensor_into(
         read_tensor_into(reader, base, part, into, pending)
 
 
-def apply_pending(tensor: torch.Tensor, pending: tuple[str, ...]) -> torch.Tensor:
-    """Mark a tensor as conjugated or negated, as torch does when it loads one that was."""
-    if "conj" in pending:
-        torch._C._set_conj(tensor, True)
-    if "neg" in pending:
-        torch._C._set_neg(tensor, True)
-    return tensor
-
-
 def resolved(tensor: torch.Tensor, pending: tuple[str, ...]) -> torch.Tensor:
-    """Return a tensor with what is pending done."""
-    return apply_pending(tensor, pending).resolve_conj().resolve_neg() if pending else tensor
+    """Return a tensor with its elements conjugated (`conj`) or negated (`neg`), or both."""
+    tensor = tensor.conj() if "conj" in pending else tensor
+    tensor = torch._neg_view(tensor) if "neg" in pending else tensor
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

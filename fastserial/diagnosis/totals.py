@@ -23,7 +23,7 @@ _GIVE_A_PATH = (
 )
 _A_FILE = "save to a file on a disk"
 _OWNER = "save into a directory of this user's, or as the file's owner"
-_REPLACE = "save to a directory on a file system where files can be renamed"
+_REPLACE = "save to a directory where files can be renamed"
 _NONE = "none needed: it is the quicker way"
 _ASKED = "none needed: the program asked for it"
 _DIRECT = "see `fastserial doctor FOLDER`"
@@ -40,11 +40,21 @@ REMEDIES = {
     "the file is open for appending": 'open it with "wb", or give torch.save a path',
     "the file's position is not known": _GIVE_A_PATH,
     "too few file descriptors": "raise the limit (`ulimit -n`)",
+    "the storage_alignment does not fit": "set a smaller storage_alignment",
     "the directory is not readable": "let this user read the directory",
     "this process may not write to the directory": "let this user write to the directory",
     "the file is another user's": _OWNER,
     "the file is a mount point": "mount the directory instead of the file",
     "this process has the file open": "close the file before it is saved to",
+    "nothing in an append-only directory": _REPLACE,
+    "in an append-only directory": _REPLACE,
+    "the file system only takes the bytes": _REPLACE,
+    "the file system cannot rename": _REPLACE,
+    "no new file can be made beside it": _OWNER,
+    "a new file cannot have its": _OWNER,
+    "its owner is unknown": _OWNER,
+    "its extended attributes cannot be read": _OWNER,
+    "its attribute ": _OWNER,
     "no inode is free": "remove files that nobody needs",
     "not a plain file on a file system": "load from a path, or a plain file object",
     "mmap=True": _ASKED,

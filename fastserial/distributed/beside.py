@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastserial.config import current
 from fastserial.distributed.agreement import Agreement, are_alike, blame
 from fastserial.distributed.flat_shard import FlatShard
-from fastserial.distributed.full_pickle import lay_out
+from fastserial.distributed.full_pickle import StandIns
 from fastserial.distributed.group import Traffic, collective, path_of
 from fastserial.distributed.joined import Joined
 from fastserial.distributed.merging import merged
@@ -195,7 +195,7 @@ def size_of(
         agreement.settle()
 
     def laid_out(_: list[bytes]) -> bytes:
-        made = lay_out(archive_name(path), state, table, keep=False)
+        made = StandIns(table).lay_out(archive_name(path), state, found.values)
         look(made.entries[0].data or b"")
         return str(made.places.nbytes).encode()
 

@@ -52,8 +52,8 @@ def convert(
         shard_nbytes: write several safetensors files with an index to a new folder, none with more
             than so many bytes of tensors, if one tensor has not more.
         verify: check every CRC-32 of the source first (zip, folders).
-        ranks: in a folder of files such as `model_0.pt` they are of ranks, although nothing in it
-            says so (neither shards of DTensors nor a `metadata.pkl`).
+        ranks: in a folder of files such as `model_0.pt` they are of ranks, although there is no
+            `metadata.pkl` that says so.
         config: options of the writer; by default those in force.
 
     Raises:
@@ -67,17 +67,20 @@ def convert(
     """
     name, path = os.fspath(source), os.fspath(target)
     is_dcp = is_dcp_folder(name)
-    folder = None if is_dcp else find_rank_folder(name)
-    if folder is not None and not (folder.is_sure or ranks):
+    folder = None if is_dcp else find_rank_folder(name, by_name=ranks)
+    if folder is None and (of_ranks := find_rank_folder(name, by_name=True)) is not None:
         raise ConvertError(
-            f"{name}: {', '.join(folder.files[:_SHOWN])}: nothing in them says whether they are of "
-            "ranks, to be put together (ranks=True, --ranks), or of steps: then give one of them"
+            f"{name}: {', '.join(of_ranks.files[:_SHOWN])}: there is no metadata.pkl that says "
+            "that they are of ranks, to be put together (ranks=True, --ranks); else give one file"
         )
     from_folder = is_dcp or folder is not None
     container = container_of(path, to, shard_nbytes)
     if from_folder and container == "legacy" and patched("_legacy_save") is None:
         raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
-    if verify and from_folder:
+    if verify and folder is not None and folder.metadata is None:
+        for file in folder.files:
+            refuse_damaged(os.path.join(name, file), config=config)
+    elif verify and from_folder:
         refuse_damaged(name, config=config)
     folders = from_folder or container in _FOLDERS
     if folders and os.path.abspath(name) == os.path.abspath(path):

@@ -18,7 +18,7 @@ import torch
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.walk import Leaves
 
-__all__ = ["Shardings", "by_type", "facts_of", "numbers_of", "shardings"]
+__all__ = ["Shardings", "by_type", "facts_of", "shardings"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _FLAT = attrgetter(
@@ -192,16 +192,11 @@ def _plain(
     return found
 
 
-def numbers_of(values: Sequence[Any]) -> dict[int, int]:
-    """Return the place of each value among the others, by its `id`."""
-    return dict(zip(map(id, values), range(len(values)), strict=True))
-
-
 def _ties(values: Sequence[Any]) -> list[int] | None:
     """Return which leaves are the same object, None if none are."""
     if len(set(map(id, values))) == len(values):
         return None
-    numbers = numbers_of(values)
+    numbers = dict(zip(map(id, values), range(len(values)), strict=True))
     return [numbers[id(value)] for value in values]
 
 

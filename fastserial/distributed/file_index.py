@@ -20,6 +20,7 @@ from fastserial.checkpoints.mapped import Mapped, map_checkpoint
 from fastserial.checksums import crc32
 from fastserial.distributed.walk import sequence_like
 from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 
 __all__ = [
@@ -145,9 +146,10 @@ def index_of_file(fd: int, path: str) -> FileIndex:
     mapped = map_checkpoint(fd, path)
     records: tuple[Record, ...] = ()
     if mapped.container == "zip":
+        directory = read_places(DescriptorSource(fd))
         records = tuple(
             Record(record.name, record.data_offset, record.size, record.crc or None)
-            for record in sorted(read_places(fd, size).records, key=lambda one: one.data_offset)
+            for record in sorted(directory.records, key=lambda one: one.data_offset)
             if record.size and record.is_stored and record.name.startswith("data/")
         )
     value = _Outliner(mapped).without_bytes(mapped.value)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Sequence
 
 from fastserial.distributed.container import Container
 from fastserial.distributed.laid_out import LaidOut
-from fastserial.distributed.shard_writer import Head, ShardWriter
+from fastserial.distributed.shard_writer import ShardWriter
 from fastserial.distributed.shared_file import NewFile
 from fastserial.formats.extents import Trailer
-from fastserial.formats.zip.layout import lookalike_of
 from fastserial.saving.buffered import write_all
 
 __all__ = ["finish_file"]
 
 _CRC = struct.Struct("<I")
 _CRC_AT = 4  # in a data descriptor
-_HEAD = 8
 
 
 def finish_file(
@@ -27,7 +24,6 @@ def finish_file(
     laid_out: LaidOut,
     container: Container,
     writer: ShardWriter,
-    heads: Sequence[Head],
     checksums: bool,
 ) -> None:
     """Write what needs the checksums of all ranks, sync, and make the file the target.
@@ -36,8 +32,6 @@ def finish_file(
         OSError: a write, the sync or the rename failed.
     """
     plan = laid_out.plan
-    plan.lookalikes.clear()  # those of the last save
-    plan.lookalikes.update(_lookalikes(heads))
     ledger = writer.ledger
     if checksums:
         patches = [
@@ -60,17 +54,3 @@ def finish_file(
         write_all(new.fd, [memoryview(trailer)], container.trailer.offset)
     new.sync()
     new.commit()
-
-
-def _lookalikes(heads: Sequence[Head]) -> dict[int, int]:
-    """Return what torch takes for a CRC-32 in the first bytes of records."""
-    texts: dict[int, bytearray] = {}
-    seen: dict[int, int] = {}
-    for record, start, text in heads:
-        whole = texts.setdefault(record, bytearray(_HEAD))
-        whole[start : start + len(text)] = text
-        seen[record] = seen.get(record, 0) + len(text)
-    found = {
-        record: lookalike_of(bytes(text)) for record, text in texts.items() if seen[record] == _HEAD
-    }
-    return {record: value for record, value in found.items() if value is not None}

@@ -3,35 +3,128 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
-from types import SimpleNamespace
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from fastserial.distributed.facts import numbers_of
 from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.joined import Joined
-from fastserial.distributed.kept_pickle import outline_of
 from fastserial.distributed.laid_out import Entry, LaidOut
 from fastserial.distributed.pieces import TensorSpec, as_dtensor
 from fastserial.distributed.tables import Source, Table, is_plain
 from fastserial.distributed.untouched import Untouched
 
-__all__ = ["lay_out"]
+__all__ = ["StandIns"]
 
 _PROTOCOL = 2  # torch.save's default
+# Types of most of what is in a pickle. torch asks each object whether it is a storage, which takes
+# as long as the rest.
+_NO_STORAGES = frozenset(
+    {type(None), bool, int, float, str, bytes, tuple, list, dict, OrderedDict, FunctionType, type}
+)
+
+
+class StandIns:
+    """What torch pickles in the place of tensors that no rank holds as a whole.
+
+    They are made of a table, and do for every state whose table is the same (`facts`). None of a
+    state's own tensors is kept.
+    """
+
+    def __init__(self, table: Table) -> None:
+        """Make them.
+
+        Raises:
+            OSError: there are not as many addresses.
+        """
+        nbytes = sum(source.spec.nbytes for source in table.sources)
+        untouched = Untouched(nbytes, len(table.sources))
+        weakref.finalize(self, untouched.close)
+        self._sources = list(table.of_leaves)
+        self._plain = [is_plain(leaf) for _, leaf in table.leaves]
+        self._numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
+        self._made = _made_for(table, untouched, self._numbers)
+        # As torch's pickler takes them apart, which is half of what pickling them takes.
+        self._reduced = {
+            number: _reduced(made)
+            for number, made in self._made.items()
+            if isinstance(made, torch.Tensor)
+        }
+
+    def lay_out(self, archive: str, state: object, values: Sequence[Any]) -> LaidOut:
+        """Let torch pickle a state with its sharded tensors as whole ones.
+
+        Args:
+            archive: the name that torch puts before the records' names.
+            values: the leaves of the state.
+
+        Raises:
+            Exception: whatever pickling the object raises.
+        """
+        of_leaf: dict[int, int] = {}
+        of_storage: dict[int, int] = {}
+        for leaf, number, plain in zip(values, self._sources, self._plain, strict=True):
+            if number < 0:
+                continue
+            if plain:
+                of_storage[leaf.untyped_storage()._cdata] = number
+            else:
+                of_leaf[id(leaf)] = number
+        writer = _Archive(archive, self._numbers, of_storage)
+        module: Any = SimpleNamespace(Pickler=self._pickler(of_leaf, of_storage))
+        save: Any = torch.serialization._save
+        save(state, writer, module, _PROTOCOL, False)
+        return LaidOut(archive, writer.entries, writer.rest)
+
+    def _pickler(
+        self, of_leaf: Mapping[int, int], of_storage: Mapping[int, int]
+    ) -> type[pickle.Pickler]:
+        """Return what pickles leaves with sources, given by their `id`, by what stands for them."""
+        reduced, made = self._reduced, self._made
+
+        class Pickler(pickle.Pickler):
+            def __init_subclass__(cls) -> None:
+                """Let torch's own look at what may be a storage only."""
+                ask: Any = cls.persistent_id
+                cls.persistent_id = lambda self, obj: (  # type: ignore[method-assign]
+                    None if type(obj) in _NO_STORAGES else ask(self, obj)
+                )
+
+            def reducer_override(self, obj: Any) -> Any:
+                number = of_leaf.get(id(obj))
+                if number is not None and number in reduced:
+                    return reduced[number]
+                if not isinstance(obj, torch.Tensor | FlatShard | Joined):
+                    return NotImplemented
+                if isinstance(obj, Joined) and number is not None:
+                    return _reduced(_joined(obj, made[number]))
+                if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
+                    raise ValueError(
+                        "a sharded tensor is within an object that is no dict, list or tuple; the "
+                        f"ranks cannot look into it: {obj!r}"
+                    )
+                if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
+                    return _on_host(obj, made.get(of_storage.get(_storage_of(obj), -1)))
+                return NotImplemented
+
+        return Pickler
 
 
 class _Archive:
     """Stands where torch's PyTorchFileWriter stands: takes the records, and writes nothing."""
 
-    def __init__(self, archive: str, table: Table, made: dict[int, int]) -> None:
+    def __init__(
+        self, archive: str, numbers: Mapping[int, int], of_storage: Mapping[int, int]
+    ) -> None:
         self.entries: list[Entry] = []
         self.rest: list[torch.UntypedStorage] = []
         self._archive = archive
-        self._table = table
-        self._made = made
+        self._numbers = numbers
+        self._of_storage = of_storage
 
     def archive_name(self) -> str:
         return self._archive
@@ -45,58 +138,22 @@ class _Archive:
             self.entries.append(Entry(name, size, None, self._source_of(data) if size else None))
 
     def _source_of(self, storage: torch.UntypedStorage) -> int:
-        number = self._made.get(storage.data_ptr())
+        number = self._numbers.get(storage.data_ptr())
         if number is None:
-            number = self._table.by_storage.get(storage._cdata)
+            number = self._of_storage.get(storage._cdata)
         if number is None:
             self.rest.append(storage)
             number = -len(self.rest)
         return number
 
 
-def lay_out(archive: str, state: object, table: Table, keep: bool) -> LaidOut:
-    """Let torch pickle a state with its sharded tensors as whole ones.
-
-    Args:
-        archive: the name that torch puts before the records' names.
-        table: of the state.
-        keep: whether the next save may use the layout.
-
-    Raises:
-        Exception: whatever pickling the object raises.
-    """
-    nbytes = sum(source.spec.nbytes for source in table.sources)
-    untouched = Untouched(nbytes, len(table.sources))
-    try:
-        made: dict[int, int] = {}
-        picklers: list[Any] = []
-        stand_ins = _stand_ins(table, untouched, made)
-        writer = _Archive(archive, table, made)
-        module: Any = SimpleNamespace(Pickler=_pickler(table, stand_ins, picklers))
-        save: Any = torch.serialization._save
-        save(state, writer, module, _PROTOCOL, False)
-        found = LaidOut(archive, writer.entries)
-        found.rest = writer.rest
-        keep = keep and not writer.rest
-        outline = (
-            outline_of(state, numbers_of([leaf for _, leaf in table.leaves])) if keep else None
-        )
-        if outline is not None:
-            memo = picklers[0].memo.copy()
-            if memo.keys() >= outline.before.keys():
-                found.remember(outline, {key: memo[key][0] for key in outline.before})
-        return found
-    finally:
-        untouched.close()
-
-
-def _stand_ins(
-    table: Table, untouched: Untouched, made: dict[int, int]
+def _made_for(
+    table: Table, untouched: Untouched, numbers: dict[int, int]
 ) -> dict[int, torch.Tensor | torch.UntypedStorage]:
     """Return the tensor or storage that is pickled in place of each source that is not as it is.
 
     Args:
-        made: gets the number of the source, by the address of what stands in for it.
+        numbers: gets the number of the source, by the address of what stands for it.
     """
     found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
     for number, source in enumerate(table.sources):
@@ -105,13 +162,13 @@ def _stand_ins(
         if leaf.told.storage is not None if joined else is_plain(leaf):
             if not joined and leaf.device.type == "cpu":
                 continue
-            found[number] = stand_in = untouched.storage(source.spec.nbytes)
-            address = stand_in.data_ptr()
+            found[number] = made = untouched.storage(source.spec.nbytes)
+            address = made.data_ptr()
         else:
             found[number] = tensor = _whole(source, untouched)
             address = tensor.data_ptr()
         if source.spec.nbytes:
-            made[address] = number
+            numbers[address] = number
     return found
 
 
@@ -124,54 +181,43 @@ def _whole(source: Source, untouched: Untouched) -> torch.Tensor:
     return whole
 
 
-def _pickler(table: Table, stand_ins: Mapping[int, Any], made: list[Any]) -> type[pickle.Pickler]:
-    class Pickler(pickle.Pickler):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            made.append(self)
+def _joined(joined: Joined, storage: Any) -> Any:
+    """Return the plain tensor that is pickled for one of a merged state.
 
-        def reducer_override(self, obj: Any) -> Any:
-            if not isinstance(obj, torch.Tensor | FlatShard | Joined):
-                return NotImplemented
-            number = table.by_leaf.get(id(obj))
-            if isinstance(obj, Joined) and number is not None:
-                return _joined(obj, stand_ins[number]).__reduce_ex__(_PROTOCOL)
-            if number is not None:
-                return stand_ins[number].__reduce_ex__(_PROTOCOL)
-            if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
-                raise ValueError(
-                    "a sharded tensor is within an object that is no dict, list or tuple; the "
-                    f"ranks cannot look into it: {obj!r}"
-                )
-            if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
-                return _on_host(obj, table, stand_ins)
-            return NotImplemented
-
-    return Pickler
-
-
-def _joined(joined: Joined, stand_in: Any) -> Any:
-    """Return the tensor that is pickled for one of a merged state."""
+    Args:
+        storage: what stands for its storage.
+    """
     told = joined.told
-    if isinstance(stand_in, torch.Tensor) or told.storage is None:
-        return stand_in
+    if told.storage is None:
+        raise ValueError(f"{told} has no storage")
     _, _, offset, stride = told.storage
     tensor = torch.empty(0, dtype=told.dtype, device="cpu")
-    tensor.set_(stand_in, offset, told.shape, stride)
+    tensor.set_(storage, offset, told.shape, stride)
     if told.is_parameter:
         return torch.nn.Parameter(tensor, told.requires_grad)
     return tensor.requires_grad_(told.requires_grad)
 
 
-def _on_host(
-    tensor: torch.Tensor,
-    table: Table,
-    stand_ins: Mapping[int, Any],
-) -> Any:
-    """Return how a plain tensor of a device is pickled as if it were on the host."""
-    number = table.by_storage.get(tensor.untyped_storage()._cdata)
-    storage: Any = tensor.untyped_storage()
-    storage = stand_ins[number] if number is not None else storage.cpu()
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _reduced(tensor: Any) -> Any:
+    return tensor.__reduce_ex__(_PROTOCOL)
+
+
+def _on_host(tensor: torch.Tensor, storage: Any | None) -> Any:
+    """Return how a plain tensor of a device is pickled as if it were on the host.
+
+    Args:
+        storage: what stands for its storage, if anything does.
+    """
+    own: Any = tensor.untyped_storage()
     host: Any = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    host.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return host.requires_grad_(tensor.requires_grad).__reduce_ex__(_PROTOCOL)
+    host.set_(
+        own.cpu() if storage is None else storage,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+    )
+    return _reduced(host.requires_grad_(tensor.requires_grad))

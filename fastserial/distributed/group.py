@@ -292,22 +292,13 @@ class Traffic:
             self._put(rank, answer)
         return answer
 
-    def agree(self, then: Callable[[], None] | None = None) -> None:
+    def agree(self) -> None:
         """Return when every rank came here without an error.
-
-        Args:
-            then: what rank 0 does before anybody goes on.
 
         Raises:
             DistributedError: a rank failed, or does not come.
         """
-
-        def decide(_: list[bytes]) -> bytes:
-            if then is not None:
-                then()
-            return b""
-
-        self.consult(b"", decide)
+        self.consult(b"", lambda _: b"")
 
     @contextlib.contextmanager
     def together(self, theirs: bool = False) -> Iterator[None]:

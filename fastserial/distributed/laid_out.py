@@ -1,26 +1,20 @@
-"""The layout of the file on rank 0, and what of it the next save may use."""
+"""The layout of the file on rank 0."""
 
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.distributed.kept_pickle import KeptPickle, Outline, outline_of
-from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer
+from fastserial.formats.extents import Data, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.saving import torch_writer
 
-__all__ = ["Entry", "KeptFile", "LaidOut", "Nowhere", "Places"]
-
-_log = logging.getLogger("fastserial")
-_CRC_AT = 4  # in a data descriptor
+__all__ = ["Entry", "LaidOut", "Nowhere", "Places"]
 
 
 class Entry(NamedTuple):
@@ -57,14 +51,13 @@ class LaidOut:
         archive: the name that torch puts before the records' names.
     """
 
-    def __init__(self, archive: str, entries: list[Entry]) -> None:
+    def __init__(
+        self, archive: str, entries: list[Entry], rest: Sequence[torch.UntypedStorage]
+    ) -> None:
         """Lay nothing out yet."""
-        self.entries = entries
-        self.rest: list[torch.UntypedStorage] = []
         self.archive = archive
-        self._last: KeptFile | None = None
-        self._places: Places | None = None
-        self._pickled: tuple[Outline, dict[int, int]] | None = None
+        self.entries = entries
+        self.rest = rest
 
     @functools.cached_property
     def plan(self) -> ZipPlan:
@@ -86,69 +79,23 @@ class LaidOut:
         """Where the extents of the layout begin, which another pickle does not change."""
         return [extent.offset for extent in self.plan.extents]
 
-    @property
+    @functools.cached_property
     def places(self) -> Places:
         """Where the records are."""
-        if self._places is None:
-            extents = self.plan.extents
-            data = (extent for extent in extents if isinstance(extent.source, Data))
-            sources = (
-                (index, entry.source)
-                for index, entry in enumerate(self.entries)
-                if entry.source is not None
-            )
-            records = [
-                (*source, extent.offset, extent.length)
-                for source, extent in zip(sources, data, strict=True)
-            ]
-            late = isinstance(extents[-1].source, Trailer)
-            nbytes = self.plan.nbytes
-            self._places = Places(records, extents[-1].offset if late else nbytes, nbytes)
-        return self._places
-
-    def take_pickle(self, text: bytes) -> bool:
-        """Put another pickle in, if that moves nothing; return whether it is in."""
-        first, extents, crcs = self.entries[0], self.plan.extents, self.plan.crcs
-        if first.data is None or text == first.data:
-            return text == first.data
-        if len(text) != first.nbytes or not isinstance(extents[-1].source, Trailer):
-            return False
-        self.entries[0] = first._replace(data=text)
-        begin = next(  # the pickle is the first record, behind its header
-            extent.offset + bytes(extent.source.data).index(first.data)
-            for extent in extents
-            if isinstance(extent.source, Literal) and first.data in bytes(extent.source.data)
+        extents = self.plan.extents
+        data = (extent for extent in extents if isinstance(extent.source, Data))
+        sources = (
+            (index, entry.source)
+            for index, entry in enumerate(self.entries)
+            if entry.source is not None
         )
-        patches = [(begin, text)]
-        if crcs[0]:
-            crcs[0] = crc32(text)
-            patches.append((begin + len(text) + _CRC_AT, crcs[0].to_bytes(4, "little")))
-        for place, patch in patches:
-            _patch(extents, place, patch)
-        return True
-
-    def is_like(self, last: KeptFile) -> None:
-        """Say that everything is in the places of a kept file."""
-        self._last, self._places = last, last.places
-
-    def remember(self, outline: Outline, ends: dict[int, int]) -> None:
-        """Enter what the next save may make its pickle of; see `KeptPickle`."""
-        self._pickled = outline, ends
-
-    def kept(self) -> KeptFile | None:
-        """Return what the next save may use."""
-        if self._last is not None or self._pickled is None:
-            return self._last
-        outline, ends = self._pickled
-        self._pickled = None  # it remembers the state's tensors by their `id`
-        try:
-            pickled = KeptPickle(self.entries[0].data or b"", outline, ends)
-        except Exception:  # the file is safe; the next save makes its own pickle
-            _log.debug("the pickle of %r cannot be kept", self.archive, exc_info=True)
-            return None
-        sizes = len(self.archive.encode()), self.entries[0].nbytes
-        self._last = KeptFile(pickled, self.places, _options(), sizes, self)
-        return self._last
+        records = [
+            (*source, extent.offset, extent.length)
+            for source, extent in zip(sources, data, strict=True)
+        ]
+        late = isinstance(extents[-1].source, Trailer)
+        nbytes = self.plan.nbytes
+        return Places(records, extents[-1].offset if late else nbytes, nbytes)
 
 
 class Places(NamedTuple):
@@ -163,65 +110,3 @@ class Places(NamedTuple):
     records: list[tuple[int, int, int, int]]
     end: int
     nbytes: int
-
-
-@dataclass(slots=True)
-class KeptFile:
-    """The layout of the last file.
-
-    Attributes:
-        pickled: its pickle.
-        places: in it.
-        options: of torch that decide what is in a file.
-        sizes: bytes of the archive's name and of the pickle with which the places were found.
-        last: the layout.
-    """
-
-    pickled: KeptPickle
-    places: Places
-    options: tuple[int, bool]
-    sizes: tuple[int, int]
-    last: LaidOut
-
-    def now(self, archive: str, state: object, tensors: Mapping[int, int]) -> LaidOut | None:
-        """Return the layout of a state that differs in numbers at most, None for any other.
-
-        Args:
-            archive: the name that torch puts before the records' names.
-            tensors: numbers of the tensors, by their `id`.
-        """
-        if _options() != self.options:
-            return None
-        outline = outline_of(state, tensors)
-        text = self.pickled.now(outline) if outline is not None else None
-        if text is None:
-            return None
-        last = self.last
-        if archive == last.archive and last.take_pickle(text):
-            return last
-        first = last.entries[0]._replace(nbytes=len(text), data=text)
-        last = LaidOut(archive, [first, *last.entries[1:]])
-        sizes = len(archive.encode()), len(text)
-        if sizes != self.sizes and last.places != self.places:
-            return None
-        last.is_like(self)
-        self.last, self.sizes = last, sizes
-        return last
-
-
-def _patch(extents: list[Extent], place: int, patch: bytes) -> None:
-    """Put known bytes at a place of the file."""
-    for index, extent in enumerate(extents):
-        if extent.offset >= place + len(patch):
-            return
-        source = extent.source
-        first = max(place, extent.offset)
-        stop = min(place + len(patch), extent.offset + extent.length)
-        if first < stop and isinstance(source, Literal | DescriptorPatch):
-            data = bytearray(source.data)
-            data[first - extent.offset : stop - extent.offset] = patch[first - place : stop - place]
-            extents[index] = extent._replace(source=source._replace(data=bytes(data)))
-
-
-def _options() -> tuple[int, bool]:
-    return torch_writer.alignment(), torch_writer.checksums_wanted()

@@ -11,6 +11,7 @@ from fastserial.distributed.agreement import Likeness, are_alike
 from fastserial.distributed.schedule import FilePlan
 from fastserial.distributed.shared_file import Place
 from fastserial.distributed.tables import Table
+from fastserial.errors import ConfigError
 from fastserial.saving import torch_writer
 
 __all__ = ["Hello", "Orders", "Told", "Writers", "orders_of", "same_orders", "writing_ranks"]
@@ -114,11 +115,16 @@ def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:
         nodes: of all ranks.
 
     Raises:
+        ConfigError: torch's storage alignment is no multiple of 16 bytes.
         ValueError: no such writers.
     """
     size = len(nodes)
-    if torch_writer.alignment() % 16:
-        return [0]  # elements would lie across the borders between ranks
+    alignment = torch_writer.alignment()
+    if alignment % 16:
+        raise ConfigError(
+            f"with torch's storage alignment of {alignment} bytes elements would lie across the "
+            "borders between ranks: many ranks need a multiple of 16"
+        )
     if writers == "all":
         return list(range(size))
     if writers == "node":

@@ -1,10 +1,10 @@
 """`save`: every rank writes a part of one ordinary file, and no rank holds the whole.
 
-1. Each rank compares its tensors with those of the last save. If nothing changed on any, the last
-   plan does: rank 0 makes the new file and says so.
-2. Else each rank makes the table of its state, and rank 0 lays the file out over memory that is
-   never touched. If the tables are alike, it sends the places of the records. Each rank makes its
-   own schedule and opens the file.
+1. Each rank compares its tensors with those of the last save, and rank 0 lays the file out over
+   memory that is never touched. If nothing changed on any rank, nor the places of the records, the
+   last plan does: rank 0 makes the new file and says so.
+2. Else each rank makes the table of its state. If the tables are alike, rank 0 sends the places of
+   the records. Each rank makes its own schedule and opens the file.
 3. The bytes flow.
 4. Rank 0 hears the checksums, writes what needs them, syncs, renames.
 """
@@ -25,11 +25,11 @@ from fastserial.distributed.agreement import Agreement, are_alike, blame
 from fastserial.distributed.container import Container
 from fastserial.distributed.copies import Copy
 from fastserial.distributed.exchange import Exchange
-from fastserial.distributed.facts import facts_of, numbers_of
+from fastserial.distributed.facts import facts_of
 from fastserial.distributed.finishing import finish_file
-from fastserial.distributed.full_pickle import lay_out
+from fastserial.distributed.full_pickle import StandIns
 from fastserial.distributed.group import Traffic, collective, path_of
-from fastserial.distributed.laid_out import KeptFile, LaidOut
+from fastserial.distributed.laid_out import LaidOut
 from fastserial.distributed.merging import merged
 from fastserial.distributed.nodes import node_name
 from fastserial.distributed.orders import (
@@ -43,7 +43,7 @@ from fastserial.distributed.orders import (
 )
 from fastserial.distributed.pieces import TensorSpec
 from fastserial.distributed.schedule import FilePlan, Schedule, schedule
-from fastserial.distributed.shard_writer import Head, ShardWriter
+from fastserial.distributed.shard_writer import ShardWriter
 from fastserial.distributed.shared_file import NewFile, OpenedFile, Place
 from fastserial.distributed.tables import (
     Sources,
@@ -59,7 +59,7 @@ from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
-from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.outcome import Outcome
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -77,7 +77,6 @@ class _Done(NamedTuple):
     """What a rank tells at the end."""
 
     crcs: list[Crc]
-    heads: list[Head]
     report: RankReport
 
 
@@ -91,7 +90,7 @@ class _Kept:
         devices: whether there are tensors on some.
         copies: see `Table`.
         facts: what the plan depends on; None: that is not known.
-        file: on rank 0, the layout, if the next one may be made of it.
+        stand_ins: on rank 0: what is pickled in the place of tensors.
     """
 
     name: bytes
@@ -103,7 +102,7 @@ class _Kept:
     devices: bool
     copies: list[Copy]
     facts: list[Any] | None
-    file: KeptFile | None = None
+    stand_ins: StandIns | None
 
 
 class _Prepared(NamedTuple):
@@ -183,7 +182,8 @@ class Saving:
         self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
-        self._laid_out: LaidOut | None = None  # on rank 0, as the next one is
+        self._laid_out: LaidOut | None = None  # on rank 0, as the next two are
+        self._stand_ins: StandIns | None = None
         self._container: Container | None = None
         self._hellos: list[Hello] = []
         self._reports: tuple[RankReport, ...] = ()
@@ -214,7 +214,7 @@ class Saving:
             if self._new is None:
                 self._opened = OpenedFile(orders.place)
         planned = perf_counter()
-        traffic.agree(then=self._begin)
+        traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
         if kept.devices:
             synchronize_devices(found)
@@ -236,7 +236,7 @@ class Saving:
         traffic = self._traffic
         writer, kept, orders, phases = self._prepared
         try:
-            done, out = self._write(writer, kept.made, orders, phases)
+            done, outcome = self._write(writer, kept.made, orders, phases)
             if check is not None:
                 check()
             traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
@@ -244,9 +244,7 @@ class Saving:
             raise self._explained(error) from error
         if self._opened is not None:
             self._opened.close()
-        if self._laid_out is not None:
-            kept.file = self._laid_out.kept()
-        return self._report(orders, done.report, out)
+        return self._report(orders, done.report, outcome)
 
     def _agreed(
         self, state: object, found: Leaves, facts: list[Any] | None, buffers: set[int]
@@ -257,10 +255,10 @@ class Saving:
             kept = None
         if kept is not None:
             kept.facts = facts  # compared faster where the next ones are the same objects
-        if kept is not None and traffic.rank == 0:
-            last, numbers = kept.file, numbers_of(found.values)
-            self._laid_out = last.now(self._archive(), state, numbers) if last else None
-            if self._laid_out is None:
+        if kept is not None and kept.stand_ins is not None:
+            self._stand_ins = kept.stand_ins
+            self._laid_out = self._stand_ins.lay_out(self._archive(), state, found.values)
+            if self._file_plan(self._laid_out, kept.plan.writers) != kept.plan:
                 kept = None
         hello = Hello(b"", node_name(), None)
         if kept is not None:
@@ -274,8 +272,9 @@ class Saving:
             return orders, kept
         table = table_of(found, traffic.rank, traffic.ranks, buffers)
         agreement = Agreement(found, table.copies, traffic, self.config, table.odd)
-        if traffic.rank == 0:
-            self._laid_out = lay_out(self._archive(), state, table, keep=facts is not None)
+        if traffic.rank == 0 and self._laid_out is None:
+            self._stand_ins = StandIns(table)
+            self._laid_out = self._stand_ins.lay_out(self._archive(), state, found.values)
         told = Told.of(table, agreement.likeness())
         orders = pickle.loads(traffic.consult(pickle.dumps(told), self._decide))
         if not orders.alike:
@@ -304,6 +303,11 @@ class Saving:
         agreed = are_alike([hello.likeness for hello in self._hellos if hello.likeness])
         return pickle.dumps(same_orders(kept.name, agreed, nodes, self._make_file(laid_out)))
 
+    @staticmethod
+    def _file_plan(laid_out: LaidOut, writers: list[int]) -> FilePlan:
+        records, end, _ = laid_out.places
+        return FilePlan(end, records, writers)
+
     def _make_file(self, laid_out: LaidOut) -> Place:
         self._new = NewFile(self.path, self.config)
         return self._new.place(laid_out.places.nbytes)
@@ -314,8 +318,7 @@ class Saving:
         if laid_out is None:
             raise ValueError("only rank 0 decides")
         nodes = [hello.node for hello in self._hellos]
-        records, end, _ = laid_out.places
-        plan = FilePlan(end, records, writing_ranks(self._writers, nodes))
+        plan = self._file_plan(laid_out, writing_ranks(self._writers, nodes))
         told = [pickle.loads(text) for text in messages]
         return pickle.dumps(orders_of(told, nodes, plan, self._make_file(laid_out)))
 
@@ -329,30 +332,25 @@ class Saving:
         keys, devices = [source.key for source in table.sources], has_devices(table.leaves)
         if last is not None and last.name == orders.name:
             last.keys, last.firsts, last.devices, last.facts = keys, table.firsts, devices, facts
-            last.copies = table.copies
+            last.copies, last.stand_ins = table.copies, self._stand_ins
             return last
         specs = [source.spec for source in table.sources]
         made = schedule(orders.plan, specs, traffic.rank, traffic.size, tile_bytes(traffic.size))
         kept = _Kept(
             *(orders.name, orders.plan, made, keys, specs, table.firsts),
-            *(devices, table.copies, facts),
+            *(devices, table.copies, facts, self._stand_ins),
         )
         traffic.kept["save"] = kept
         return kept
 
-    def _begin(self) -> None:
-        """Let the ranks write, now that all are ready. On rank 0."""
-        if self._new is not None:
-            self._new.begin()
-
     def _write(
         self, writer: ShardWriter, made: Schedule, orders: Orders, phases: dict[str, float]
-    ) -> tuple[_Done, ExtentWriter]:
+    ) -> tuple[_Done, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
         traffic, opened = self._traffic, self._opened
         exchange = Exchange(traffic)
         fd = opened.fd if opened is not None else self._new.fd if self._new is not None else -1
-        out = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
+        outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
         if orders.sync_alone and opened is not None and self.config.durable:
             opened.sync()
@@ -365,7 +363,7 @@ class Saving:
             received_bytes=exchange.received_bytes,
             phases=phases,
         )
-        return _Done(writer.crcs(), writer.heads, report), out
+        return _Done(writer.crcs(), report), outcome
 
     def _conclude(self, messages: list[bytes], writer: ShardWriter, orders: Orders) -> bytes:
         """Finish the file. On rank 0."""
@@ -375,29 +373,28 @@ class Saving:
             raise ValueError("only rank 0 concludes")
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
-        heads = [head for found in done for head in found.heads]
         began = perf_counter()
-        finish_file(self._new, self._laid_out, self._container, writer, heads, orders.checksums)
+        finish_file(self._new, self._laid_out, self._container, writer, orders.checksums)
         self._reports[0].phases["sync"] += perf_counter() - began
         return b""
 
-    def _report(self, orders: Orders, mine: RankReport, out: ExtentWriter) -> SaveReport:
+    def _report(self, orders: Orders, mine: RankReport, outcome: Outcome) -> SaveReport:
         config, new = self.config, self._new
         return SaveReport(
             path=self.path,
             container="zip",
             bytes=orders.place.nbytes,
             seconds=perf_counter() - self._began,
-            engine=out.engine_name,
-            direct=out.direct,
+            engine=outcome.engine,
+            direct=outcome.direct,
             durable=new.durable if new is not None else config.durable,
-            fallback=(new.fallback if new is not None else None) or out.fallback,
+            fallback=(new.fallback if new is not None else None) or outcome.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
             phases=self._reports[0].phases if self._reports else mine.phases,
-            transfer=out.transfer.word,
-            transfer_why=out.transfer.why,
+            transfer=outcome.transfer.word,
+            transfer_why=outcome.transfer.why,
             ranks=self._reports,
         )
 

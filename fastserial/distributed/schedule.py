@@ -166,15 +166,8 @@ class Schedule:
         self._starts = array("q", [offset for _, _, offset, _ in plan.records])
         # Blocks that this rank has as they are in the file: the first bytes and the last.
         self._firsts, self._stops = array("q"), array("q")
-        if any(offset % _ALIGN for offset in self._starts):
-            # Elements may lie across the borders of blocks: one rank puts all of it together.
-            self._own = Ownership(0, (), (0,), (), size)
-            stream = self.streams[plan.writers[0]] = Stream()
-            stream.add(0, 0, plan.nbytes)
-            self.nbytes = plan.nbytes if rank == plan.writers[0] else 0
-        else:
-            self._own = Ownership(plan.nbytes, plan.records, plan.writers, specs, size)
-            self._fill()
+        self._own = Ownership(plan.nbytes, plan.records, plan.writers, specs, size)
+        self._fill()
         self._covers: dict[int, tuple[Cover, list[Held]]] = {}
         tiles = [stream.tiles(tile_bytes) for stream in self.streams.values()]
         self.rounds = sorted({number for numbers in tiles for number in numbers})

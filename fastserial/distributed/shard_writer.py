@@ -24,16 +24,15 @@ from fastserial.distributed.memories import Gathered, Memories
 from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
 from fastserial.distributed.tables import Sources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
-from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.held_settings import paused_collection
-from fastserial.memory.storages import HostMemory, Memory, host_bytes
+from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Part, Snapshot
 from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.outcome import Outcome
 
-__all__ = ["Head", "ShardWriter"]
+__all__ = ["ShardWriter"]
 
-_HEAD = 8  # bytes of a record that may look like a data descriptor
-Head = tuple[int, int, bytes]
+_SEALED = 8  # bytes of a data descriptor up to the end of its CRC-32
 _Cut = TypeVar("_Cut")
 
 
@@ -42,7 +41,6 @@ class ShardWriter:
 
     Attributes:
         ledger: the CRC-32s of what it wrote.
-        heads: first bytes of records that may look like a data descriptor: record, place, bytes.
         sealed: records whose data descriptor has its CRC-32.
         seconds: of the phases `exchange` and `write`.
     """
@@ -78,7 +76,6 @@ class ShardWriter:
             sizes[record] = nbytes
         self._sizes = sizes
         self.ledger = CrcLedger(sizes, [None if size else 0 for size in sizes])
-        self.heads: list[Head] = []
         self.sealed: set[int] = set()
         self.seconds = {"exchange": 0.0, "write": 0.0}
 
@@ -99,8 +96,6 @@ class ShardWriter:
             ]
             views = [self._held_as(move, view_in_box) for move in moves]
             pieces = [piece for piece in self._locals if piece.record != CONTAINER]
-            for piece in pieces:
-                self._note_head(piece, self._memory(piece))
             parts = [Part(Gathered(view, 0, view.nbytes), 0, view.nbytes) for view in views]
             parts += [self._part(piece) for piece in pieces]
         memories = iter(taken.take(parts))
@@ -115,8 +110,8 @@ class ShardWriter:
 
     def write(
         self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
-    ) -> ExtentWriter:
-        """Write everything but what needs checksums of other ranks; return the closed writer.
+    ) -> Outcome:
+        """Write everything but what needs checksums of other ranks; return what was done.
 
         Args:
             on_progress: called with the bytes of each piece that is written.
@@ -136,7 +131,7 @@ class ShardWriter:
             self.seconds["write"] += perf_counter() - began
         finally:
             out.close()
-        return out
+        return out.outcome
 
     def crcs(self) -> list[Crc]:
         """Return the CRC-32s of what this rank wrote, what lies side by side as one."""
@@ -248,7 +243,6 @@ class ShardWriter:
         for piece, at in found.pieces:
             base = address + at - piece.start
             memory = HostMemory(base, self._size_of(piece), tile)
-            self._note_head(piece, memory)
             yield self._extent(piece, memory)
 
     def _local_extents(self) -> Iterator[Extent]:
@@ -262,9 +256,7 @@ class ShardWriter:
             if frozen is not None:
                 yield self._extent(piece, _from(frozen, -piece.start))
                 continue
-            memory = self._memory(piece)
-            self._note_head(piece, memory)
-            yield self._extent(piece, memory)
+            yield self._extent(piece, self._memory(piece))
 
     def _container_extents(self, piece: Piece, done: dict[int, int]) -> Iterator[Extent]:
         """Return the zip's own bytes; with checksums where all of a record went before."""
@@ -275,7 +267,7 @@ class ShardWriter:
             if not isinstance(source, DescriptorPatch):
                 yield extent
             elif done.get(source.record) == self._sizes[source.record]:
-                if extent.start == 0 and extent.length >= _HEAD:
+                if extent.start == 0 and extent.length >= _SEALED:
                     self.sealed.add(source.record)
                 yield extent
             else:
@@ -305,17 +297,6 @@ class ShardWriter:
 
     def _size_of(self, piece: Piece) -> int:
         return self._sizes[piece.record] if piece.record != CONTAINER else self._plan.nbytes
-
-    def _note_head(self, piece: Piece, memory: Memory) -> None:
-        """Keep the first bytes of a record if torch could take them for a data descriptor."""
-        if piece.record == CONTAINER or piece.start >= _HEAD or self._size_of(piece) < _HEAD:
-            return
-        length = min(_HEAD - piece.start, piece.length)
-        shifted = _Shifted(memory, piece.start)
-        text = host_bytes(shifted, length)
-        mark = DESCRIPTOR_SIGNATURE[piece.start :][:length]
-        if text.startswith(mark):
-            self.heads.append((piece.record, piece.start, text))
 
 
 class _Shifted:

@@ -139,6 +139,7 @@ class Table:
             meshes of one shape: then each mesh has the whole tensor.
         joined: number of the source of a merged tensor.
         firsts: of each source, its leaf's place among the leaves.
+        of_leaves: number of the source of each leaf; -1: no load could fill it.
         copies: the plain tensors that several ranks have, and that should be equal.
         odd: the tensors that no load could fill, and why.
     """
@@ -154,6 +155,7 @@ class Table:
     meshes: dict[Mesh, int] = field(default_factory=dict)
     joined: dict[Any, int] = field(default_factory=dict)
     firsts: list[int] = field(default_factory=list)
+    of_leaves: list[int] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
 
@@ -267,6 +269,7 @@ def table_of(
     specs = Specs(rank, ranks)
     how: dict[int, tuple[Any, ...]] = {}
     for index, (key, leaf) in enumerate(found):
+        rows = len(table.rows)
         if isinstance(leaf, Joined):
             _add_joined(table, key, leaf, specs, index, buffers)
         elif not is_plain(leaf):
@@ -277,6 +280,7 @@ def table_of(
             _add_plain(table, key, leaf, index, buffers)
         if len(table.firsts) < len(table.sources):
             table.firsts.append(index)
+        table.of_leaves.append(table.rows[-1][1] if len(table.rows) > rows else -1)
     return table
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "EngineStatus",
     "Op",
     "Request",
+    "capabilities_of",
     "create",
     "load",
     "names",
@@ -80,6 +81,19 @@ def load(name: str) -> type[Engine]:
     if missing is not None:
         raise EngineUnavailableError(f"engine {name!r} cannot run here: {missing}")
     return found
+
+
+def capabilities_of(engine: str | EngineFactory) -> Capabilities:
+    """Return what an engine can do, by name or of what makes one: its class or a `partial` of it.
+
+    Of other functions the usual is assumed.
+
+    Raises:
+        EngineUnavailableError: it cannot run here; the message says why.
+    """
+    made = load(engine) if isinstance(engine, str) else getattr(engine, "func", engine)
+    found = getattr(made, "capabilities", None)
+    return found if isinstance(found, Capabilities) else Capabilities()
 
 
 def create(engine: str | EngineFactory, threads: int) -> Engine:

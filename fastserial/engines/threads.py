@@ -69,7 +69,7 @@ class ThreadsEngine(Engine):
     capabilities: ClassVar[Capabilities] = Capabilities(device_memory=True)
 
     def __init__(self, threads: int = 4, prepare_here: bool | None = None) -> None:
-        """Take `threads` threads; `prepare_here`: whether the submitting one prepares blocks."""
+        """Take `threads` threads, 0: the submitting one does all; `prepare_here`: it prepares."""
         super().__init__(threads)
         if prepare_here is None:
             prepare_here = len(os.sched_getaffinity(0)) <= FEW_CORES
@@ -89,8 +89,8 @@ class ThreadsEngine(Engine):
         count = min(self.threads, self._queue_depth)
         if self._prepare_here and op is Op.WRITE:
             # The other blocks are prepared, or just written: neither side waits for the other.
-            count = min(count, self._queue_depth // 2)
-        for _ in range(max(1, count)):
+            count = min(count, max(1, self._queue_depth // 2))
+        for _ in range(count):
             # Each worker sees the caller's context variables, such as scoped options.
             run = contextvars.copy_context().run
             if not self._workers.start(run, _run, self._work, self._serve, self._gone):
@@ -120,11 +120,6 @@ class ThreadsEngine(Engine):
             except Exception as error:
                 return error
         return None
-
-    def serve_here(self, request: Request) -> Completion:
-        """Prepare a request and move its bytes on the calling thread."""
-        request.times[0] = perf_counter()
-        return self._serve(request)
 
     def wait(self, minimum: int) -> list[Completion]:
         finished: list[Completion] = []

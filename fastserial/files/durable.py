@@ -6,9 +6,10 @@ import errno
 import os
 from collections.abc import Iterable
 
-from fastserial.errors import write_error
-from fastserial.files.in_place import InPlaceFile, open_target
-from fastserial.files.targets import StockWay, path_target
+from fastserial.errors import WriteError, write_error
+from fastserial.files import linux
+from fastserial.files.destination import open_path
+from fastserial.files.targets import StockWay
 from fastserial.interrupts import Descriptors
 
 __all__ = ["replace_bytes", "replace_text", "sync_folders"]
@@ -18,9 +19,7 @@ _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPE
 
 
 def replace_text(path: str, text: str) -> None:
-    """Replace a text file as a whole and durably: readers see the old text or the new one.
-
-    Where no file can be replaced, it is overwritten.
+    """Replace a text file as a whole and durably; as `replace_bytes`.
 
     Raises:
         WriteError: the file cannot be written.
@@ -31,7 +30,7 @@ def replace_text(path: str, text: str) -> None:
 def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
     """Replace a file as a whole: readers see the old bytes or the new ones.
 
-    Where no file can be replaced, it is overwritten.
+    Where no file can be replaced it is overwritten.
 
     Args:
         durable: sync the file and its directory.
@@ -39,24 +38,37 @@ def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
     Raises:
         WriteError: the file cannot be written.
     """
-    target = path_target(path)
-    if isinstance(target, StockWay):
-        raise write_error(errno.EINVAL, path, target.reason)
     try:
-        file = open_target(target, durable=durable)
+        file = open_path(path, durable)
+        if isinstance(file, StockWay):
+            _overwrite(path, data, durable)
+            return
         try:
-            if isinstance(file, InPlaceFile):
-                file.begin()
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(file.fd, rest) :]
+            _write(file.fd, data)
             file.sync()
             file.commit()
         except BaseException:
             file.discard()
             raise
+    except WriteError:
+        raise
     except OSError as error:
         raise write_error(error.errno or errno.EIO, path, error.strerror) from error
+
+
+def _overwrite(path: str, data: bytes, durable: bool) -> None:
+    with Descriptors() as files:
+        fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        _write(fd, data)
+        if durable:
+            linux.synced(fd)
+        files.close_newest()
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 def sync_folders(folders: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 The new file is made without a name (`O_TMPFILE`) where the file system can, so that a killed
 process leaves nothing; elsewhere under a temporary name beside the target. It gets the attributes
-of the old one before the first byte; where it cannot, the target cannot be replaced. Then: sync
+of the old one before the first byte; where it cannot, torch writes the file. Then: sync
 the file, give it the temporary name, rename it over the target, sync the directory.
 
 Temporary names are numbered per target. Whoever owns one holds a lock (`flock`) on it, so a name
@@ -32,6 +32,7 @@ __all__ = ["CannotReplace", "Replacement", "free", "temporary_name", "wait_until
 
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
+_MOST_SEARCHED = 1000  # paths
 _NAME_MAX = 255  # bytes,
 _SHORT_NAME = 28  # characters: with the suffix, too, no file system finds it too long
 _CHARACTER_MAX = 4  # bytes that one character may take
@@ -42,6 +43,7 @@ _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
 _freeing_threads = Background()
+_searched: set[str] = set()  # paths of targets whose later temporary names were looked at
 
 
 TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temporary_name` returns
@@ -106,17 +108,7 @@ def _lock(fd: int) -> bool:
 
 
 class CannotReplace(Exception):
-    """No new file can take the target's place; nothing was changed so far.
-
-    Attributes:
-        reason: why; the report's `fallback`.
-        sequential: the file system takes bytes in the order of the file only.
-    """
-
-    def __init__(self, reason: str, sequential: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.sequential = sequential
+    """No new file can take the target's place, as the message says; nothing was changed so far."""
 
 
 class Replacement:
@@ -128,7 +120,6 @@ class Replacement:
     """
 
     start = 0
-    sequential = False
     shared = False  # nobody knows it yet
 
     def __init__(self, target: PathTarget, durable: bool, named: bool = False) -> None:
@@ -140,6 +131,7 @@ class Replacement:
 
         Raises:
             CannotReplace: no new file may take this one's place. Nothing is left behind.
+            CannotKeep: likewise, since it could not have an attribute of the old one.
             OSError: it cannot be created (no space, read-only file system, ...).
         """
         self.target = target
@@ -149,8 +141,8 @@ class Replacement:
         self.committed = False
         self.fallback: str | None = None
         self.fd = -1
-        self._append_only = False
-        self._seen: os.stat_result | None = None
+        there = target.there
+        self._seen = there if there is not None and stat.S_ISREG(there.st_mode) else None
         self._name_max = _NAME_MAX
         self._files = Descriptors()  # the directory's, and `fd`
         self._replaced: Descriptors | None = None
@@ -161,32 +153,26 @@ class Replacement:
             self._directory = self._files.open(directory or os.curdir, flags)
             if len(self._base) > _SHORT_NAME:
                 self._name_max = linux.name_max(self._directory)
-            # A nameless file gets a temporary name only where it replaces another.
-            self._sweep(_LOOKAHEAD if target.mode is not None else 1)
-            self._kept = self._look(target.path)
+            self._remove_leftovers()
+            self._append_only = linux.is_append_only(self._directory)
+            self._kept = self._attributes()
             self.fd = self._create()
             if self._kept is not None:
                 give(self.fd, self._kept)
-        except CannotKeep as error:
-            self.discard()
-            raise CannotReplace(f"{error}, so it can only be overwritten") from error
         except BaseException:
             self.discard()
             raise
 
-    def _look(self, path: str) -> Attributes | None:
-        """Return the attributes of the file to be replaced, None if there is none."""
-        self._append_only = linux.is_append_only(self._directory)
-        if self.target.mode is None:
-            return None
-        self._seen = seen = self._status()
-        if seen is None:
+    def _attributes(self) -> Attributes | None:
+        """Return the attributes of the file to be replaced, None if there is none by now."""
+        if self._seen is None:
             return None
         if self._append_only:
-            raise CannotReplace(
-                "nothing in an append-only directory can be replaced, so it can only be overwritten"
-            )
-        return attributes_of(seen, path)
+            raise CannotReplace("nothing in an append-only directory can be replaced")
+        try:
+            return attributes_of(self._seen, self.target.path)
+        except FileNotFoundError:
+            return None
 
     def _status(self) -> os.stat_result | None:
         """Return the status of the file to be replaced, None if there is none."""
@@ -202,10 +188,8 @@ class Replacement:
         except OSError as error:
             if error.errno not in _NOT_FOR_US:
                 raise
-            raise CannotReplace(
-                f"no new file can be made beside it ({error.strerror}), so it can only be written "
-                "where it is"
-            ) from error
+            reason = f"no new file can be made beside it ({error.strerror})"
+            raise CannotReplace(reason) from error
 
     def _create_nameless(self) -> int:
         if self._wants_name or not _can_link():
@@ -221,7 +205,7 @@ class Replacement:
 
     def _create_named(self) -> int:
         if self._append_only:  # its name could never be removed
-            raise CannotReplace("the directory is append-only, so it is written under its name")
+            raise CannotReplace("in an append-only directory no temporary name can be removed")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         self._sweep(_LOOKAHEAD)
         mode = 0o666 if self._kept is None else 0o600
@@ -243,6 +227,22 @@ class Replacement:
         first = _first_names(base, self._name_max)
         later = range(len(first), _SLOTS)
         return chain(first, (temporary_name(base, slot, self._name_max) for slot in later))
+
+    def _remove_leftovers(self) -> None:
+        """Remove what killed processes left of this target.
+
+        The first temporary name tells, but where several processes save to one target at once:
+        for what they left, more names are looked at once in a process.
+        """
+        path = self.target.path
+        # A nameless file gets a temporary name only where it replaces another.
+        if self.target.there is None or path in _searched:
+            self._sweep(1)
+            return
+        if len(_searched) >= _MOST_SEARCHED:
+            _searched.clear()
+        _searched.add(path)
+        self._sweep(_LOOKAHEAD)
 
     def _sweep(self, look: int) -> None:
         """Remove what killed processes left of this target, so that its space is free again.
@@ -295,7 +295,7 @@ class Replacement:
         """What an error has left at the path."""
         if self.committed:
             return "the new file is in place, but a power cut may bring the old one back"
-        return "no file was made" if self.target.mode is None else "the previous file is intact"
+        return "no file was made" if self.target.there is None else "the previous file is intact"
 
     def begin(self) -> None:
         """Wait for the space of files that were replaced before: now it may be needed."""
@@ -371,7 +371,7 @@ class Replacement:
 
     def _hold(self, base: str) -> None:
         """Keep a large old file's space allocated until the new one is safe: see `free`."""
-        if self.target.size >= LARGE_FILE:
+        if self._seen is not None and self._seen.st_size >= LARGE_FILE:
             self._replaced = Descriptors()
             with contextlib.suppress(OSError):
                 self._replaced.open(base, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._directory)
@@ -383,7 +383,7 @@ class Replacement:
 
     def _link_as_target(self) -> bool:
         """Give the nameless file the target's name, if no file has it."""
-        if self.target.mode is not None:
+        if self.target.there is not None:
             return False
         try:
             self._name(self._base)

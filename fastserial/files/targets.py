@@ -1,8 +1,7 @@
-"""What a save writes to: a path, a real file object, or neither (then torch's own way)."""
+"""What a save writes to: a path, a plain file object, or neither (then torch writes it)."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import io
@@ -12,48 +11,41 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
 from fastserial.errors import REMEDIES, WriteError, write_error
-from fastserial.files import capabilities, linux
+from fastserial.files import linux
+from fastserial.files.capabilities import why_incapable
 from fastserial.files.sources import file_name, plain_file
 from fastserial.interrupts import OWN, Descriptors
 
 __all__ = [
     "FileTarget",
-    "InPlaceTarget",
     "PathTarget",
     "StockWay",
     "Target",
     "file_target",
-    "free_bytes_for",
     "is_held",
     "path_target",
-    "target_of",
-    "writable_target",
 ]
 
 _METHODS = frozenset({"write"})  # whoever puts one in its place watches or changes the bytes
 _MAX_LINKS = 40  # as the kernel's own limit
-_LINK_MODE = 0o777  # which the kernel gives to every symbolic link
 _MOST_WITHOUT_PROC = 1024  # descriptors
 _RACES = 8  # so often links may be changed, or the file replaced, while we look
 
 
 class PathTarget(NamedTuple):
-    """A regular file to be replaced as a whole.
+    """A path at which a new file takes the place of what is there.
 
     Attributes:
         name: the path as the user gave it.
         path: where the file is or will be, symbolic links followed (unless the link itself is to
             be replaced); relative if `name` is.
-        mode: permission bits of the file that is there, None if there is none.
-        owner: its user and group.
-        size: its bytes, 0 if there is none.
+        there: status of the regular file, or of the link, that is to be replaced; None if there
+            is none.
     """
 
     name: str
     path: str
-    mode: int | None
-    owner: tuple[int, int] | None
-    size: int = 0
+    there: os.stat_result | None
 
 
 class FileTarget(NamedTuple):
@@ -65,25 +57,11 @@ class FileTarget(NamedTuple):
     offset: int
 
 
-class InPlaceTarget(NamedTuple):
-    """A regular file that no new file can replace: overwritten, as torch does.
-
-    Attributes:
-        name: the path as the user gave it.
-        reason: why it cannot be replaced; the report's `fallback`.
-        sequential: the file system takes bytes in the order of the file only.
-    """
-
-    name: str
-    reason: str
-    sequential: bool = False
-
-
-Target = PathTarget | InPlaceTarget | FileTarget
+Target = PathTarget | FileTarget
 
 
 class StockWay(NamedTuple):
-    """torch must write this target itself; `reason` says why."""
+    """Only torch's own code may write this target; `reason` says why."""
 
     reason: str
 
@@ -141,19 +119,27 @@ def _is_removed(directory: str, parent: os.stat_result) -> bool:
         return False
 
 
-def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
+def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | StockWay:
     """Decide how to write to a path.
+
+    Args:
+        name: the path; one of bytes is torch's to write.
+        replace_link: a symbolic link at the path is replaced, not the file that it leads to.
 
     Raises:
         WriteError: nothing can be written there (missing directory, a directory, no permission).
     """
+    if not isinstance(name, str):
+        return StockWay("its path is bytes, not text")
+    if replace_link and os.path.islink(name):
+        return PathTarget(name, name, os.lstat(name))
     if not name or "\0" in name or name.endswith("/"):
         return StockWay("not a file name")
     try:
         found = _follow(name)
         if found is None:
             return StockWay("an open descriptor, not a file")
-        path, existing = found
+        path, there = found
         directory = os.path.dirname(path) or os.curdir
         parent = os.stat(directory)
     except OSError as error:
@@ -165,38 +151,40 @@ def path_target(name: str) -> PathTarget | InPlaceTarget | StockWay:
     magic = linux.magic_of(directory)
     if magic == linux.PROC:
         return StockWay("not a file on a file system")
-
-    def in_place(reason: str) -> InPlaceTarget:
-        return InPlaceTarget(name, reason, _is_sequential(directory, magic))
-
     is_open = _allows(directory, os.R_OK | os.W_OK | os.X_OK)
-    if existing is None:
+    if there is None:
+        if not is_open and not _allows(directory, os.W_OK | os.X_OK):
+            raise _denial(directory, name)
         if not is_open:
-            if not _allows(directory, os.W_OK | os.X_OK):
-                raise _denial(directory, name)
-            return in_place("the directory is not readable, so it cannot be synced")
-        return _unless_limited(PathTarget(name, path, None, None), directory, magic)
-    if stat.S_ISDIR(existing.st_mode):
-        raise _refusal(errno.EISDIR, name)
-    if not stat.S_ISREG(existing.st_mode):
-        return StockWay("not a regular file")
-    if not _allows(path, os.W_OK):
-        raise _denial(directory, name)
-    if not is_open:
-        return in_place("this process may not write to the directory, only overwrite the file")
-    if os.geteuid() not in (0, existing.st_uid):
-        return in_place("the file is another user's, so it can only be overwritten")
+            return StockWay("the directory is not readable, so it cannot be synced")
+    else:
+        if stat.S_ISDIR(there.st_mode):
+            raise _refusal(errno.EISDIR, name)
+        if not stat.S_ISREG(there.st_mode):
+            return StockWay("not a regular file")
+        if not _allows(path, os.W_OK):
+            raise _denial(directory, name)
+        if not is_open:
+            return StockWay("this process may not write to the directory, only to the file")
+        reason = _why_kept(path, there, parent)
+        if reason is not None:
+            return StockWay(reason)
+    limit = why_incapable(directory, magic)
+    return PathTarget(name, path, there) if limit is None else StockWay(limit)
+
+
+def _why_kept(path: str, there: os.stat_result, parent: os.stat_result) -> str | None:
+    """Return why no new file may take the place of a file that we may write, None if one may."""
+    if os.geteuid() not in (0, there.st_uid):
+        return "the file is another user's"
     if linux.is_mount_point(path, parent.st_dev):
-        return in_place("the file is a mount point, so it can only be overwritten")
-    if parent.st_mode & stat.S_ISVTX and existing.st_uid not in (os.geteuid(), parent.st_uid):
+        return "the file is a mount point"
+    if parent.st_mode & stat.S_ISVTX and there.st_uid not in (os.geteuid(), parent.st_uid):
         # Whether we may write it is for the kernel to say: `fs.protected_regular`.
-        return in_place("the file is another user's, in a sticky directory")
-    if is_held(existing.st_dev, existing.st_ino):
-        return in_place("this process has the file open, so it is overwritten")
-    mode = stat.S_IMODE(existing.st_mode)
-    owner = (existing.st_uid, existing.st_gid)
-    found_there = PathTarget(name, path, mode, owner, existing.st_size)
-    return _unless_limited(found_there, directory, magic)
+        return "the file is another user's, in a sticky directory"
+    if is_held(there.st_dev, there.st_ino):
+        return "this process has the file open or locked"
+    return None
 
 
 def _allows(path: str, mode: int) -> bool:
@@ -207,28 +195,6 @@ def _allows(path: str, mode: int) -> bool:
     # real user.
     is_same = (os.geteuid(), os.getegid()) == (os.getuid(), os.getgid())
     return is_same and os.access(path, mode)
-
-
-def _unless_limited(target: PathTarget, directory: str, magic: int) -> PathTarget | InPlaceTarget:
-    """Return the target, or how to overwrite it where the file system cannot replace files."""
-    if magic in capabilities.CAPABLE:
-        return target
-    try:
-        limit = capabilities.limit_of(directory)
-    except OSError:  # then the save finds out
-        return target
-    return target if limit is None else InPlaceTarget(target.name, limit.reason, limit.sequential)
-
-
-def _is_sequential(directory: str, magic: int) -> bool:
-    """Return whether a file is to be written from its first byte to its last, as torch does."""
-    if magic in capabilities.CAPABLE:
-        return False
-    try:
-        limit = capabilities.limit_of(directory)
-    except OSError:  # we may not try
-        return True
-    return limit is not None and limit.sequential
 
 
 def _denial(directory: str, name: str) -> WriteError:
@@ -286,54 +252,6 @@ def file_target(file: Any) -> FileTarget | StockWay:
     except (OSError, ValueError) as error:
         return StockWay(f"the file's position is not known: {error}")
     return FileTarget(file_name(raw, fd), raw, fd, offset)
-
-
-def target_of(target: Any, replace_link: bool = False) -> Target | StockWay:
-    """Decide how to write to what was given to `torch.save`, a path or a file object.
-
-    Args:
-        replace_link: a symbolic link at the path is replaced, not the file that it leads to.
-
-    Raises:
-        WriteError: nothing can be written there.
-    """
-    if not isinstance(target, str | os.PathLike):
-        return file_target(target)
-    name = os.fspath(target)
-    if replace_link and os.path.islink(name):
-        return PathTarget(os.fsdecode(name), os.fsdecode(name), _LINK_MODE, None)
-    return path_target(name) if isinstance(name, str) else StockWay("its path is bytes, not text")
-
-
-def writable_target(
-    target: str | os.PathLike[str] | BinaryIO,
-) -> Target:
-    """Return what a FastFileWriter can write.
-
-    Raises:
-        WriteError: it cannot be written, or only torch's own way.
-    """
-    found = target_of(target)
-    if isinstance(found, StockWay):
-        name = os.fsdecode(target) if isinstance(target, str | os.PathLike) else repr(target)
-        raise write_error(errno.EINVAL, name, f"a FastFileWriter cannot write this: {found.reason}")
-    return found
-
-
-def free_bytes_for(target: Target, fd: int) -> int | None:
-    """Return the bytes free where the target lies, None if that is no longer known.
-
-    Args:
-        fd: of the file that is written.
-    """
-    with contextlib.suppress(OSError):
-        if isinstance(target, PathTarget):
-            return linux.free_bytes(os.path.dirname(target.path) or os.curdir)
-        if isinstance(target, InPlaceTarget):  # after an error, its descriptor is closed
-            exists = os.path.exists(target.name)
-            return linux.free_bytes(target.name if exists else os.path.dirname(target.name) or ".")
-        return linux.free_bytes(fd)
-    return None
 
 
 def is_held(device: int, inode: int) -> bool:

@@ -1,4 +1,1 @@
-"""What the bytes of a checkpoint mean: no engine, no torch.serialization.
-
-What a file says of itself (its directory, its header) is read from a descriptor.
-"""
+"""What the bytes of a checkpoint mean, read from a `Source`: no engine, no torch.serialization."""

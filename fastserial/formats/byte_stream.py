@@ -1,11 +1,10 @@
-"""Bytes of a file, one after the other, in chunks."""
+"""Bytes of a source, one after the other, in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastserial.config.performance import STREAM_CHUNK
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.source import Source
 
 __all__ = ["ByteStream"]
 
@@ -13,16 +12,16 @@ _LONGEST_LINE = 64 * 1024
 
 
 class ByteStream:
-    """Bytes [start, end) of something that can be read at any offset, in chunks.
+    """Bytes [start, end) of a source, in chunks.
 
     Attributes:
         chunk: what was read last; its bytes from `at` on come next. `at` may be past its end.
     """
 
-    def __init__(self, read_at: Callable[[int, int], bytes], start: int, end: int) -> None:
-        """`read_at(offset, length)` returns that many bytes, all inside [start, end)."""
-        self._read_at = read_at
-        self._end = end
+    def __init__(self, source: Source, start: int = 0, end: int | None = None) -> None:
+        """Begin at byte `start`; without `end` it goes to that of the source."""
+        self._source = source
+        self._end = source.size if end is None else end
         self._offset = start  # of the chunk's first byte
         self.chunk = b""
         self.at = 0
@@ -41,7 +40,7 @@ class ByteStream:
         if offset + length > self._end:
             raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
         size = min(max(length, STREAM_CHUNK), self._end - offset)
-        self.chunk = self._read_at(offset, size)
+        self.chunk = self._source.read_at(offset, size)
         self._offset, self.at = offset, 0
 
     def read(self, length: int) -> bytes:

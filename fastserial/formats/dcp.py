@@ -14,9 +14,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fastserial.checksums import crc32
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles import Call, Global, Limits, Mapping, decode
+from fastserial.formats.source import BytesSource, Source
 from fastserial.formats.storages import ITEM_BYTES
 
 __all__ = [
@@ -201,22 +202,23 @@ class Metadata:
     ties: list[tuple[str, ...]] = field(default_factory=list)
 
 
-def parse(data: bytes, path: str) -> Metadata:
+def parse(source: Source, path: str) -> Metadata:
     """Return what the contents of a `.metadata` say. Nothing is imported or called.
 
     Raises:
         CorruptCheckpointError: it is damaged, or nothing of torch.distributed.checkpoint.
+        UnreadableCheckpointError: it has opcodes that are not read.
         PickleLimitError: it takes too long.
     """
-    pickled, packed, ours = unframed(data, path)
-    stream = ByteStream(lambda at, length: pickled[at : at + length], 0, len(pickled))
+    pickled, packed, ours = unframed(source.read_at(0, source.size), path)
+    stream = ByteStream(BytesSource(pickled))
     memory = max(1 << 30, _BYTES_EACH * len(pickled))
     limits = Limits(memory, _SECONDS, kept=len(pickled))  # keys may be of any length
     try:
         found = decode(stream, limits)
         tensors, values, paths, places, version = _contents(found.value)
         numbers, ties = _kept(_attributes(found.value, "Metadata").get(KEPT))
-    except CorruptCheckpointError as error:
+    except CheckpointFileError as error:
         error.path = path
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -10,6 +10,7 @@ from fastserial.errors import CheckpointFileError, CorruptCheckpointError, Unrea
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.structure import MAGIC
 from fastserial.formats.pickles import decode
+from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.zip.directory import read_directory
 from fastserial.formats.zip.structs import LOCAL_SIGNATURE
 
@@ -35,19 +36,18 @@ class Format(enum.Enum):
     OTHER = "neither a zip, a legacy nor a safetensors checkpoint"
 
 
-def format_of_head(fd: int) -> Format | None:
+def format_of_head(source: Source) -> Format | None:
     """Return the format that a file's first bytes show (zip as torch tells it), or None.
 
     Raises:
         OSError: the file cannot be read.
     """
-    head = os.pread(fd, _MAGIC_AT_MOST, 0)
+    head = source.read_at(0, min(_MAGIC_AT_MOST, source.size))
     if head.startswith(LOCAL_SIGNATURE):
         return Format.ZIP
-    stream = ByteStream(lambda offset, length: head[offset : offset + length], 0, len(head))
     try:
-        value = decode(stream).value
-    except CorruptCheckpointError:
+        value = decode(ByteStream(BytesSource(head))).value
+    except CheckpointFileError:
         return None
     return Format.LEGACY if type(value) is int and value == MAGIC else None
 
@@ -71,13 +71,14 @@ def detect(fd: int, name: str) -> Format:
         return Format.EMPTY
     if name.endswith(".distcp"):
         return Format.SHARD
-    head = format_of_head(fd)
+    source = DescriptorSource(fd)
+    head = format_of_head(source)
     if head is not None:
         return head
     if name.endswith(".safetensors"):
         return Format.SAFETENSORS
     try:
-        read_directory(fd, found.st_size, headers=False)
+        read_directory(source, headers=False)
     except CheckpointFileError:
         return Format.OTHER
     return Format.DAMAGED_ZIP

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.source import Source
 from fastserial.formats.storages import ITEM_BYTES
-from fastserial.formats.zip.directory import read_exactly
 
 __all__ = [
     "TYPE_NAMES",
@@ -65,15 +64,14 @@ class SafetensorsEntry(NamedTuple):
     nbytes: int
 
 
-def read_header(fd: int) -> list[SafetensorsEntry]:
+def read_header(source: Source) -> list[SafetensorsEntry]:
     """Read the header, in the order of the file.
 
     Raises:
         CorruptCheckpointError: it is damaged, or names bytes that are not in the file.
         OSError: the file cannot be read.
     """
-    size = os.fstat(fd).st_size
-    header, start = _header(fd, size)
+    header, start = _header(source)
     entries = [_entry(key, value, start) for key, value in header.items() if key != _METADATA]
     entries.sort(key=lambda entry: entry.offset)
     at = start
@@ -83,31 +81,31 @@ def read_header(fd: int) -> list[SafetensorsEntry]:
                 "its bytes overlap others, or leave a gap", record=entry.key
             )
         at += entry.nbytes
-    if at != size:
-        raise CorruptCheckpointError(f"the tensors end at byte {at}, the file at {size}")
+    if at != source.size:
+        raise CorruptCheckpointError(f"the tensors end at byte {at}, the file at {source.size}")
     return entries
 
 
-def read_metadata(fd: int) -> dict[str, str]:
+def read_metadata(source: Source) -> dict[str, str]:
     """Return the free text in the header, by name.
 
     Raises:
         CorruptCheckpointError, OSError: as `read_header`.
     """
-    header, _ = _header(fd, os.fstat(fd).st_size)
+    header, _ = _header(source)
     found = header.get(_METADATA)
     if not isinstance(found, dict):
         return {}
     return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
-def _header(fd: int, size: int) -> tuple[dict[str, Any], int]:
+def _header(source: Source) -> tuple[dict[str, Any], int]:
     """Return the header and where the tensors start (bytes)."""
-    length = int.from_bytes(read_exactly(fd, 0, _LENGTH_BYTES), "little")
-    if length > min(size - _LENGTH_BYTES, _MOST_HEADER):
+    length = int.from_bytes(source.read_at(0, _LENGTH_BYTES), "little")
+    if length > min(source.size - _LENGTH_BYTES, _MOST_HEADER):
         raise CorruptCheckpointError(f"a header of {length} bytes does not fit the file", offset=0)
     try:
-        header = json.loads(read_exactly(fd, _LENGTH_BYTES, length))
+        header = json.loads(source.read_at(_LENGTH_BYTES, length))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the header is not JSON: {error}") from error
     if not isinstance(header, dict):

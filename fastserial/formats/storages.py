@@ -98,14 +98,10 @@ def _text(value: Any) -> str | None:
 def storage_entry(symbol: Persistent) -> StorageEntry | None:
     """Return the storage a persistent id asks for; None if it asks for something else.
 
-    In pickle protocol 0 an id is mere text, from which torch itself cannot load; None, too.
-
     Raises:
         CorruptCheckpointError: it is no persistent id that torch writes.
     """
     pid = symbol.pid
-    if type(pid) is str:
-        return None
     kind = _text(pid[0]) if type(pid) is tuple and pid else None
     if kind == "module":
         return None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.pickles import Call, Decoded, Global, Limits, Mapping, Persistent, decode
+from fastserial.formats.source import Source
 from fastserial.formats.storages import (
     ITEM_BYTES,
     PACKED,
@@ -34,7 +35,7 @@ _LONGEST_KEY = 4096
 _MOST_DIMENSIONS = 1024
 _LARGEST = 2**63
 _MOST_NOTES = 100
-_MOST_METADATA = 64
+_MOST_METADATA = 64  # torch writes two
 _SHOWN_PARTS = 16  # of a key that is a tuple
 _STRIDED = {
     "torch._utils._rebuild_tensor": None,
@@ -53,14 +54,6 @@ _NO_STORAGE = {
     "torch._utils._rebuild_meta_tensor_no_storage": 0,  # which argument is the dtype
     "torch._utils._rebuild_wrapper_subclass": 1,
 }
-_PARTS = {
-    "torch._utils._rebuild_nested_tensor": ("values", "sizes", "strides", "offsets"),
-    "torch.sparse_coo": ("indices", "values"),
-    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
-    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
-    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
-    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +68,6 @@ class TensorEntry:
         storage_offset: first element in the storage.
         nbytes: bytes of its elements, were they contiguous.
         kind: `tensor`, `parameter`, `quantized`, or the name of the subclass.
-        pending: `conj`, `neg`: what torch applies to the elements when they are used.
     """
 
     key: str
@@ -86,7 +78,6 @@ class TensorEntry:
     storage_offset: int
     nbytes: int
     kind: str = "tensor"
-    pending: tuple[str, ...] = ()
 
     @property
     def span(self) -> tuple[int, int]:
@@ -117,8 +108,8 @@ class Outline:
         globals: the names that unpickling would import.
         values: how many other values there are (numbers, strings, ...).
         problems: what is wrong with single tensors, by key.
-        unknown: the dtypes that we do not know, such as those of a later torch, by their tensors'
-            keys.
+        unread: why only `torch.load` can make a tensor (conjugated, of a later torch's dtype), by
+            key.
         complete: False if there was more than the limits allow to look at.
     """
 
@@ -128,13 +119,13 @@ class Outline:
     globals: frozenset[Global] = frozenset()
     values: int = 0
     problems: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
     complete: bool = True
 
     @property
     def notes(self) -> list[str]:
         """What is wrong with the first tensors that are not in `tensors`, a sentence each."""
-        found = islice((*self.problems.items(), *self.unknown.items()), _MOST_NOTES)
+        found = islice((*self.problems.items(), *self.unread.items()), _MOST_NOTES)
         return [f"tensor {key or '(root)'}: {why}" for key, why in found]
 
 
@@ -183,8 +174,8 @@ def _walk(root: Any, found: Outline, limits: Limits) -> None:
             except CorruptCheckpointError as error:
                 found.problems[visit.key] = error.message
                 continue
-            except _UnknownDtype as error:
-                found.unknown[visit.key] = str(error)
+            except _OnlyForTorchError as error:
+                found.unread[visit.key] = str(error)
                 continue
             budget -= len(children) + len(visit.key) // 8 + 1
             budget -= sum(len(tensor.shape) for tensor in found.tensors[known:])
@@ -195,8 +186,8 @@ def _walk(root: Any, found: Outline, limits: Limits) -> None:
     found.complete = found.complete and not rest
 
 
-class _UnknownDtype(Exception):
-    """A tensor is of a dtype that we do not know."""
+class _OnlyForTorchError(Exception):
+    """Only `torch.load` can make a tensor; the text says why."""
 
 
 _Child = tuple[str, Any, str]
@@ -242,22 +233,11 @@ def _of_call(visit: _Visit, call: Call, found: Outline) -> Iterator[_Child]:
         yield from _of_state(key, (state,))
     elif name in _NO_STORAGE:
         _without_storage(visit, _tuple(arguments, 3), _NO_STORAGE[name], found)
-    elif name == "torch._utils._rebuild_sparse_tensor":
-        layout, parts = _tuple(arguments, 2)[:2]
-        names = _PARTS.get(_layout(layout), ())
-        yield from _named(key, names, _tuple(parts, len(names)))
-    elif name in _PARTS:
-        yield from _named(key, _PARTS[name], _tuple(arguments, 4))
     elif type(arguments) is tuple:
         yield from ((_join(key, index), item, "tensor") for index, item in enumerate(arguments))
     yield from _of_state(key, call.state)
     yield from ((_join(key, index), item, "tensor") for index, item in enumerate(call.appended))
     yield from ((_join(key, name), item, "tensor") for name, item in call.items)
-
-
-def _named(key: str, names: tuple[str, ...], parts: tuple[Any, ...]) -> Iterator[_Child]:
-    for name, part in zip(names, parts, strict=False):
-        yield _join(key, name), part, "tensor"
 
 
 def _of_state(key: str, states: Any) -> Iterator[_Child]:
@@ -269,11 +249,6 @@ def _of_state(key: str, states: Any) -> Iterator[_Child]:
                 yield from ((_join(key, name), item, "tensor") for name, item in part.items)
             elif part is not None:
                 yield key, part, "tensor"
-
-
-def _layout(symbol: Any) -> str:
-    arguments = symbol.arguments if type(symbol) is Call else ()
-    return _text(arguments[0]) if type(arguments) is tuple and arguments else ""
 
 
 def _bare_storage(key: str, symbol: Persistent, found: Outline) -> None:
@@ -298,36 +273,38 @@ def _strided(
     kind = visit.kind
     if name == "torch._utils._rebuild_qtensor":
         kind = "quantized"
-        parameters = arguments[4] if len(arguments) > 4 else ()
-        if type(parameters) is tuple and len(parameters) == 4:
-            yield from _named(visit.key, ("scales", "zero_points"), parameters[1:3])
+        yield from (
+            (_join(visit.key, index), item, "tensor") for index, item in enumerate(arguments[4:], 4)
+        )
     if storage.view is not None:
         offset += storage.view[0]
-    pending = _pending(arguments, _METADATA.get(name, len(arguments)))
-    entry = _entry(visit.key, dtype, shape, stride, storage.key, offset, kind, pending)
+    entry = _entry(visit.key, dtype, shape, stride, storage.key, offset, kind)
     start, stop = entry.span
     if stop > found.storages[storage.key].nbytes:
         raise CorruptCheckpointError(
             f"its bytes {start} to {stop} go past the end of storage "
             f"{storage.key}, which has {storage.nbytes}"
         )
-    found.tensors.append(entry)
     found.users.setdefault(storage.key, []).append(visit.key)
+    if _is_conjugated_or_negated(arguments, _METADATA.get(name, len(arguments))):
+        raise _OnlyForTorchError("it is conjugated or negated: use torch.load")
+    found.tensors.append(entry)
 
 
 def _dtype(symbol: Any) -> str | None:
     if type(symbol) is Global and symbol.module == "torch" and dtype_name(symbol) is None:
-        raise _UnknownDtype(f"fastserial does not know its dtype, {symbol.name}: use torch.load")
+        raise _OnlyForTorchError(
+            f"fastserial does not know its dtype, {symbol.name}: use torch.load"
+        )
     return dtype_name(symbol)
 
 
-def _pending(arguments: tuple[Any, ...], at: int) -> tuple[str, ...]:
+def _is_conjugated_or_negated(arguments: tuple[Any, ...], at: int) -> bool:
+    """Return whether torch applies something to the elements when they are used."""
     metadata = arguments[at] if at < len(arguments) else None
-    items = metadata.items[:_MOST_METADATA] if type(metadata) is Mapping else ()
-    return tuple(
-        name
-        for name, flag in items
-        if type(name) is str and name in ("conj", "neg") and flag is True
+    items = metadata.items if type(metadata) is Mapping else []
+    return len(items) > _MOST_METADATA or any(
+        type(name) is str and name in ("conj", "neg") and flag for name, flag in items
     )
 
 
@@ -347,13 +324,12 @@ def _entry(
     storage: str | None,
     offset: int,
     kind: str,
-    pending: tuple[str, ...] = (),
 ) -> TensorEntry:
     sizes, steps = _integers(shape), _integers(stride)
     if dtype is None or len(sizes) != len(steps):
         raise CorruptCheckpointError("its dtype, shape and strides make no sense")
     nbytes = -(-math.prod(sizes) // PACKED.get(dtype, 1)) * ITEM_BYTES[dtype]
-    return TensorEntry(key, dtype, sizes, steps, storage, offset, nbytes, kind, pending)
+    return TensorEntry(key, dtype, sizes, steps, storage, offset, nbytes, kind)
 
 
 def _is_count(value: Any) -> bool:
@@ -376,7 +352,9 @@ def _integers(value: Any) -> tuple[int, ...]:
     raise CorruptCheckpointError("its shape or strides are not whole numbers")
 
 
-def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> Outline | None:
+def zip_outline(
+    source: Source, directory: Directory, limits: Limits | None = None
+) -> Outline | None:
     """Return what a zip checkpoint's pickle says of its tensors, None if it has no pickle.
 
     Raises:
@@ -391,7 +369,7 @@ def zip_outline(fd: int, directory: Directory, limits: Limits | None = None) -> 
     if len({(one.size, one.crc) for one in records}) > 1:
         raise CorruptCheckpointError("several records bear this name, and differ", record=PICKLE)
     try:
-        return outline(decode(record_stream(fd, record), limits), limits)
+        return outline(decode(record_stream(source, record), limits), limits)
     except CheckpointFileError as error:
         if error.record is None:
             error.record = PICKLE

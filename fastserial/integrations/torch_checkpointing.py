@@ -22,6 +22,7 @@ from torch_checkpointing.storage.filesystem import (
 from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
 from fastserial.files.durable import sync_folders
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.formats.zip.structs import LOCAL_SIGNATURE
 from fastserial.loading.reader import FastFileReader
@@ -182,7 +183,7 @@ class _Stream(io.RawIOBase):
             return
         reader = self._reader
         with reader.translated():
-            for record in read_places(reader.fd, reader.size).records:
+            for record in read_places(DescriptorSource(reader.fd)).records:
                 if not record.crc or not record.is_stored:
                     continue
                 found = crc32(data[record.data_offset : record.data_end])

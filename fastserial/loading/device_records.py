@@ -14,6 +14,7 @@ import torch
 
 from fastserial.errors import FastserialError
 from fastserial.formats.pickles import decode
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.storages import storage_table
 from fastserial.formats.zip.records import PICKLE, record_stream, storage_records
 from fastserial.loading.arriving import Arriving, OnDevice, OnHost, RecordChecks
@@ -63,7 +64,7 @@ def _told_by_pickle(
     if pickle is None:
         return None
     try:
-        table = storage_table(decode(record_stream(fd, pickle)).persistents)
+        table = storage_table(decode(record_stream(DescriptorSource(fd), pickle)).persistents)
     except (FastserialError, OSError):  # torch will say what it is
         return None
     devices: dict[Any, torch.device | None] = {}

@@ -26,6 +26,7 @@ from fastserial.errors import (
     StorageChangedError,
     TornSnapshotError,
 )
+from fastserial.files.targets import StockWay
 from fastserial.formats.zip.layout import ZipPlan, archive_name
 from fastserial.formats.zip.records import PICKLE
 from fastserial.memory.batch import Batch
@@ -138,11 +139,11 @@ def start_save(
     told = _Told(config.current().on_report)
     with quick_switches():
         made = _prepare(obj, name, prefix, kind, budget, steady, arguments, told)
-    if made is None:
-        return _blocking(obj, name, target, arguments, "not a file that can be replaced", then)
+    if isinstance(made, StockWay):
+        return _blocking(obj, name, target, arguments, made.reason, then)
     writer, taken, layout = made
     save = PendingSave(name, target, taken)
-    beside = writer.replaces and layout.whole
+    beside = layout.whole
     told.know(taken, kind if beside else "blocking", budget, began)
     work = _Work(writer, layout.plan, taken, told, then)
     del obj, made, writer, layout
@@ -175,16 +176,16 @@ def _prepare(
     steady: Set[int] | None,
     arguments: Mapping[str, Any],
     told: _Told,
-) -> tuple[FastFileWriter, Snapshot, _SnapshotArchive] | None:
-    """Open the file and lay the object out; None where the file is not one that can be replaced."""
+) -> tuple[FastFileWriter, Snapshot, _SnapshotArchive] | StockWay:
+    """Open the file and lay the object out; or say why torch has to write it."""
     with options(on_report=told):
-        archive = save_hooks.open_zip_writer(name, prefix)
-    writer = archive.writer if isinstance(archive, ZipArchive) else None
-    if not isinstance(archive, ZipArchive) or not isinstance(writer, FastFileWriter):
-        return None
+        found = save_hooks.zip_writer(name, prefix)
+    if isinstance(found, StockWay):
+        return found
+    writer, archive = found
     try:
         taken = Snapshot(name, kind, budget, Reached(), steady)
-        layout = _lay_out(obj, archive.archive_name(), taken, arguments)
+        layout = _lay_out(obj, archive, taken, arguments)
     except BaseException:
         writer.abort()
         raise

@@ -20,6 +20,7 @@ import torch
 from fastserial.config.performance import FEW_BYTES, FEW_LEGACY_BYTES, PICKLE_SHARE
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import Directory, RecordEntry
 from fastserial.formats.zip.records import PICKLE, all_checksums, read_places, storage_records
 from fastserial.formats.zip.structs import MOST_INFLATED
@@ -101,7 +102,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
         load.fallback = "many small records"
         load.pause.begin()  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
-    directory = read_places(source.fd, source.size, stock)
+    directory = read_places(DescriptorSource(source.fd, size=source.size), stock)
     if count != directory.end.records:
         load.fallback = "torch sees other records"
         return FastZipReader(stock, source.name, limit) if sized else stock

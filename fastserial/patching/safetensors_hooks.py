@@ -19,13 +19,14 @@ from types import ModuleType
 from typing import Any
 
 from fastserial.config import current
-from fastserial.files.targets import StockWay, Target, target_of
+from fastserial.files.targets import StockWay
 from fastserial.formats.legacy.layout import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.import_hook import when_imported
 from fastserial.memory.batch import batch_of
 from fastserial.memory.storages import HostMemory
+from fastserial.patching import save_hooks
 from fastserial.reports import SAVES
 from fastserial.saving.writer import FastFileWriter
 
@@ -115,31 +116,21 @@ def _serialize_file(
         WriteError: the file cannot be written; the previous one is intact.
         Exception: whatever safetensors raises.
     """
-    target = _target(filename) if _wanted and current().safetensors else None
-    prepared = _prepare(tensor_dict, metadata) if target is not None else None
-    if target is None or prepared is None:
+    prepared = None
+    if _wanted and isinstance(filename, str | os.PathLike) and current().safetensors:
+        prepared = _prepare(tensor_dict, metadata)
+    found = None if prepared is None else save_hooks.open_writer(filename, "safetensors", True)
+    if isinstance(found, StockWay):
+        SAVES.add_torchs(found.reason)
+    if prepared is None or not isinstance(found, FastFileWriter):
         stock(tensor_dict, filename, metadata=metadata)
         return
     header, memories = prepared
-    with FastFileWriter(target, container="safetensors") as writer:
+    with found as writer:
         writer.write(header)
         extents = storage_extents(batch_of(memories), [b""] * len(memories))
         writer.write_layout(extents, sum(memory.nbytes for memory in memories))
         writer.release_sources()
-
-
-def _target(filename: str | os.PathLike[str]) -> Target | None:
-    """Return what can be written through fastserial, or None.
-
-    Raises:
-        WriteError: nothing can be written there.
-    """
-    is_path = isinstance(filename, str | os.PathLike)
-    found = target_of(filename, replace_link=True) if is_path else None
-    if isinstance(found, StockWay):
-        SAVES.add_torchs(found.reason)
-        return None
-    return found
 
 
 def _prepare(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,10 @@ import torch
 
 # the usual engine: a signal handler must not find half of it
 import fastserial.engines.threads  # noqa: F401
+from fastserial.config import current
 from fastserial.errors import WriteError
-from fastserial.files.targets import (
-    FileTarget,
-    InPlaceTarget,
-    PathTarget,
-    StockWay,
-    Target,
-    target_of,
-)
+from fastserial.files.destination import open_destination
+from fastserial.files.targets import StockWay
 from fastserial.formats.zip.layout import MAX_ALIGNMENT, archive_name
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import device_types
@@ -39,11 +35,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 __all__ = [
+    "legacy_writer",
     "open_file",
+    "open_writer",
     "open_zip_writer",
     "save_legacy_storages",
     "save_zip_storages",
     "self_check",
+    "zip_writer",
 ]
 
 _log = logging.getLogger("fastserial")
@@ -51,34 +50,22 @@ _log = logging.getLogger("fastserial")
 _BODILESS = frozenset({"meta"})
 
 
-def open_zip_writer(target: Any, prefix: str | None = None) -> AbstractContextManager[Any] | None:
+def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
     """Return what stands in for `_open_zipfile_writer(target)`, or None for torch's own.
 
     Args:
         target: a path or a file object.
-        prefix: what is put before the records' names; by default the file's name, as torch does.
-            With one, a symbolic link at the path is replaced, as by programs that pickle into
-            memory and rename a file over the path (Lightning), not the file that it leads to.
 
     Raises:
         WriteError: the target cannot be written.
     """
-    alignment = torch_writer.alignment()
-    if not 0 < alignment <= MAX_ALIGNMENT:
-        return None
     if isinstance(target, FastFileWriter):
         return ZipArchive(target, "archive", owns_writer=False)
-    found = _classify(target, replace_link=prefix is not None)
-    if isinstance(found, PathTarget | InPlaceTarget):
-        archive = archive_name(found.name) if prefix is None else prefix
-        if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
-            return None
-    elif isinstance(found, FileTarget) and not torch.serialization._serialization_tls.skip_data:
-        archive = "archive"
-    else:
+    found = zip_writer(target)
+    if isinstance(found, StockWay):
+        _count(found, target)
         return None
-    writer = _writer(found, "zip")
-    return ZipArchive(writer, archive, True, alignment) if writer is not None else None
+    return ZipArchive(*found, owns_writer=True)
 
 
 def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
@@ -91,10 +78,48 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
         return load_hooks.open_source(target)
     if mode != "wb" or _takes_storages(target):
         return None
-    found = _classify(target)
-    if found is None:
+    found = legacy_writer(target)
+    if isinstance(found, StockWay):
+        _count(found, target)
         return None
-    return _writer(found, "legacy")
+    return found
+
+
+def zip_writer(target: Any, prefix: str | None = None) -> tuple[FastFileWriter, str] | StockWay:
+    """Return what a zip container is written to, or why torch has to write it.
+
+    Args:
+        target: a path or a file object.
+        prefix: what is put before the records' names; by default the file's name, as torch does.
+            With one, a symbolic link at the path is replaced, as by programs that pickle into
+            memory and rename a file over the path (Lightning), not the file that it leads to.
+
+    Returns:
+        The writer, and what is put before the records' names.
+
+    Raises:
+        WriteError: the target cannot be written.
+    """
+    if not 0 < torch_writer.alignment() <= MAX_ALIGNMENT:
+        return StockWay("the storage_alignment does not fit the format")
+    archive = "archive"
+    if isinstance(target, str | os.PathLike):
+        archive = archive_name(os.fsdecode(target)) if prefix is None else prefix
+        if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
+            return StockWay("not a file name that torch can put into an archive")
+    elif torch.serialization._serialization_tls.skip_data:
+        return StockWay("skip_data leaves the storages out")
+    writer = open_writer(target, "zip", prefix is not None)
+    return writer if isinstance(writer, StockWay) else (writer, archive)
+
+
+def legacy_writer(target: Any) -> FastFileWriter | StockWay:
+    """Return what a legacy container is written to, or why torch has to write it.
+
+    Raises:
+        WriteError: the target cannot be written.
+    """
+    return open_writer(target, "legacy")
 
 
 def save_zip_storages(
@@ -133,30 +158,35 @@ def _takes_storages(file: Any) -> bool:
     return callable(getattr(file, "save_torch_storage_object_list", None))
 
 
-def _writer(found: Target, container: str) -> FastFileWriter | None:
-    """Return a writer, or None where there are not enough descriptors: torch needs only one.
+def open_writer(
+    target: Any, container: str, replace_link: bool = False
+) -> FastFileWriter | StockWay:
+    """Return a writer to a path or a file object, or why torch has to write it.
+
+    Args:
+        container: what the file will hold, for the report.
+        replace_link: a symbolic link at the path is replaced, not the file that it leads to.
 
     Raises:
         WriteError: the target cannot be written.
     """
+    config = current()
     try:
-        return FastFileWriter(found, container=container)
+        found = open_destination(target, config.durable, replace_link)
     except WriteError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        _log.debug("torch writes %r itself: %s", found.name, error)
-        SAVES.add_torchs("too few file descriptors are left")
-        return None
+        return StockWay("too few file descriptors are left")  # torch needs only one
+    if isinstance(found, StockWay):
+        return found
+    return FastFileWriter(found, config, container=container)
+
+
+def _count(found: StockWay, target: Any) -> None:
+    """Note that torch writes a target itself, and why."""
+    _log.debug("torch writes %r itself: %s", target, found.reason)
+    SAVES.add_torchs(found.reason)
 
 
 def _all_have_bytes(storages: Sequence[torch.UntypedStorage]) -> bool:
     return _BODILESS.isdisjoint(device_types(storages))
-
-
-def _classify(target: Any, replace_link: bool = False) -> Target | None:
-    found = target_of(target, replace_link)
-    if isinstance(found, StockWay):
-        _log.debug("torch writes %r itself: %s", target, found.reason)
-        SAVES.add_torchs(found.reason)
-        return None
-    return found

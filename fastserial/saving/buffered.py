@@ -21,13 +21,12 @@ __all__ = ["write_all", "write_buffered"]
 
 
 @trace.traced("write (page cache)")
-def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> None:
+def write_buffered(fd: int, parts: Sequence[Part]) -> None:
     """Write parts to a file, in the order given.
 
     Args:
         fd: of the file.
         parts: what needs checksums comes after what gives them.
-        fill_holes: write the zeros of holes, too: the file only takes its bytes sequentially.
 
     Raises:
         OSError: the disk is full or failed.
@@ -64,7 +63,7 @@ def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> 
             gathered = 0
 
     for part in parts:
-        if isinstance(part.source, Hole) and not fill_holes:
+        if isinstance(part.source, Hole):
             continue
         if together and part.offset != together[0].offset + gathered:
             join()
@@ -92,7 +91,7 @@ def write_buffered(fd: int, parts: Sequence[Part], fill_holes: bool = False) -> 
 def _chunks(part: Part) -> Iterator[Part]:
     """Cut what is gathered in memory, such as a part on a device: little is there at a time."""
     offset, source, start, length, ledger = part
-    if length <= CACHED_CHUNK or not isinstance(source, Data | Literal | Hole):
+    if length <= CACHED_CHUNK or not isinstance(source, Data | Literal):
         yield part
         return
     for done in range(0, length, CACHED_CHUNK):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from fastserial.config import Config
 from fastserial.engines import Engine
-from fastserial.reports import HOST_ONLY, Transfer
+from fastserial.memory.transfers import on_host, open_ring
+from fastserial.reports import Transfer
 from fastserial.saving.fill import Part, fetches, lone_memory
 
 if TYPE_CHECKING:
@@ -23,24 +24,27 @@ __all__ = ["DeviceBlocks"]
 
 
 class DeviceBlocks:
-    """Starts what blocks of one file need from devices. Used by the thread that queues them."""
+    """Starts what blocks of one file need from devices. Used by the thread that queues them.
+
+    Attributes:
+        ring: staging buffers for parts from devices; None: there are none, or not yet.
+    """
 
     def __init__(self, config: Config) -> None:
         self.ring: Ring | None = None
-        self._transfer = HOST_ONLY
+        self._transfer = on_host(config)
         self._config = config
         self._places: set[torch.device] = set()
-        self._straight: DirectMemory | None = None
+        self._path: DirectMemory | None = None  # of device memory, past the host
 
     @property
     def transfer(self) -> Transfer:
         """The transfer type taken, and why."""
-        return self._transfer if self._straight is None else self._straight.transfer
+        return self._transfer if self._path is None else self._path.transfer
 
-    @property
-    def straight(self) -> bool:
-        """Whether blocks may go past the host."""
-        return self._straight is not None
+    def copy_at_once(self, why: str) -> None:
+        """Note that parts from devices are copied where they are written."""
+        self._transfer = Transfer("cpu_gpu", why)
 
     def join(self, places: Collection[torch.device], begun: bool) -> None:
         """Get ready for parts from devices, as they are after what is queued there now.
@@ -52,36 +56,38 @@ class DeviceBlocks:
         self._places.update(places)
         if self.ring is not None:
             self.ring.join(places)
-            if self._straight is not None:
-                self._straight.join(places)
+            if self._path is not None:
+                self._path.join(places)
         elif begun:
-            self._transfer = Transfer("cpu_gpu", "the file began with blocks of the host")
+            self.copy_at_once("the file began with blocks of the host")
 
     def open_ring(self, engine: Engine) -> Ring | None:
         """Return staging buffers for parts from devices; None: there are no such parts."""
         if self._places:
-            from fastserial.memory.transfers import open_ring  # not without a device
-
             any_memory = engine.capabilities.any_memory
             self.ring, self._transfer = open_ring(self._config, self._places, any_memory)
         return self.ring
 
-    def go_straight(self, engine: Engine, fd: int, refusal: str | None) -> None:
+    def open_path(self, engine: Engine, fd: int, refusal: str | None) -> bool:
         """Get ready for blocks that do not pass through the host, if they are asked for.
 
         Args:
             engine: what moves the blocks.
             fd: of the file.
             refusal: why the file takes no direct I/O, or None.
+
+        Returns:
+            Whether blocks may go past the host.
         """
         if self.ring is None:
-            return
+            return False
         from fastserial.engines.gds.memory import offer  # not without a device
 
         flags = os.O_WRONLY | fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_SYNC
-        self._straight, self._transfer = offer(
+        self._path, self._transfer = offer(
             self._config, self._transfer, self.ring, engine, self._places, fd, flags, refusal
         )
+        return self._path is not None
 
     def fetch(
         self, parts: Sequence[Part], length: int, offset: int, buffer: Buffer
@@ -102,16 +108,17 @@ class DeviceBlocks:
         """
         if self.ring is None:
             return None, True
-        lone = lone_memory(parts) if self._straight is not None else None
-        if self._straight is not None and lone is not None:
+        path = self._path
+        lone = lone_memory(parts) if path is not None else None
+        if path is not None and lone is not None:
             memory, shown = lone
-            if self._straight.takes(memory.device, offset, length):
+            if path.takes(memory.device, offset, length):
                 first = parts[0].start
-                return self._straight.write(buffer, memory, first, length, offset, shown), shown
+                return path.write(buffer, memory, first, length, offset, shown), shown
         self.ring.fetch(buffer, fetches(parts))
         return None, True
 
     def close(self) -> None:
         """Wait for what goes past the host; the ring is closed after this. Idempotent."""
-        if self._straight is not None:
-            self._straight.close()
+        if self._path is not None:
+            self._path.close()

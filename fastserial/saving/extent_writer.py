@@ -3,34 +3,55 @@
 The extents may be any of a layout, in any order, and the file one that was opened elsewhere: N
 writers, in one process or in several, write one file together (`clip` cuts a layout up). What
 needs checksums that other writers know is written once their ledgers are merged into one.
+
+A block is at most `block_size` bytes and ends at a multiple of `block_size` in the file. It is
+filled from the parts it covers while others are written (FastPersist's double buffering), by the
+`Route` of the moment. On a direct one what is not aligned, the first and the last page of a range,
+goes through the page cache; no page is written both ways.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+import errno
+import logging
+from collections.abc import Callable, Iterable, Sequence
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
-from fastserial.files.linux import Compression, compression_of
-from fastserial.formats.extents import Data, Extent
+from fastserial.config.performance import PAGE
+from fastserial.engines import Completion, Engine, Op, Request, create
+from fastserial.engines.threads import ThreadsEngine
+from fastserial.errors import EngineError
+from fastserial.files import linux
+from fastserial.files.device_speed import Trial, begin_writeback
+from fastserial.formats.extents import Data, Extent, Hole
+from fastserial.interrupts import finish
+from fastserial.memory.buffers import BufferPool
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import StorageMemory
-from fastserial.memory.transfers import on_host
-from fastserial.reports import HOST_ONLY, Transfer
-from fastserial.saving.block_writer import BlockWriter
-from fastserial.saving.buffered import write_buffered
-from fastserial.saving.fill import Part
-from fastserial.saving.tally import Tally
+from fastserial.saving.buffered import write_all, write_buffered
+from fastserial.saving.crowding import Crowding
+from fastserial.saving.device_blocks import DeviceBlocks
+from fastserial.saving.fill import Block, Part, held, is_borrowed, prepare
+from fastserial.saving.outcome import Outcome
+from fastserial.saving.route import OutputFile, Route, choose_route
 
 __all__ = ["ExtentWriter"]
+
+_log = logging.getLogger("fastserial")
+_SWITCHED_OFF = "direct I/O is switched off"
+_SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
 class ExtentWriter:
     """Writes extents to one descriptor, which stays the caller's.
 
-    Raises the `OSError` of the first write that failed; then only `close` may follow.
+    Parts that follow each other in the file share blocks. Raises the `OSError` of the first write
+    that failed; then only `close` may follow.
+
+    Attributes:
+        outcome: what it did so far, for the report.
     """
 
     def __init__(
@@ -39,7 +60,6 @@ class ExtentWriter:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         may_be_locked: bool = False,
-        sequential: bool = False,
         owner: object = None,
     ) -> None:
         """Start without an engine.
@@ -49,60 +69,37 @@ class ExtentWriter:
             config: the options.
             on_progress: called with the bytes of each piece that is written.
             may_be_locked: others know the file and may hold a `lockf` lock on it.
-            sequential: the file only takes its bytes sequentially.
             owner: kept as long as the descriptor is written to.
         """
-        self.tally = Tally()
-        self._fd = fd
+        self.outcome = Outcome()
+        self._file = OutputFile(fd, may_be_locked, owner)
         self._config = config
         self._on_progress = on_progress
-        self._may_be_locked = may_be_locked
-        self._sequential = sequential
-        self._owner = owner
         self._expected: int | None = None
-        self._nbytes = 0
-        self._blocks: BlockWriter | None = None
-        self._transfer = on_host(config)
+        self._reserve_at: int | None = None  # None: nothing is to be reserved
+        self._nbytes = 0  # given so far
+        self._route: Route | None = None  # of blocks, once there is one
+        self._trial: Trial | None = None  # as long as the route is on trial
+        self._queue: RequestQueue | None = None
+        self._devices = DeviceBlocks(config)
+        self._crowding = Crowding()
+        self._parts: list[Part] = []  # of the block that is not full yet
+        self._ledgers: set[CrcLedger] = set()
 
-    @property
-    def transfer(self) -> Transfer:
-        """The transfer type taken, and why."""
-        blocks = self._blocks
-        return self._transfer if blocks is None or blocks.transfer == HOST_ONLY else blocks.transfer
+    def expect(self, nbytes: int, reserve_at: int | None = None) -> None:
+        """Tell how many bytes there will be, as far as known.
 
-    @property
-    def engine_name(self) -> str:
-        """The engine in use, or `buffered` as long as there was no need for one."""
-        return self._blocks.engine_name if self._blocks is not None else "buffered"
+        Args:
+            nbytes: of all that is written.
+            reserve_at: place in the file of the first of them (bytes), if their space is to be
+                reserved before the first block; None: there are holes, or others reserve it.
 
-    @property
-    def direct(self) -> bool:
-        """Whether direct I/O is used."""
-        return self._blocks is not None and self._blocks.direct
-
-    @property
-    def fallback(self) -> str | None:
-        """Why the bytes do not go the fastest way, or None."""
-        return self._blocks.fallback if self._blocks is not None else None
-
-    @property
-    def submit_seconds(self) -> list[float]:
-        """Latencies from queueing a block until its transfer starts."""
-        return self._blocks.submit_seconds if self._blocks is not None else []
-
-    @property
-    def complete_seconds(self) -> list[float]:
-        """Latencies of the transfers themselves."""
-        return self._blocks.complete_seconds if self._blocks is not None else []
-
-    @functools.cached_property
-    def compression(self) -> Compression | None:
-        """How the file system compresses the file; None: not, or the user wants direct I/O."""
-        return None if self._config.direct is True else compression_of(self._fd)
-
-    def expect(self, nbytes: int) -> None:
-        """Tell how many bytes there will be, as far as known."""
-        self._expected = nbytes
+        Raises:
+            OSError: there is not enough space.
+        """
+        self._expected, self._reserve_at = nbytes, reserve_at
+        if self._route is not None:
+            self._reserve(self._route)
 
     def write(
         self, extents: Iterable[Extent], ledger: CrcLedger | None = None, base: int = 0
@@ -127,49 +124,319 @@ class ExtentWriter:
         }
         nbytes = sum([part.length for part in parts])
         self._nbytes += nbytes
-        config, blocks = self._config, self._blocks
+        config = self._config
         large = self._nbytes > config.small_file or config.direct is True
-        if blocks is None and large and not self._sequential:
-            blocks = self._blocks = BlockWriter(
-                self._fd,
-                config,
-                tally=self.tally,
-                on_progress=self._on_progress,
-                expected=self._expected,
-                may_be_locked=self._may_be_locked,
-                compression=self.compression,
-                owner=self._owner,
-            )
-        if blocks is not None:
+        if not large:
             if places:
-                blocks.join(places)
-            with trace.step("cut into blocks"):
-                for part in parts:
-                    blocks.put(part)
+                self._devices.copy_at_once("a small file")
+            self._write_without_engine(parts, nbytes)
             return
         if places:
-            self._transfer = Transfer("cpu_gpu", "a small file")
-        write_buffered(self._fd, parts, self._sequential)
-        self.tally.add_plain(parts, self._sequential)
-        if self._on_progress is not None:
-            self._on_progress(nbytes)
+            self._devices.join(places, self._queue is not None)
+        if ledger is not None:
+            self._ledgers.add(ledger)
+        with trace.step("cut into blocks"):
+            for part in parts:
+                self._put(part)
 
     def start(self) -> None:
         """Let the engine begin with all full blocks, instead of when there is no buffer left."""
-        if self._blocks is not None:
-            self._blocks.start()
+        if self._queue is not None:
+            self._queue.submit()
 
     def release_sources(self) -> None:
         """Wait until no memory given so far is needed any more, but for `bytes` objects."""
-        if self._blocks is not None:
-            self._blocks.release_sources()
+        self._drain()
+        parts, self._parts = self._parts, []
+        for part in parts:
+            self._parts.extend(held(part) if is_borrowed(part) else [part])
 
     def finish(self) -> None:
-        """Wait until everything is written."""
-        if self._blocks is not None:
-            self._blocks.finish()
+        """Write what is left and wait until everything is written."""
+        if self._parts:
+            self._dispatch()
+        self._drain()
+        if self._trial is not None:
+            self._trial.conclude()
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
-        if self._blocks is not None:
-            self._blocks.close()
+        finish(self._stop, self._devices.close, self._free)
+
+    def _stop(self) -> None:
+        for ledger in self._ledgers:
+            ledger.fail()  # if the save failed, a thread may wait for what will not come
+        if self._queue is not None:
+            self._queue.stop()
+
+    def _free(self) -> None:
+        self.outcome.transfer = self._devices.transfer
+        self._crowding.end()
+        if self._queue is not None:
+            self._queue.pool.close()
+            self._queue = None
+        self._file.close()
+        self._parts = []
+
+    # -- from parts to blocks ------------------------------------------------------------------
+
+    def _put(self, part: Part) -> None:
+        """Take a part. Blocks that are full are queued."""
+        offset, source, start, rest, ledger = part
+        if self._parts and offset != self._parts[-1].offset + self._parts[-1].length:
+            self._dispatch()
+        while rest:
+            length = min(rest, self._free_bytes(offset))
+            self._parts.append(Part(offset, source, start, length, ledger))
+            offset += length
+            start += length
+            rest -= length
+            if not self._free_bytes(offset):
+                self._dispatch()
+
+    def _free_bytes(self, offset: int) -> int:
+        """Return how many bytes the open block still takes at `offset`.
+
+        A range that begins within a page begins with a block of the rest of that page.
+        """
+        begin = self._parts[0].offset if self._parts else offset
+        if begin % PAGE:
+            end = begin + -begin % PAGE
+        else:
+            size = self._config.block_size if self._route is None else self._route.block_size
+            end = begin - begin % size + size
+        return end - offset
+
+    def _dispatch(self) -> None:
+        """Queue the block that is complete, or the last one."""
+        parts, self._parts = self._parts, []
+        length = sum(part.length for part in parts)
+        if all(type(part.source) is Hole for part in parts):
+            self.outcome.skipped_bytes += length
+            self._advance(length)
+            return
+        route = self._next_route()
+        queue = self._queue
+        if queue is None:
+            self._write_without_engine(parts, length)
+            return
+        if length > route.block_size:  # copies have no bounds of their own
+            raise EngineError(f"{length} bytes do not fit a block of {route.block_size}")
+        offset = parts[0].offset
+        if self._trial is not None:
+            self._trial.take(offset, length)
+        aligned = length - length % route.alignment
+        direct = route.kind == "direct" and aligned > 0 and offset % route.alignment == 0
+        buffer = queue.pool.take()
+        move, shown = self._devices.fetch(parts, length, offset, buffer)
+        queue.add(
+            Request(
+                Op.WRITE,
+                self._file.direct_fd if direct else self._file.fd,
+                offset,
+                aligned if direct else length,
+                buffer,
+                prepare,
+                Block(parts, length, self._file, route.chunk, self._devices.ring, shown),
+                move=move,
+            )
+        )
+
+    # -- the route -----------------------------------------------------------------------------
+
+    @trace.traced("start engine")
+    def _begin(self) -> Route:
+        """Choose the route and start its engine, if there is memory for that."""
+        route = choose_route(self._file, self._config, self._expected)
+        self._reserve(route)
+        try:
+            self._queue = RequestQueue.open(route, self._devices)
+        except (MemoryError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _SCARCE:
+                raise
+            return self._take(route.without_engine(error))
+        self.outcome.engine = self._queue.engine.name
+        refusal = None if self._file.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
+        if self._devices.open_path(self._queue.engine, self._file.fd, refusal):
+            route = route.past_the_host()
+        if route.kind == "trial":
+            self._trial = Trial(self._file.fd, self._expected or 0, route.writeback)
+        return self._take(route)
+
+    def _reserve(self, route: Route) -> None:
+        nbytes, start = self._expected or 0, self._reserve_at
+        if route.reserve and start is not None and nbytes > self._config.small_file:
+            linux.preallocate(self._file.fd, start, nbytes)
+
+    def _next_route(self) -> Route:
+        """Return the route of the next block, once there is a buffer for it.
+
+        It is another one if what is known by now asks for that.
+        """
+        route = self._route or self._begin()
+        queue = self._queue
+        if queue is None:
+            return route
+        while not queue.pool.free:
+            self._reap(queue)
+        route = self._route or route  # direct I/O may have been refused meanwhile
+        if self._trial is not None and self._trial.is_enough:
+            self._drain()
+            route = self._take(route.after_trial(self._trial.judge()))
+            self._trial = None
+        if self._crowding.found() and self._devices.ring is None:
+            route = self._alone(queue, route)
+        return route
+
+    def _alone(self, queue: RequestQueue, route: Route) -> Route:
+        """Take the route of one large block, if this thread can move it by itself."""
+        if not isinstance(queue.engine, ThreadsEngine):
+            return route
+        self._drain()
+        try:
+            self._queue = RequestQueue.open(route.alone())
+        except (MemoryError, OSError):
+            return route
+        finish(queue.stop, queue.pool.close)
+        return self._take(route.alone())
+
+    def _take(self, route: Route) -> Route:
+        """Take a route from here on."""
+        self._route = route
+        self.outcome.direct = route.kind == "direct"
+        self.outcome.fallback = route.fallback
+        return route
+
+    # -- the requests --------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        queue = self._queue
+        while queue is not None and queue.is_busy:
+            self._reap(queue)
+
+    def _reap(self, queue: RequestQueue) -> None:
+        """Wait for at least one request and take back its buffer."""
+        for completion in queue.reap():
+            request = completion.request
+            if trace.listener is not None:
+                trace.block(request.times)
+            self._check(completion)
+            block: Block = request.tag
+            if request.length < block.length and queue.engine.capabilities.moves_data:
+                tail = request.buffer.view[request.length : block.length]
+                self._write_cached(tail, request.offset + request.length)
+            route = self._route
+            if route is not None and route.writeback and route.kind == "cached":
+                begin_writeback(self._file.fd, request.offset, request.length)
+            queue.pool.give(request.buffer)
+            if route is not None and block.length == route.block_size:
+                self._crowding.saw(block)
+            queued, started, done = request.times
+            self.outcome.submit_seconds.append(started - queued)
+            self.outcome.complete_seconds.append(done - started)
+            self._advance(block.length)
+
+    def _check(self, completion: Completion) -> None:
+        request, error = completion.request, completion.error
+        if error is None:
+            if completion.transferred == request.length:
+                self.outcome.engine_bytes += request.length
+                return
+            raise OSError(
+                errno.EIO, f"only {completion.transferred} of {request.length} bytes were written"
+            )
+        refused = isinstance(error, OSError) and error.errno == errno.EINVAL
+        if self._route is None or not refused or request.fd != self._file.direct_fd:
+            raise error
+        # The block is prepared; the file system takes it only through the page cache.
+        route = self._take(self._route.refused())
+        _log.debug("%s; going on through the page cache", route.fallback)
+        self._write_cached(request.view, request.offset)
+
+    @trace.traced("write tail (page cache)")
+    def _write_cached(self, view: memoryview, offset: int) -> None:
+        self.outcome.plain_bytes += len(view)
+        write_all(self._file.fd, [view], offset)
+
+    def _write_without_engine(self, parts: Sequence[Part], nbytes: int) -> None:
+        write_buffered(self._file.fd, parts)
+        self.outcome.add_plain(parts)
+        self._advance(nbytes)
+
+    def _advance(self, nbytes: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(nbytes)
+
+
+class RequestQueue:
+    """An engine, its staging buffers, and the requests it is given; for one thread.
+
+    Attributes:
+        engine: moves the blocks.
+        pool: buffers for them; whoever reaps a request gives its buffer back.
+    """
+
+    def __init__(self, engine: Engine, pool: BufferPool) -> None:
+        """Take an engine that is open on the pool's buffers."""
+        self.engine = engine
+        self.pool = pool
+        self._batch: list[Request] = []
+        self._in_flight = 0
+
+    @classmethod
+    def open(cls, route: Route, devices: DeviceBlocks | None = None) -> RequestQueue:
+        """Start the engine of a route on as many buffers as it says.
+
+        Args:
+            route: one with an engine.
+            devices: have buffers of their own, if there are any.
+
+        Raises:
+            EngineUnavailableError: it cannot run here.
+            MemoryError, OSError: there is no memory or no descriptor left.
+        """
+        if route.engine is None:
+            raise EngineError("the route has no engine")
+        engine = create(route.engine, route.threads)
+        ends = [engine.close]
+        try:
+            pool: BufferPool | None = devices.open_ring(engine) if devices is not None else None
+            if pool is None:
+                pool = engine.allocate(route.queue_depth, route.block_size)
+            ends.append(pool.close)
+            engine.open(pool.buffers, len(pool.buffers))
+        except BaseException:
+            finish(*ends)
+            raise
+        return cls(engine, pool)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are requests that nobody reaped yet."""
+        return bool(self._batch) or self._in_flight > 0
+
+    def add(self, request: Request) -> None:
+        """Take a request, for the next batch."""
+        self._batch.append(request)
+
+    def submit(self) -> None:
+        """Give the engine what was added."""
+        if self._batch:
+            batch, self._batch = self._batch, []
+            self._in_flight += len(batch)
+            with trace.step("submit"):
+                self.engine.submit(batch)
+
+    def reap(self) -> list[Completion]:
+        """Return requests that ended, at least one."""
+        self.submit()
+        with trace.step("wait for blocks"):
+            finished = self.engine.wait(1)
+        self._in_flight -= len(finished)
+        return finished
+
+    @trace.traced("stop engine")
+    def stop(self) -> None:
+        """Drop what has not started, and wait for what has. Idempotent."""
+        self.engine.close()
+        self._batch = []

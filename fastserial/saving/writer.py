@@ -19,9 +19,15 @@ from fastserial.checksums import CrcLedger
 from fastserial.config import Config, current
 from fastserial.config.performance import GATHERED, GiB
 from fastserial.errors import WriteError, name_in
-from fastserial.files import linux
-from fastserial.files.in_place import open_target
-from fastserial.files.targets import FileTarget, PathTarget, Target, writable_target
+from fastserial.files.destination import (
+    CallersFile,
+    Destination,
+    open_destination,
+    required,
+    save_error,
+)
+from fastserial.files.replacement import Replacement
+from fastserial.files.targets import FileTarget, Target
 from fastserial.formats.extents import Extent, Hole, Literal
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipPlan
@@ -31,7 +37,6 @@ from fastserial.memory.storages import synchronize
 from fastserial.progress import progress_bar
 from fastserial.reports import Latency, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.save_errors import save_error
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +59,7 @@ class FastFileWriter:
 
     def __init__(
         self,
-        target: str | os.PathLike[str] | BinaryIO | Target | None = None,
+        target: str | os.PathLike[str] | BinaryIO | Replacement | CallersFile | None = None,
         config: Config | WriterOptions | None = None,
         *,
         file_path: str | os.PathLike[str] | None = None,
@@ -63,21 +68,22 @@ class FastFileWriter:
         """Open a writer.
 
         Args:
-            target: a path, or an open plain file on a regular file.
+            target: a path, or an open plain file on a regular file; or what `open_destination`
+                made of one.
             config: options; by default those in force (`install`, `options`, environment). Also
                 DeepSpeed's `FastFileWriterConfig`: its handle and buffer are used then.
             file_path: what DeepSpeed's FastFileWriter calls `target`.
             container: what the file will hold, for the report.
 
         Raises:
-            WriteError: the target cannot be written (it is an `OSError` and a `RuntimeError`).
+            WriteError: the target cannot be written (it is an `OSError` and a `RuntimeError`), or
+                only by torch: no file can be replaced there, or it is no plain file.
             TypeError: neither or both of `target` and `file_path` are given.
         """
         self._discarded = False
         if (target is None) is (file_path is None):
             raise TypeError("give a FastFileWriter one target")
         given: Any = target if target is not None else file_path
-        self._target = target = given if isinstance(given, Target) else writable_target(given)
         if config is not None and not isinstance(config, Config):
             from fastserial.engines.deepspeed.writer_config import options_of  # rarely wanted
 
@@ -89,19 +95,17 @@ class FastFileWriter:
         self._container = container
         self._needed: int | None = None
         self._report: SaveReport | None = None
-        try:
-            self._place = place = open_target(target, self._config.durable)
-        except OSError as error:
-            raise save_error(error, target, None, None) from error
-        self._target = place.target
-        self._bar = progress_bar(self._config.progress, target.name)
+        if not isinstance(given, Replacement | CallersFile):
+            given = required(open_destination(given, self._config.durable), given)
+        self._place: Destination = given
+        self._target: Target = self._place.target
+        self._bar = progress_bar(self._config.progress, self.name)
         self._out = ExtentWriter(
-            place.fd,
+            self._place.fd,
             self._config,
             self._bar.update,
-            may_be_locked=place.shared,
-            sequential=place.sequential,
-            owner=place,
+            may_be_locked=self._place.shared,
+            owner=self._place,
         )
         self._written = 0  # bytes passed on
         self._gathered = bytearray()
@@ -129,11 +133,6 @@ class FastFileWriter:
         """What the save did, once the writer is closed."""
         return self._report
 
-    @property
-    def replaces(self) -> bool:
-        """Whether a new file is made, so that the previous one is there until `close`."""
-        return isinstance(self._target, PathTarget)
-
     def file_path(self) -> str:
         """Return the `name`; DeepSpeed's name for it."""
         return self.name
@@ -144,15 +143,15 @@ class FastFileWriter:
         Bytes, seconds, and "GB/s" for GiB per second. `aio_bytes` are the engine's, `slow_bytes`
         those written without it. More is in `report`.
         """
-        tally, seconds = self._out.tally, self._phases["transfer"]
-        nbytes = self.tell() - tally.skipped
+        outcome, seconds = self._out.outcome, self._phases["transfer"]
+        nbytes = self.tell() - outcome.skipped_bytes
         return {
             "path": self.name,
             "bytes": nbytes,
             "write_secs": seconds,
             "write_GB/s": nbytes / seconds / GiB if seconds else 0.0,
-            "aio_bytes": tally.engine,
-            "slow_bytes": tally.plain,
+            "aio_bytes": outcome.engine_bytes,
+            "slow_bytes": outcome.plain_bytes,
         }
 
     def _dump_state(self) -> None:
@@ -358,8 +357,9 @@ class FastFileWriter:
         self._needed = self.tell() + nbytes
         with _Guarded(self):
             self._place.begin()
-            self._reserve(extents, self._needed)
-            self._out.expect(self._needed)
+            self._bar.expect(self._needed)
+            holes = any(type(extent.source) is Hole for extent in extents)
+            self._out.expect(self._needed, None if holes else self._place.start)
             self._gather()
             self._pass_on(extents, nbytes, ledger)
         self._add_transfer(began)
@@ -369,18 +369,6 @@ class FastFileWriter:
     ) -> None:
         self._out.write(extents, ledger, self._place.start + self._written)
         self._written += nbytes
-
-    def _reserve(self, extents: Sequence[Extent], needed: int) -> None:
-        """Reserve space for all that is known to come, unless it is little or has holes."""
-        self._bar.expect(needed)
-        config = self._config
-        if not config.preallocate or needed <= config.small_file:
-            return
-        if any(type(extent.source) is Hole for extent in extents):
-            return
-        if self._place.sequential or self._out.compression is not None:
-            return
-        linux.preallocate(self._place.fd, self._place.start, needed)
 
     def _gather(self) -> None:
         if self._gathered:
@@ -405,26 +393,26 @@ class FastFileWriter:
             raise save_error(error, self._target, self._place, self._needed) from error
 
     def _publish(self) -> None:
-        out, config = self._out, self._config
+        outcome, config = self._out.outcome, self._config
         seconds = perf_counter() - self._began
         self._phases["serialize"] = max(0.0, seconds - sum(self._phases.values()))
         self._report = SaveReport(
             path=self.name,
             container=self._container,
-            bytes=self._written - out.tally.skipped,
+            bytes=self._written - outcome.skipped_bytes,
             seconds=seconds,
-            engine=out.engine_name,
-            direct=out.direct,
+            engine=outcome.engine,
+            direct=outcome.direct,
             durable=self._place.durable,
-            fallback=self._place.fallback or out.fallback,
+            fallback=self._place.fallback or outcome.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
             phases=self._phases,
-            transfer=out.transfer.word,
-            transfer_why=out.transfer.why,
-            submit=Latency.of(out.submit_seconds),
-            complete=Latency.of(out.complete_seconds),
+            transfer=outcome.transfer.word,
+            transfer_why=outcome.transfer.why,
+            submit=Latency.of(outcome.submit_seconds),
+            complete=Latency.of(outcome.complete_seconds),
         )
         publish_save(self._report, config.on_report)
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Collection, Iterator
 
 from fastserial.errors import CheckpointFileError, ConfigError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 
 __all__ = ["CheckpointFolder"]
@@ -99,7 +100,7 @@ class CheckpointFolder:
         except OSError:
             return False
         try:
-            read_directory(fd, os.fstat(fd).st_size, headers=False)
+            read_directory(DescriptorSource(fd), headers=False)
         except (OSError, CheckpointFileError):
             return False
         finally:

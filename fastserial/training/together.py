@@ -25,6 +25,7 @@ from fastserial.distributed.group import Traffic, collective
 from fastserial.distributed.loader import load
 from fastserial.distributed.walk import is_live, is_sharded, leaves
 from fastserial.errors import CheckpointFileError, UnreadableCheckpointError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.overlap.asynchronous import Kind
@@ -280,7 +281,7 @@ def _refusal(path: str) -> Exception | None:
     try:
         with Descriptors() as files:
             fd = files.open(path, os.O_RDONLY)
-            for record in read_places(fd, os.fstat(fd).st_size).records:
+            for record in read_places(DescriptorSource(fd)).records:
                 if record.name.startswith("data/") or not record.crc:
                     continue
                 found = crc32(os.pread(fd, record.size, record.data_offset))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import io
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from fastserial.checkpoints.verify.purpose import is_whole_pickle
+from fastserial.formats.source import BytesSource
 from fastserial.formats.zip.directory import read_directory
 
 
@@ -25,13 +25,9 @@ from fastserial.formats.zip.directory import read_directory
         (b"of another module", True),
     ],
 )
-def test_pickles(tmp_path: Path, pickle: bytes, whole: bool) -> None:
-    path = tmp_path / "a.pt"
-    with zipfile.ZipFile(path, "w") as archive:
+def test_pickles(pickle: bytes, whole: bool) -> None:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("a/data.pkl", pickle)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        record = read_directory(fd, path.stat().st_size).records[0]
-        assert is_whole_pickle(fd, record) is whole
-    finally:
-        os.close(fd)
+    source = BytesSource(out.getvalue())
+    assert is_whole_pickle(source, read_directory(source).records[0]) is whole

@@ -21,6 +21,7 @@ from fastserial.checkpoints import load as loading
 from fastserial.checkpoints import verify as verification
 from fastserial.distributed import FastStorageReader
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.loading.zip_reader import FastZipReader
 
@@ -88,7 +89,7 @@ def test_a_record_that_is_longer_than_its_storage() -> None:
     with tempfile.TemporaryFile() as real:
         real.write(file.getvalue())
         real.flush()
-        directory = read_directory(real.fileno())
+        directory = read_directory(DescriptorSource(real.fileno()))
     for damage, data in ((False, bytes(1000)), (True, bytes(999) + b"x")):
         reader = FastZipReader(EarlierTorch(data), "a.pt", 10**6, directory, verify=True)
         context = pytest.raises(CorruptCheckpointError, match="data/0") if damage else nullcontext()

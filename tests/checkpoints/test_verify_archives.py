@@ -22,6 +22,7 @@ from support.identity import digest, stock
 import fastserial
 from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.config import Config
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 
 SMALL = Config(block_size=4096, queue_depth=3, threads=2)
@@ -47,7 +48,7 @@ def spoiled(path: Path) -> Path:
     """Change a byte of the largest record."""
     data = bytearray(path.read_bytes())
     with path.open("rb") as file:
-        records = read_directory(file.fileno()).records
+        records = read_directory(DescriptorSource(file.fileno())).records
     largest = max(records, key=lambda record: record.compressed_size)
     data[(largest.data_offset + largest.data_end) // 2] ^= 0x10
     path.write_bytes(data)

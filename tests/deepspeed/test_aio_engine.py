@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.transfers import BLOCK, drive, write
 
 import fastserial
 from fastserial.engines.deepspeed import aio_op
@@ -20,7 +21,6 @@ from fastserial.engines.deepspeed import engine as engine_module
 from fastserial.engines.deepspeed.aio_op import AioSettings
 from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import WriteError
-from fastserial.testing import BLOCK, drive, write
 
 MIB = 1 << 20
 _PROGRAMS = Path(__file__).parents[1] / "programs"

@@ -199,7 +199,7 @@ def test_upstream_fast_writer(
 
 def test_upstream_fast_writer_does_not_find_its_files(launch: Launch, tmp_path: Path) -> None:
     """With all of that worked round, files are named `….pt-0.1`, and loading looks for `….pt`."""
-    at = ["--stage", 0, "--folder", tmp_path, "--config", REPLICA, "--repair", "--bf16"]
+    at = ["--stage", 0, "--folder", tmp_path, "--config", REPLICA, "--views", "--bf16"]
     said = launch(1, *at, "--steps", 2, "--save-at", 1, env=PINNED)
     check_exit(said)
     assert [path.name for path in (tmp_path / "global_step1").iterdir()] == [
@@ -227,7 +227,7 @@ def again(value: object) -> bytes:
 def test_decoupled(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`FASTSERIAL=1` patches it, `install()` in its parent does not; the files are the same."""
     how = ["--stage", 3, *SHORT[:3]]  # under ZeRO 3 its files have the names that are looked for
-    own = ["--save-at", 1, "--config", DECOUPLED, "--repair", "--destroy"]
+    own = ["--save-at", 1, "--config", DECOUPLED, "--views", "--destroy"]
     saved: dict[str, dict[str, bytes]] = {}
     for variable, via in ("1", "stock"), ("", "install"):
         monkeypatch.setenv("FASTSERIAL", variable)

@@ -1,7 +1,7 @@
-"""DeepSpeed's own FastFileWriter as `f` of `torch.save`, as it is and repaired.
+"""DeepSpeed's own FastFileWriter as `f` of `torch.save`, and ours in its place.
 
 Tests named `test_upstream_*` show a fault of DeepSpeed's. One that fails means it was mended: then
-`docs/deepspeed.md` and the compatibility layer are due for a change.
+`docs/deepspeed.md` is due for a change.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 import deepspeed.io.fast_file_writer as upstream
 import pytest
 import torch
+from byte_views import ByteViews
 from deepspeed.io import FastFileWriter, FastFileWriterConfig
 
 import fastserial
-from fastserial.integrations import deepspeed_compat
-from fastserial.integrations.deepspeed_compat import repaired
 
 MIB = 1 << 20
 FORMATS = {"zip": True, "legacy": False}
@@ -45,7 +44,7 @@ def config(make_handle: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def buildable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their class, unchanged but for the op that CPU lacks."""
-    monkeypatch.setattr(upstream, "UtilsBuilder", deepspeed_compat._ByteViews)
+    monkeypatch.setattr(upstream, "UtilsBuilder", ByteViews)
 
 
 def state(seed: int = 0, nbytes: int = 3 * MIB) -> dict[str, torch.Tensor]:
@@ -75,19 +74,10 @@ def stock_bytes(obj: Any, fmt: str) -> bytes:
     return buffer.getvalue()
 
 
-# --- repaired ---------------------------------------------------------------------------------
+# --- theirs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_stock_bytes(fmt: str, double: bool, config: Callable[..., Any], tmp_path: Path) -> None:
-    obj = state()
-    with repaired():
-        writer = their_save(obj, tmp_path / "a.pt", config(double_buffer=double), fmt)
-    assert (tmp_path / "a.pt").read_bytes() == stock_bytes(obj, fmt)
-    assert writer._stats["bytes"] == (tmp_path / "a.pt").stat().st_size
-
-
+@pytest.mark.usefixtures("buildable")
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_storages_come_in_one_call(
     fmt: str, config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,56 +92,19 @@ def test_storages_come_in_one_call(
 
     monkeypatch.setattr(FastFileWriter, "save_torch_storage_object_list", spy)
     obj = state()
-    with repaired():
-        their_save(obj, tmp_path / "a.pt", config(), fmt)
+    their_save(obj, tmp_path / "a.pt", config(), fmt)
     assert calls == ([len(obj)] if fmt == "legacy" else [])
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_overwriting(fmt: str, config: Callable[..., Any], tmp_path: Path) -> None:
-    """A shorter file over a longer one."""
-    path = tmp_path / "a.pt"
-    path.write_bytes(os.urandom(5 * MIB))
-    obj = state()
-    with repaired():
-        their_save(obj, path, config(), fmt)
-    assert path.read_bytes() == stock_bytes(obj, fmt)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_full_disk(fmt: str, config: Callable[..., Any], small_disk: Path) -> None:
-    """`close` or the hand-over raises."""
-    with repaired(), pytest.raises(OSError, match="No space left"):
-        their_save(state(nbytes=40 * MIB), small_disk / "a.pt", config(), fmt)
-    gc.collect()
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_large_sectors(fmt: str, config: Callable[..., Any], large_sectors: Path) -> None:
-    obj = state()
-    with repaired():
-        their_save(obj, large_sectors / "a.pt", config(), fmt)
-    assert (large_sectors / "a.pt").read_bytes() == stock_bytes(obj, fmt)
-
-
-def test_repair_is_undone() -> None:
-    before = dict(vars(FastFileWriter)), upstream.UtilsBuilder
-    with repaired():
-        deepspeed_compat.repair()
-        assert upstream.UtilsBuilder is not before[1]
-        assert vars(FastFileWriter)["close"] is not before[0]["close"]
-    deepspeed_compat.restore()
-    assert (dict(vars(FastFileWriter)), upstream.UtilsBuilder) == before
 
 
 # --- ours in its place ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("buildable")
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_our_writer_takes_their_config(
     fmt: str, config: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """No repair, the old file replaced as a whole, the same names in the statistics."""
+    """The old file replaced as a whole, the same names in the statistics."""
     obj, path = state(nbytes=12 * MIB), tmp_path / "a.pt"  # larger than `small_file`
     path.write_bytes(os.urandom(5 * MIB))
     writer = fastserial.FastFileWriter(file_path=str(path), config=config())
@@ -162,9 +115,8 @@ def test_our_writer_takes_their_config(
     report = fastserial.last_save_report()
     assert report is not None
     assert (report.engine, report.direct) == ("deepspeed", True)
-    with repaired():
-        theirs = their_save(obj, tmp_path / "theirs.pt", config(), fmt)
-        theirs._dump_state()  # completes the statistics
+    theirs = their_save(obj, tmp_path / "theirs.pt", config(), fmt)
+    theirs._dump_state()  # completes the statistics
     assert set(writer.get_stats()) <= set(theirs._stats)
     assert writer.get_stats()["bytes"] == theirs._stats["bytes"]
     assert writer.get_stats()["path"] == str(path)

@@ -66,6 +66,14 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def give_views() -> None:
+    """Give DeepSpeed's own writer the op that CPU lacks."""
+    import deepspeed.io.fast_file_writer as upstream
+    from byte_views import ByteViews
+
+    upstream.UtilsBuilder = ByteViews
+
+
 def batch(step: int, rank: int) -> torch.Tensor:
     """Tokens of a step: rows that count up."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -108,7 +116,7 @@ def main() -> None:
     parser.add_argument("--full-disk-on", type=int, help="the rank whose disk is full")
     parser.add_argument("--slow-rank", type=int, help="the rank whose saves take 3 s more")
     parser.add_argument("--compare", help="a folder that stock DeepSpeed saves to, too")
-    parser.add_argument("--repair", action="store_true", help="repair DeepSpeed's own writer")
+    parser.add_argument("--views", action="store_true", help="their writer's op, on CPU, too")
     options = parser.parse_args()
 
     torch.manual_seed(7)
@@ -123,10 +131,8 @@ def main() -> None:
         fastserial.install(strict=True)
     if options.via == "config":
         fast.install()
-    if options.repair:
-        from fastserial.integrations.deepspeed_compat import repair
-
-        repair()
+    if options.views:
+        give_views()
     model = Model(options.experts)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if options.experts:
@@ -302,9 +308,7 @@ def say(rank: int, **values: Any) -> None:
 if __name__ == "__mp_main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
     multiprocessing.util.Finalize(None, tell, exitpriority=0)
-    if "--repair" in sys.argv:
-        from fastserial.integrations.deepspeed_compat import repair
-
-        repair()
+    if "--views" in sys.argv:
+        give_views()
 elif __name__ == "__main__":
     main()

@@ -87,14 +87,21 @@ def test_torchs_own_way_is_told_with_its_reason_and_the_remedy(tmp_path: Path) -
     assert "2 torch's own way: not a plain file object -> give torch.save a path" in text
 
 
-def test_what_was_not_the_fastest_way(tmp_path: Path) -> None:
+def test_what_cannot_be_replaced_is_torchs(tmp_path: Path) -> None:
     path = tmp_path / "held"
-    with open(path, "wb"):  # this process has it open: it is overwritten
+    with open(path, "wb"):
         torch.save(LARGE, path)
     found = fastserial.summary().saves
+    assert (found.count, found.by_torch) == (1, 1)
+    assert found.why_torch[0].reason.startswith("this process has the file open")
+    assert found.why_torch[0].remedy
+
+
+def test_what_was_not_the_fastest_way(tmp_path: Path) -> None:
+    with fastserial.options(direct=False):
+        torch.save(LARGE, tmp_path / "a")
+    found = fastserial.summary().saves
     assert (found.count, found.by_torch) == (1, 0)
-    assert found.why_slower[0].reason.startswith("this process has the file open")
-    assert found.why_slower[0].remedy
 
 
 def test_a_failed_save_does_not_count(tmp_path: Path) -> None:
@@ -119,7 +126,7 @@ def _reasons() -> Iterator[tuple[str, str]]:
             values: list[ast.expr] = []
             if isinstance(node, ast.Call) and node.args:
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                if name in ("StockWay", "in_place", "add_torchs"):
+                if name in ("StockWay", "CannotReplace", "CannotKeep", "add_torchs"):
                     values = [node.args[0]]
             elif isinstance(node, ast.Assign):
                 if getattr(node.targets[0], "attr", "") == "fallback":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -45,6 +46,12 @@ def copy(source: Path, target: Path, *items: str) -> Path:
     return target
 
 
+def said(folder: Path, count: int) -> Path:
+    """Write what says how many ranks there were."""
+    (folder / "metadata.pkl").write_bytes(pickle.dumps({"metadata": {}, "world_size": count}))
+    return folder
+
+
 def write(folder: Path, item: str, *values: Any) -> Path:
     """Save a value of each rank."""
     folder.mkdir(exist_ok=True)
@@ -75,7 +82,7 @@ def refused(folder: Path, match: str, key: str = "") -> None:
 @pytest.mark.parametrize("count", SEVERAL)
 def test_every_placement(saved: dict[int, Path], count: int, tmp_path: Path) -> None:
     target = tmp_path / "placed.pt"
-    assert convert(saved[count], target, key="placed").source == "torch_checkpointing"
+    assert convert(saved[count], target, key="placed", ranks=True).source == "torch_checkpointing"
     found = torch.load(target)
     assert len(found) == {1: 19, 2: 19, 4: 19 + 66 + 60 + 3}[count]
     for key, tensor in found.items():
@@ -91,19 +98,19 @@ def test_an_fsdp_model_in_every_container(
     saved: dict[int, Path], count: int, tmp_path: Path
 ) -> None:
     """The same, however many ranks saved it."""
-    convert(saved[1], tmp_path / "one.pt", key="model")
+    convert(saved[1], tmp_path / "one.pt", key="model", ranks=True)
     expected = torch.load(tmp_path / "one.pt")
     assert list(expected) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     source = saved[count]
-    convert(source, tmp_path / "zip.pt", key="model", verify=True)
+    convert(source, tmp_path / "zip.pt", key="model", verify=True, ranks=True)
     found = torch.load(tmp_path / "zip.pt")
     assert type(found) is type(expected)
     assert found._metadata == expected._metadata
-    convert(source, tmp_path / "m.safetensors", key="model")
-    convert(source, tmp_path / "shards", key="model", shard_nbytes=64)
+    convert(source, tmp_path / "m.safetensors", key="model", ranks=True)
+    convert(source, tmp_path / "shards", key="model", shard_nbytes=64, ranks=True)
     assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
     convert(tmp_path / "shards", tmp_path / "again.pt")
-    convert(source, tmp_path / "dcp", "dcp", key="model")
+    convert(source, tmp_path / "dcp", "dcp", key="model", ranks=True)
     folder = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process
@@ -114,7 +121,7 @@ def test_an_fsdp_model_in_every_container(
     again = torch.load(tmp_path / "again.pt")
     assert all(same_bytes(again[key], tensor) for key, tensor in expected.items())
     with pytest.raises(ConvertError, match=r"'model' alone: key='model'"):
-        convert(copy(source, tmp_path / "c", "model"), tmp_path / "x.safetensors")
+        convert(copy(source, tmp_path / "c", "model"), tmp_path / "x.safetensors", ranks=True)
 
 
 def test_items_are_the_first_level(saved: dict[int, Path], tmp_path: Path) -> None:
@@ -133,7 +140,7 @@ def test_items_are_the_first_level(saved: dict[int, Path], tmp_path: Path) -> No
 
 
 def test_a_rank_that_is_missing(saved: dict[int, Path], tmp_path: Path) -> None:
-    folder = copy(saved[4], tmp_path / "c", "placed", "plain")
+    folder = said(copy(saved[4], tmp_path / "c", "placed", "plain"), 4)
     assert verify(folder).ok
     (folder / "placed_3.pt").unlink()
     report = verify(folder)
@@ -157,7 +164,7 @@ def test_files_that_were_exchanged(saved: dict[int, Path], tmp_path: Path) -> No
 
 def test_replicas_that_differ(saved: dict[int, Path], tmp_path: Path) -> None:
     """A bit of one of them, under a checksum that fits: no other file tells that it is wrong."""
-    folder = copy(saved[2], tmp_path / "c", "placed")
+    folder = said(copy(saved[2], tmp_path / "c", "placed"), 2)
     value = torch.load(folder / "placed_1.pt", weights_only=False)
     value["5 on a line 0"]._local_tensor.view(torch.uint8)[77, 3] ^= 1
     with (folder / "placed_1.pt").open("wb") as file:
@@ -289,14 +296,16 @@ def test_mesh_dimensions_in_an_order_of_their_own(saved: dict[int, Path], tmp_pa
 
 
 def test_a_flipped_bit(saved: dict[int, Path], tmp_path: Path) -> None:
-    folder = copy(saved[2], tmp_path / "c", "placed", "plain")
+    folder = said(copy(saved[2], tmp_path / "c", "placed", "plain"), 2)
     data = (folder / "placed_1.pt").read_bytes()
     flip(folder / "placed_1.pt", len(data) // 2)
     report = verify(folder)
     assert report.status == "damaged"
     assert {problem.file for problem in report.problems} == {"placed_1.pt"}
-    with pytest.raises(CorruptCheckpointError, match=re.escape(str(folder / "placed_1.pt"))):
-        convert(folder, tmp_path / "refused.pt", verify=True)
+    for manifest in (True, False):
+        with pytest.raises(CorruptCheckpointError, match=re.escape(str(folder / "placed_1.pt"))):
+            convert(folder, tmp_path / "refused.pt", verify=True, ranks=not manifest)
+        (folder / "metadata.pkl").unlink(missing_ok=True)
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
@@ -311,7 +320,7 @@ def test_memory(name: str, tmp_path: Path) -> None:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = status("VmRSS")
-    convert(folder, tmp_path / name, key="large")
+    convert(folder, tmp_path / name, key="large", ranks=True)
     assert status("VmHWM") - before < 96 << 20
     assert (tmp_path / name).stat().st_size > 256 << 20
     for path in (*folder.iterdir(), tmp_path / name):

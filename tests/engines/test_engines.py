@@ -10,6 +10,7 @@ from time import monotonic, sleep
 
 import pytest
 import torch
+from support.engine_tests import EngineTests
 
 import fastserial
 from fastserial import engines
@@ -19,7 +20,6 @@ from fastserial.engines.io_uring import IoUringEngine
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import ConfigError
-from fastserial.testing import EngineTests
 
 
 class TestThreads(EngineTests):

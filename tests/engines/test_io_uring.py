@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.transfers import BLOCK, drive, into, noise, read, wait_for, write
 
 import fastserial
 from fastserial.engines import Engine, Op, Request, io_uring
 from fastserial.engines.io_uring import IoUringEngine
 from fastserial.memory.buffers import BufferPool
-from fastserial.testing.transfers import BLOCK, drive, into, noise, read, wait_for, write
 
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 _MISSING = IoUringEngine.unavailable()

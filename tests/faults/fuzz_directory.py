@@ -19,7 +19,8 @@ import atheris
 with atheris.instrument_imports(include=["fastserial"]):
     from fastserial.checkpoints import inspect, verify
     from fastserial.config import Config
-    from fastserial.formats import tensors
+    from fastserial.formats import dcp, safetensors, tensors
+    from fastserial.formats.legacy import structure
     from fastserial.formats.zip import directory
 
 from damage import originals
@@ -27,28 +28,34 @@ from damage import originals
 from fastserial.errors import CheckpointFileError, PickleLimitError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles import Limits, decode
+from fastserial.formats.source import BytesSource
 
 _CONFIG = Config(block_size=4096, queue_depth=1, threads=1)
 _LIMITS = Limits(memory=64 << 20, seconds=5, visits=100_000)
-_FD = os.memfd_create("fuzzed")
-_PATH = f"/proc/self/fd/{_FD}"
+_PATH = os.path.join(tempfile.mkdtemp(prefix="fastserial-fuzz-"), "x.pt")
 
 
 def one_input(data: bytes) -> None:
     """Let every parser have a look."""
-    os.ftruncate(_FD, 0)
-    os.pwrite(_FD, data, 0)
+    source = BytesSource(data)
     for headers in (True, False):
-        try:
-            for record in directory.read_directory(_FD, headers=headers).records:
+        with contextlib.suppress(CheckpointFileError):
+            for record in directory.read_directory(source, headers=headers).records:
                 if not 0 < record.data_offset <= record.data_end <= len(data):
                     raise AssertionError(record)
-        except CheckpointFileError:
-            pass
+    for parse in (
+        lambda: tensors.outline(decode(ByteStream(source), _LIMITS)),
+        lambda: structure.read_legacy(source, _LIMITS),
+        lambda: safetensors.read_header(source),
+        lambda: safetensors.read_metadata(source),
+        lambda: dcp.parse(source, "x"),
+    ):
+        with contextlib.suppress(CheckpointFileError, PickleLimitError):
+            parse()
+    with open(_PATH, "wb") as file:
+        file.write(data)
     with contextlib.suppress(CheckpointFileError, PickleLimitError):
         inspect.inspect(_PATH, _LIMITS)
-    with contextlib.suppress(CheckpointFileError, PickleLimitError):
-        tensors.outline(decode(ByteStream(lambda o, n: data[o : o + n], 0, len(data)), _LIMITS))
     verify.verify(_PATH, _CONFIG)
 
 

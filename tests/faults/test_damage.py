@@ -23,6 +23,7 @@ from fastserial.checkpoints.verify import verify
 from fastserial.checkpoints.verify import zip as zip_check
 from fastserial.config import Config
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.proof("damaged files")]
@@ -138,7 +139,7 @@ def test_damaged_files(watched: Watched, dice: random.Random, proof: Proof, tria
             inspect(watched.path)
         fd = os.open(watched.path, os.O_RDONLY)
         try:
-            for record in read_directory(fd, headers=False).records:
+            for record in read_directory(DescriptorSource(fd), headers=False).records:
                 assert 0 < record.data_offset <= record.data_end <= len(file.data)
         except CheckpointFileError:
             pass

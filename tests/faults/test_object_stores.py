@@ -12,12 +12,15 @@ from mounts import Lab, need
 from support.identity import difference, fast, stock
 
 import fastserial
-from fastserial import FastFileWriter
+from fastserial import FastFileWriter, WriteError, summary
+from fastserial.files.durable import replace_text
+from fastserial.reports import SAVES
 
 pytestmark = pytest.mark.timeout(300)
 
 _IN_ORDER = "the file system only takes the bytes of a file sequentially"
 _NO_RENAME = "the file system cannot rename a file over another"
+_NO_SYNC = "the file system cannot sync a file"
 _STATES: list[dict[str, Any]] = [
     {"a": torch.arange(3000.0)},
     {"a": torch.arange(3_000_000.0), "b": [torch.full((70_000,), i) for i in range(5)]},
@@ -39,19 +42,19 @@ def mounted(lab: Lab, *options: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "fallback"),
+    ("options", "by_torch"),
     [
         (["--sequential"], _IN_ORDER),
         (["--sequential", "--no-unlink"], _IN_ORDER),
         (["--no-rename"], _NO_RENAME),
         (["--no-replace"], _NO_RENAME),
-        (["--no-sync"], "the file system cannot sync a file"),
+        (["--no-sync"], None),
         (["--no-link-counts"], None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_lacks_something(
-    options: list[str], fallback: str | None, use_zip: bool, lab: Lab
+    options: list[str], by_torch: str | None, use_zip: bool, lab: Lab
 ) -> None:
     """New files, and files over others; no other file is there afterwards."""
     folder = mounted(lab, *options)
@@ -63,13 +66,17 @@ def test_what_lacks_something(
             torch.save(state, path, _use_new_zipfile_serialization=use_zip)
         for durable in (True, False):
             with fast(durable=durable):
+                SAVES.clear()
                 torch.save(state, path, _use_new_zipfile_serialization=use_zip)
+                (reason,) = [way.reason for way in summary().saves.why_torch] or [None]
+            assert reason == by_torch
             assert difference(kept.read_bytes(), path.read_bytes()) is None
-            report = fastserial.last_save_report()
-            assert report is not None
-            if durable or "--no-sync" not in options:
-                assert report.fallback == fallback
-            assert report.durable is (durable and "--no-sync" not in options)
+            if by_torch is None:
+                report = fastserial.last_save_report()
+                assert report is not None
+                assert report.durable is (durable and "--no-sync" not in options)
+                synced = not durable or "--no-sync" not in options
+                assert report.fallback == (None if synced else _NO_SYNC)
         new = folder / "new" / path.name
         new.parent.mkdir(exist_ok=True)
         with fast():
@@ -81,24 +88,17 @@ def test_what_lacks_something(
         assert sorted(os.listdir(place)) == [*names, "new"]
 
 
-def test_a_stream_of_writes_in_order(lab: Lab) -> None:
-    """More than is kept in memory, in pieces of all sizes."""
-    path = mounted(lab, "--sequential") / "x"
-    pieces = [bytes([i]) * (10 ** (i % 7)) * 3 for i in range(40)]
-    with FastFileWriter(path) as writer:
-        for piece in pieces:
-            writer.write(piece)
-            assert len(writer._gathered) < 65536
-    assert path.read_bytes() == b"".join(pieces)
-
-
-def test_what_cannot_be_pickled_costs_nothing(lab: Lab) -> None:
-    path = mounted(lab, "--sequential") / "x.pt"
-    path.write_bytes(b"old")
-    with fast(), pytest.raises((AttributeError, TypeError)):
-        torch.save({"a": torch.zeros(10), "b": lambda: None}, path)
-    assert path.read_bytes() == b"old"
-    assert os.listdir(path.parent) == ["x.pt"]
+@pytest.mark.parametrize("option", ["--sequential", "--no-rename", "--no-replace"])
+def test_who_has_no_stock_behind_it(option: str, lab: Lab) -> None:
+    """A FastFileWriter says so and leaves nothing; small texts are written over."""
+    folder = mounted(lab, option)
+    with pytest.raises(WriteError, match="Save to another path"):
+        FastFileWriter(folder / "x")
+    assert os.listdir(folder) == []
+    for text in ("the first", "next"):
+        replace_text(str(folder / "latest"), text)
+        assert (folder / "latest").read_text() == text
+    assert os.listdir(folder) == ["latest"]
 
 
 def test_names_are_short_there(lab: Lab) -> None:

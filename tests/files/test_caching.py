@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import fastserial
 from fastserial.engines.base import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
-from fastserial.files import caching, meminfo
+from fastserial.files import caching, device_speed, meminfo
 from fastserial.files.caching import cached_fraction
 from fastserial.reports import last_load_report
 
@@ -27,9 +28,8 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
-    monkeypatch.setattr(caching, "_fast", {})
-    monkeypatch.setattr(caching, "_slow_since", {})
-    monkeypatch.setattr(caching, "TRIAL", MIB)
+    monkeypatch.setattr(device_speed, "_verdicts", {})
+    monkeypatch.setattr(device_speed, "TRIAL", MIB)
 
 
 @pytest.fixture
@@ -40,6 +40,11 @@ def path(tmp_path: Path) -> Path:
         torch.save([noise(3 * MIB), noise(5 * MIB)], file)
     chill(file)
     return file
+
+
+def verdicts() -> list[bool]:
+    """What was found out of devices, in this order."""
+    return [found.fast for found in device_speed._verdicts.values()]
 
 
 def chill(path: Path) -> None:
@@ -107,13 +112,13 @@ def saved(path: Path, state: object = None, **options: Any) -> fastserial.SaveRe
 def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None, durable: bool
 ) -> None:
-    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
     for name in ("first.pt", "second.pt"):  # the second relies on what the first measured
         report = saved(tmp_path / name, durable=durable)
         assert not report.direct
         assert report.fallback is None
         assert cached(tmp_path / name) > 0.99
-    assert list(caching._fast.values()) == [False]
+    assert verdicts() == [False]
 
 
 def test_a_device_that_was_busy_is_measured_again(
@@ -121,13 +126,30 @@ def test_a_device_that_was_busy_is_measured_again(
 ) -> None:
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
     assert not saved(tmp_path / "busy.pt").direct
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
     assert not saved(tmp_path / "soon.pt").direct
-    monkeypatch.setattr(caching, "SLOW_FOR", 0.0)
+    monkeypatch.setattr(device_speed, "SLOW_FOR", 0.0)
     assert saved(tmp_path / "later.pt").direct  # but for the beginning
-    assert list(caching._fast.values()) == [True]
+    assert verdicts() == [True]
+
+
+def test_a_device_that_was_fast_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    """It may have used up what a cloud lends it for a while."""
+    if not has_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
+    assert saved(tmp_path / "fast.pt").direct
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
+    assert saved(tmp_path / "soon.pt").direct
+    assert verdicts() == [True]
+    monkeypatch.setattr(device_speed, "FAST_FOR", 0.0)
+    assert not saved(tmp_path / "later.pt").direct
+    assert cached(tmp_path / "later.pt") > 0.99
+    assert verdicts() == [False]
 
 
 def test_short_files_are_judged_by_those_before(
@@ -136,33 +158,33 @@ def test_short_files_are_judged_by_those_before(
     """A process that saves no larger ones would never find out; nor are larger ones judged so."""
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
     device, short = tmp_path.stat().st_dev, [noise(MIB // 2)]
     assert not saved(tmp_path / "not-waited-for.pt", short, durable=False).direct
-    assert not caching._fast
+    assert not verdicts()
     assert not saved(tmp_path / "first.pt", short).direct
-    assert caching._fast == {(device, True): True}
+    assert verdicts() == [True]
     assert saved(tmp_path / "second.pt", short).direct
-    caching._fast[device, True] = False
+    device_speed._verdicts[device, True] = device_speed._Verdict(False, time.perf_counter())
     assert not saved(tmp_path / "third.pt", short).direct
     assert saved(tmp_path / "large.pt").direct  # but for the beginning
-    assert caching._fast == {(device, True): False, (device, False): True}
+    assert verdicts() == [False, True]
     assert saved(tmp_path / "fourth.pt", short).direct
 
 
 def test_nothing_is_judged_by_little_or_by_what_others_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
-    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
     assert not saved(tmp_path / "little.pt", [noise(MIB // 16)]).direct
-    assert not caching._fast
+    assert not verdicts()
     with (tmp_path / "ranks.pt").open("wb") as file:
         for last, judged in ((3 * MIB, False), (MIB // 2, True)):
-            cached_file = caching.CachedWrites(file.fileno(), True, True, True)
-            cached_file.take(0, MIB // 2)
-            cached_file.take(last, MIB // 4)
-            cached_file.conclude()
-            assert bool(caching._fast) is judged
+            trial = device_speed.Trial(file.fileno(), MIB, synced=True)
+            trial.take(0, MIB // 2)
+            trial.take(last, MIB // 4)
+            trial.conclude()
+            assert bool(verdicts()) is judged
 
 
 def test_where_a_sandbox_refuses_the_call_saves_go_on(
@@ -172,9 +194,9 @@ def test_where_a_sandbox_refuses_the_call_saves_go_on(
         ctypes.set_errno(errno.EPERM)
         return -1
 
-    monkeypatch.setattr(caching, "_sync_file_range", refused)
+    monkeypatch.setattr(device_speed, "_sync_file_range", refused)
     assert not saved(tmp_path / "f.pt").direct
-    assert not caching._fast
+    assert not verdicts()
     torch.load(tmp_path / "f.pt")
 
 
@@ -182,10 +204,10 @@ def test_what_was_not_written_does_not_count_in_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
     """`skip_data` leaves holes: a device is no faster for them."""
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
     with fast(**SMALL), torch.serialization.skip_data():
         torch.save([noise(8 * MIB), noise(8 * MIB)], tmp_path / "holes.pt")
-    assert not caching._fast
+    assert not verdicts()
 
 
 def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
@@ -195,16 +217,18 @@ def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
     if not has_direct(tmp_path) or not os.major(tmp_path.stat().st_dev):
         pytest.skip("no direct I/O here, or no block device")
     clock = iter(range(1000))  # a second for each look at the clock
-    monkeypatch.setattr(caching, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(device_speed, "perf_counter", lambda: next(clock))
     took: list[int] = []
     for flags in (0, os.O_DSYNC):
-        caching._fast.clear()
-        monkeypatch.setattr(caching, "FAST_DEVICE", 1.5 * MIB)  # for one second fast, for two slow
+        device_speed._verdicts.clear()
+        monkeypatch.setattr(
+            device_speed, "FAST_DEVICE", 1.5 * MIB
+        )  # for one second fast, for two slow
         fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | flags)
         try:
-            cached = caching.CachedWrites(fd, False, True)
-            cached.take(0, 2 * MIB)
-            took.append(cached.judge())
+            trial = device_speed.Trial(fd, 0, synced=False)
+            trial.take(0, 2 * MIB)
+            took.append(trial.judge())
         finally:
             os.close(fd)
     assert took == [True, False]
@@ -215,7 +239,7 @@ def test_on_a_fast_device_a_save_is_direct(
 ) -> None:
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
     state = [noise(3 * MIB), noise(5 * MIB)]
     assert saved(tmp_path / "first.pt", state).direct
     assert 0.05 < cached(tmp_path / "first.pt") < 0.5  # the trial
@@ -230,11 +254,11 @@ def test_saves_do_as_told(
 ) -> None:
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
     assert saved(tmp_path / "drop.pt", cache="drop").direct
     assert cached(tmp_path / "drop.pt") < 0.1
     assert saved(tmp_path / "direct.pt", direct=True).direct
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
     assert not saved(tmp_path / "keep.pt", cache="keep").direct
     assert cached(tmp_path / "keep.pt") > 0.99
 
@@ -248,10 +272,10 @@ def test_a_device_that_fails_while_it_is_written_behind(
     target.write_bytes(b"old")
 
     def failing(*_: object) -> int:
-        caching.ctypes.set_errno(errno.EIO)
+        ctypes.set_errno(errno.EIO)
         return -1
 
-    monkeypatch.setattr(caching, "_sync_file_range", failing)
+    monkeypatch.setattr(device_speed, "_sync_file_range", failing)
     with fast(**SMALL, cache=cache), pytest.raises(WriteError) as caught:
         torch.save([noise(3 * MIB), noise(5 * MIB)], target)
     assert caught.value.errno == errno.EIO
@@ -262,7 +286,7 @@ def test_a_device_that_fails_while_it_is_written_behind(
 def test_without_the_call_saves_go_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
-    monkeypatch.setattr(caching, "_sync_file_range", None)
+    monkeypatch.setattr(device_speed, "_sync_file_range", None)
     assert not saved(tmp_path / "f.pt").direct
 
 

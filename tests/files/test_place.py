@@ -24,12 +24,14 @@ import fastserial
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import MissingDirectoryError
 from fastserial.files import capabilities, linux, targets
+from fastserial.files.durable import replace_bytes
 from fastserial.files.targets import PathTarget, path_target
 from fastserial.formats.extents import Data
+from fastserial.reports import SAVES
 from fastserial.saving.fill import Part
 
 SMALL = {"x": torch.arange(1000.0)}
-HELD = "this process has the file open, so it is overwritten"
+HELD = "this process has the file open or locked"
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 
 both_formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -44,6 +46,16 @@ def fallback() -> str | None:
     report = fastserial.last_save_report()
     assert report is not None
     return report.fallback
+
+
+def why_torch() -> list[str]:
+    """Return why torch wrote files itself in this test."""
+    return [way.reason for way in fastserial.summary().saves.why_torch]
+
+
+@pytest.fixture(autouse=True)
+def counted_anew() -> None:
+    SAVES.clear()
 
 
 # -- files that this process has open ----------------------------------------------------------
@@ -62,7 +74,7 @@ def test_a_temporary_file_is_read_through_its_handle(
         with fast(**way):
             save(file.name, fmt)
         assert difference(want, file.read()) is None
-        assert fallback() == HELD
+        assert why_torch() == [HELD]
         assert os.listdir(tmp_path) == [os.path.basename(file.name)]
 
 
@@ -311,7 +323,7 @@ def test_what_a_mount_lacks_is_tried_once(tmp_path: Path, monkeypatch: pytest.Mo
     tried: list[str] = []
     real = capabilities._tried
 
-    def noting(directory: str) -> capabilities.Limit | None:
+    def noting(directory: str) -> str | None:
         tried.append(directory)
         return real(directory)
 
@@ -319,6 +331,64 @@ def test_what_a_mount_lacks_is_tried_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(capabilities, "_known", {})
     (tmp_path / "below").mkdir()
     for folder in (tmp_path, tmp_path / "below", tmp_path):
-        assert capabilities.limit_of(str(folder)) is None
+        assert capabilities.why_incapable(str(folder), 0) is None
     assert tried == [str(tmp_path)]
     assert os.listdir(tmp_path) == ["below"]
+
+
+# -- callers that have no stock behind them ----------------------------------------------------
+
+
+def test_a_writer_says_what_to_do_instead(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"old")
+    with path.open("r+b"), pytest.raises(fastserial.WriteError) as caught:
+        fastserial.FastFileWriter(path)
+    text = str(caught.value)
+    assert HELD in text
+    assert "Save to another path" in text
+    assert str(path) in text
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@both_formats
+@pytest.mark.parametrize("installed", [False, True])
+def test_fastserial_save_lets_torch_write_and_counts_once(
+    fmt: str, installed: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.pt"
+    with stock():
+        save(path, fmt)
+    want = path.read_bytes()
+    with path.open("r+b"), fast() if installed else stock():
+        assert fastserial.save(SMALL, path, zip_container=fmt == "zip") is None
+    assert difference(want, path.read_bytes()) is None
+    (why,) = fastserial.summary().saves.why_torch
+    assert (why.count, why.reason) == (1, HELD)
+    assert why.remedy == "close the file before it is saved to"
+
+
+def test_save_async_lets_torch_write_and_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with stock():
+        save(path)
+    want = path.read_bytes()
+    with path.open("r+b"), fast():
+        report = fastserial.save_async(SMALL, path).wait()
+    assert difference(want, path.read_bytes()) is None
+    assert (report.fallback, report.engine, report.durable) == (HELD, "torch", False)
+    (why,) = fastserial.summary().saves.why_torch
+    assert (why.count, why.reason) == (1, HELD)
+
+
+def test_small_files_are_written_over_what_cannot_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "latest"
+    path.write_bytes(b"something longer")
+    with path.open("r+b") as held:
+        inode = path.stat().st_ino
+        replace_bytes(str(path), b"new")
+        assert held.read() == b"new"
+    assert path.stat().st_ino == inode
+    replace_bytes(str(path), b"newer")
+    assert path.stat().st_ino != inode

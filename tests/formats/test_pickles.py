@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import decimal
 import io
 import os
@@ -14,7 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    PickleLimitError,
+    UnreadableCheckpointError,
+)
 from fastserial.formats.pickles import (
     ByteStream,
     Call,
@@ -26,8 +31,9 @@ from fastserial.formats.pickles import (
     Persistent,
     decode,
 )
+from fastserial.formats.source import BytesSource
 
-PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+PROTOCOLS = range(1, pickle.HIGHEST_PROTOCOL + 1)
 CALLABLES = {
     "set": set,
     "frozenset": frozenset,
@@ -40,11 +46,15 @@ CALLABLES = {
 
 
 def read(data: bytes, limits: Limits | None = None) -> Decoded:
-    def read_at(offset: int, length: int) -> bytes:
-        assert 0 <= offset <= offset + length <= len(data), "read outside of the pickle"
-        return data[offset : offset + length]
+    """Read from a source that has other bytes around the pickle."""
 
-    return decode(ByteStream(read_at, 0, len(data)), limits)
+    class Strict(BytesSource):
+        def read_at(self, offset: int, nbytes: int) -> bytes:
+            assert 3 <= offset <= offset + nbytes <= 3 + len(data), "read outside of the pickle"
+            return super().read_at(offset, nbytes)
+
+    found = decode(ByteStream(Strict(b"..." + data + b"..."), 3, 3 + len(data)), limits)
+    return dataclasses.replace(found, end=found.end - 3)
 
 
 def real(symbol: Any) -> Any:
@@ -148,10 +158,24 @@ def test_every_truncation_is_an_error() -> None:
             read(data[:length])
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps({"a": [1, 2.5, "x"]}, 0),
+        b"\x80\x02\x82\x01.",
+        pickle.dumps(pickle.PickleBuffer(b"x"), 5, buffer_callback=lambda buffer: None),
+    ],
+    ids=["protocol 0", "extension", "buffer"],
+)
+def test_what_is_not_read_is_no_damage(data: bytes) -> None:
+    with pytest.raises(UnreadableCheckpointError, match=r"use torch\.load"):
+        read(data)
+
+
 @given(st.binary(max_size=200))
 @settings(max_examples=500, deadline=None)
 def test_garbage_is_a_value_or_an_error(data: bytes) -> None:
-    with contextlib.suppress(CorruptCheckpointError):
+    with contextlib.suppress(CorruptCheckpointError, UnreadableCheckpointError):
         read(data)
 
 

@@ -18,6 +18,7 @@ from support.loading import attempt
 
 import fastserial
 from fastserial import CorruptCheckpointError, LoadReport
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.loading import device_records, reader
 from fastserial.memory.buffers import Buffer
@@ -223,7 +224,7 @@ def places_of(place: Any, path: Path, text: bytes | None = None) -> Any:
         has_record=lambda name: bool(known), get_record=lambda name: known
     )
     with path.open("rb") as file:
-        directory = read_directory(file.fileno(), path.stat().st_size)
+        directory = read_directory(DescriptorSource(file.fileno()))
         return device_records.places_of(place, reader, file.fileno(), directory)
 
 

@@ -23,6 +23,7 @@ from support.loading import FORCED, attempt, both, forced
 import fastserial
 from fastserial.engines.null import NullEngine
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.loading.prefetch import Prefetch
 from fastserial.reports import last_load_report
@@ -51,7 +52,7 @@ def places(data: bytes, folder: Path) -> dict[str, tuple[int, int, int]]:
     path = folder / "places"
     path.write_bytes(data)
     with open(path, "rb") as file:
-        directory = read_directory(file.fileno())
+        directory = read_directory(DescriptorSource(file.fileno()))
     found = {}
     at = directory.end.directory_offset
     for record in directory.records:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.identity import fast
 
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.memory.devices import device_names
 from fastserial.patching import load_hooks
@@ -66,7 +67,7 @@ def test_devices_that_a_file_names(tmp_path: Path, value: str, nbytes: int, name
     assert b"cuda" in device_names()
     torch.save(value, tmp_path / "a.pt")
     with open(tmp_path / "a.pt", "rb") as file:
-        directory = read_directory(file.fileno(), (tmp_path / "a.pt").stat().st_size)
+        directory = read_directory(DescriptorSource(file.fileno()))
     stock = torch._C.PyTorchFileReader(str(tmp_path / "a.pt"))
     assert load_hooks._names_device(None, stock, directory, nbytes) is names
     mapped = load_hooks._names_device({"cpu": value}, stock, directory, nbytes)

@@ -21,6 +21,7 @@ from support.identity import digest, fast, stock
 
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places, storage_records
 from fastserial.loading import arriving, planner
 from fastserial.loading import prefetch as prefetch_module
@@ -46,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 @contextmanager
 def opened(path: Path, verify: bool = False, **options: Any) -> Iterator[tuple[Prefetch, Any]]:
     with FastFileReader(path, Config(small_file=0, **options)) as file:
-        records = storage_records(read_places(file.fd, file.size))
+        records = storage_records(read_places(DescriptorSource(file.fd)))
         ahead = Prefetch(file, records, verify)
         ahead.start()
         try:
@@ -179,7 +180,7 @@ def test_other_sizes_than_the_records(path: Path) -> None:
 @pytest.mark.parametrize("name", ["data/2", "data/4"])
 def test_damage(path: Path, name: str) -> None:
     with path.open("r+b") as file:
-        record = read_places(file.fileno(), path.stat().st_size).find(name)
+        record = read_places(DescriptorSource(file.fileno())).find(name)
         assert record is not None
         file.seek(record.data_offset + record.size // 2)
         file.write(b"damage")
@@ -197,7 +198,7 @@ def test_damage(path: Path, name: str) -> None:
 def test_local_headers_that_lie(path: Path, name: str, verify: bool) -> None:
     """torch must read such a record itself; where it is to be checked, that is damage."""
     with path.open("r+b") as file:
-        record = read_places(file.fileno(), path.stat().st_size).find(name)
+        record = read_places(DescriptorSource(file.fileno())).find(name)
         assert record is not None
         file.seek(record.header_offset + 28)  # length of the extra field
         file.write(b"\x07\x00")
@@ -211,7 +212,7 @@ def test_local_headers_that_lie(path: Path, name: str, verify: bool) -> None:
 
 def test_the_file_shrinks(path: Path) -> None:
     with FastFileReader(path, Config(small_file=0, direct=False)) as file:
-        records = storage_records(read_places(file.fd, file.size))
+        records = storage_records(read_places(DescriptorSource(file.fd)))
         ahead = Prefetch(file, records, False)
         os.truncate(path, 100_000)
         ahead.start()

@@ -38,7 +38,7 @@ EXTRAS = {
         "fastserial.integrations.lightning_parallel",
     ],
     "transformers": ["transformers", "accelerate", "fastserial.integrations.transformers"],
-    "test": ["pytest", "hypothesis", "dill", "xdist", "fsspec", "fastserial.testing"],
+    "test": ["pytest", "hypothesis", "dill", "xdist", "fsspec"],
 }
 ELSEWHERE = {"deepspeed"}
 # torch says so at its import where NumPy is not installed; fastserial does not need it.
@@ -246,7 +246,7 @@ def test_every_module_imports_without_extras(place: Environment) -> None:
     program = ROOT / "tests" / "programs" / "import_all.py"
     for line in place.run("python", program, *names).splitlines():
         name, lacking = line.split()
-        about = name.startswith(("fastserial.integrations.", "fastserial.testing"))
+        about = name.startswith("fastserial.integrations.")
         assert about or lacking in name, line
 
 

@@ -65,7 +65,7 @@ def test_a_file_may_grow_beyond_what_was_expected(
     out = put(tmp_path / "a", config, action)
     expected = NOISE[:10] + NOISE[:70_000] + NOISE[:later]
     assert (tmp_path / "a").read_bytes() == expected
-    assert (out.engine_name == "buffered") == (len(expected) <= 100_000)
+    assert (out.outcome.engine == "buffered") == (len(expected) <= 100_000)
 
 
 def test_what_is_held_for_later_is_held_in_small_pieces(
@@ -103,7 +103,7 @@ def test_small_in_bytes_but_larger_than_a_block(tmp_path: Path) -> None:
         out.write(one_after_another(Literal(NOISE[:300_000])))
 
     out = put(tmp_path / "a", Config(block_size=4096), action)
-    assert out.engine_name == "buffered"
+    assert out.outcome.engine == "buffered"
     assert (tmp_path / "a").read_bytes() == NOISE[:300_000]
 
 

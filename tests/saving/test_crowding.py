@@ -23,10 +23,10 @@ from fastserial.engines import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.memory.buffers import BufferPool
 from fastserial.memory.held_settings import quick_switches
-from fastserial.saving import block_writer, crowding
+from fastserial.saving import crowding
 
 MIB = 1024 * 1024
-serve = ThreadsEngine.serve_here
+serve = ThreadsEngine._serve
 
 
 @pytest.fixture
@@ -129,12 +129,12 @@ def test_a_thread_that_waits_for_the_lock_goes_on_alone(
     expected = stock(tmp_path / "state.pt", obj)
     moved: list[int] = []
 
-    def note(engine: ThreadsEngine, request: Request) -> Completion:
+    def note(request: Request) -> Completion:
         if request.length > size:
             moved.append(threading.get_ident())
-        return serve(engine, request)
+        return serve(request)
 
-    monkeypatch.setattr(ThreadsEngine, "serve_here", note)
+    monkeypatch.setattr(ThreadsEngine, "_serve", staticmethod(note))
     with fastserial.options(direct=direct, block_size=size):
         assert saved(tmp_path / "state.pt", obj) == expected
     before, after = pools
@@ -170,14 +170,16 @@ def test_without_memory_for_that(
     crowded: None,
     error: type[Exception],
 ) -> None:
-    def fail(count: int, nbytes: int) -> BufferPool:
+    def allocate(engine: ThreadsEngine, count: int, nbytes: int) -> BufferPool:
+        if count > 1:
+            return BufferPool(count, nbytes)
         tried.append(nbytes)
         raise error
 
     tried: list[int] = []
     obj = state()
     expected = stock(tmp_path / "state.pt", obj)
-    monkeypatch.setattr(block_writer, "BufferPool", fail)
+    monkeypatch.setattr(ThreadsEngine, "allocate", allocate)
     assert saved(tmp_path / "state.pt", obj) == expected
     assert len(tried) == 1
 
@@ -211,13 +213,15 @@ def test_an_error_of_the_disk_is_raised(
     expected = stock(tmp_path / "state.pt", obj)
     calls: list[Request] = []
 
-    def note(engine: ThreadsEngine, request: Request) -> Completion:
-        calls.append(request)
+    def note(request: Request) -> Completion:
+        if threading.get_ident() == caller:
+            calls.append(request)
         if len(calls) > call:
             return Completion(request, 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        return serve(engine, request)
+        return serve(request)
 
-    monkeypatch.setattr(ThreadsEngine, "serve_here", note)
+    caller = threading.get_ident()
+    monkeypatch.setattr(ThreadsEngine, "_serve", staticmethod(note))
     obj["40"] += 1
     with pytest.raises(fastserial.WriteError, match="No space left"):
         torch.save(obj, tmp_path / "state.pt")

@@ -193,7 +193,7 @@ def test_a_range_is_written_directly_but_for_its_first_and_last_page(
         out.close()
     finally:
         os.close(fd)
-    if not out.direct:
-        pytest.skip(f"no direct I/O here: {out.fallback}")
+    if not out.outcome.direct:
+        pytest.skip(f"no direct I/O here: {out.outcome.fallback}")
     assert direct == 1_000_000 - (8192 - 5000) - (1_005_000 % 4096)
-    assert out.tally.engine + out.tally.plain == 1_000_000
+    assert out.outcome.engine_bytes + out.outcome.plain_bytes == 1_000_000

@@ -12,6 +12,7 @@ from support.corpus import noise
 from support.identity import stock
 
 import fastserial
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.saving.torch_writer import DEFAULT_ALIGNMENT, has_alignment
 
@@ -36,7 +37,7 @@ def state() -> dict[str, torch.Tensor]:
 
 def offsets(path: Path) -> list[int]:
     with path.open("rb") as file:
-        directory = read_directory(file.fileno(), path.stat().st_size)
+        directory = read_directory(DescriptorSource(file.fileno()))
     records = [record for record in directory.records if record.name.startswith("data/")]
     return [record.data_offset for record in records if record.size]
 

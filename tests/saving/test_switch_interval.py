@@ -15,8 +15,8 @@ from support.spinning import spinning
 import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.memory.held_settings import quick_switches
-from fastserial.saving.block_writer import BlockWriter
 from fastserial.saving.crowding import Crowding
+from fastserial.saving.extent_writer import ExtentWriter
 
 MIB = 1024 * 1024
 SHORT = pytest.approx(SWITCH_INTERVAL)
@@ -35,13 +35,13 @@ def usual() -> Iterator[float]:
 def seen(usual: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The intervals at the blocks of saves."""
     found: list[float] = []
-    real = BlockWriter._advance
+    real = ExtentWriter._advance
 
-    def advance(writer: BlockWriter, length: int) -> None:
+    def advance(writer: ExtentWriter, length: int) -> None:
         found.append(sys.getswitchinterval())
         real(writer, length)
 
-    monkeypatch.setattr(BlockWriter, "_advance", advance)
+    monkeypatch.setattr(ExtentWriter, "_advance", advance)
     fastserial.install()
     yield found
     fastserial.uninstall()
@@ -110,7 +110,7 @@ def test_a_save_that_finds_itself_crowded(
     def saw(crowding: Any, block: Any) -> None:
         blocks.append(block)
         crowding._found |= len(blocks) == 3
-        if error is not None and len(blocks) > 12:
+        if error is not None and len(blocks) > 9:
             raise error
 
     blocks: list[Any] = []

@@ -394,7 +394,7 @@ def test_an_error_in_a_thread_reaches_the_caller(
 ) -> None:
     monkeypatch.setattr(FailingEngine, "number", number)
     monkeypatch.setattr(
-        "fastserial.saving.block_writer.create", lambda name, threads: FailingEngine(threads)
+        "fastserial.saving.extent_writer.create", lambda name, threads: FailingEngine(threads)
     )
     path = tmp_path / "f"
     path.write_bytes(b"old")
@@ -448,7 +448,7 @@ def test_direct_io_refused_at_a_write_goes_on_buffered(
 ) -> None:
     monkeypatch.setattr(FailingEngine, "number", errno.EINVAL)
     monkeypatch.setattr(
-        "fastserial.saving.block_writer.create", lambda name, threads: FailingEngine(threads)
+        "fastserial.saving.extent_writer.create", lambda name, threads: FailingEngine(threads)
     )
     data = noise(1_000_000)
     with FastFileWriter(tmp_path / "f", config.current(**BLOCKS)) as writer:

@@ -33,10 +33,10 @@ from fastserial.bench.measuring.ranks import MARK
 from fastserial.bench.measuring.settle import settle
 from fastserial.bench.studies.deepspeed_plan import DeepSpeedBench, RowResult
 from fastserial.bench.subjects.models import build_module
+from fastserial.bench.subjects.peers import their_op
 from fastserial.bench.subjects.saving import sync
 from fastserial.files.durable import sync_folders
 from fastserial.integrations.deepspeed import disable, enable
-from fastserial.integrations.deepspeed_compat import repaired
 
 __all__: list[str] = []
 
@@ -172,7 +172,7 @@ def _pinned_natively() -> Iterator[None]:
 
 
 def _fast_writer(engine: Any, folder: Path) -> float:
-    """DeepSpeed's engine and writer with our patches of torch; repaired where they do not run."""
+    """DeepSpeed's engine and writer with our patches of torch, and the op that CPU lacks."""
     share = DataParallelWriterConfig(
         world_size=1,
         rank=0,
@@ -192,7 +192,7 @@ def _fast_writer(engine: Any, folder: Path) -> float:
     config.checkpoint_config = {**before, "writer": settings}
     fastserial.install()
     try:
-        with repaired(), _pinned_natively():
+        with their_op(), _pinned_natively():
             engine.checkpoint_engine = FastCheckpointEngine(config, share, False)
             return _save(engine, folder, durable=False)
     finally:

@@ -95,10 +95,8 @@ def _deepspeed_row(state: object, container: Format, durable: bool) -> Row:
 
     @contextlib.contextmanager
     def prepared() -> Iterator[None]:
-        from fastserial.integrations.deepspeed_compat import repaired
-
         make()
-        with fast(), repaired():
+        with fast(), their_op():
             yield
 
     compared = f"stock {container}"
@@ -106,6 +104,31 @@ def _deepspeed_row(state: object, container: Format, durable: bool) -> Row:
     row = _row(f"DeepSpeed's writer, {container}", save, check, durable, compared, prepared)
     # Its zip archives are all called "archive", so their bytes differ from those of a path.
     return replace(row, same_bytes_as=compared if container == "legacy" else None)
+
+
+@contextlib.contextmanager
+def their_op() -> Iterator[None]:
+    """Give DeepSpeed's own writer the op that it needs and CPU lacks, in a `with` block."""
+    import deepspeed.io.fast_file_writer as upstream
+
+    before = upstream.UtilsBuilder
+    upstream.UtilsBuilder = _ByteViews
+    try:
+        yield
+    finally:
+        upstream.UtilsBuilder = before
+
+
+class _ByteViews:
+    """Stands for the op `UtilsBuilder`."""
+
+    def load(self) -> _ByteViews:
+        return self
+
+    @staticmethod
+    def cast_to_byte_tensor(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return views of the tensors as bytes; a view keeps its tensor's memory."""
+        return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
 def _writer_factory() -> Callable[[Path], Any]:

@@ -24,6 +24,7 @@ from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError, UnreadableCheckpointError
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.detect import Format, detect, format_of_head
+from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 from fastserial.loading.scan import scan
 from fastserial.progress import progress_bar
@@ -80,18 +81,18 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
             size = before.st_size
-            found = detect(fd, name)
+            found, source = detect(fd, name), DescriptorSource(fd)
             seen: FileStamp | None = stamp(fd, before)
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
                 kind = "zip"
-                result = zip_result = verify_zip(fd, size, findings, _feed(fd, name, settings))
+                result = zip_result = verify_zip(source, findings, _feed(fd, name, settings))
                 reason = zip_result.cannot_tell or zip_result.no_checkpoint or reason
             elif found is Format.LEGACY:
                 kind = "legacy"
-                result.records = verify_legacy(fd, size, findings)
+                result.records = verify_legacy(source, findings)
             elif found is Format.SAFETENSORS:
                 kind = "safetensors"
-                result.records = verify_safetensors(fd, findings)
+                result.records = verify_safetensors(source, findings)
             elif found is Format.OTHER and is_file_list(name):
                 kind = FILE_LIST
                 result.records = verify_file_list(fd, name, findings)
@@ -185,8 +186,7 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the checkpoints in a directory and those below, sorted.
 
     Checkpoints are what starts as one, and what is called like one, and the folders of
-    torch.distributed.checkpoint and torch_checkpointing (whose files are not yielded then, if
-    something says that they are files of ranks).
+    torch.distributed.checkpoint and torch_checkpointing, whose files are not yielded then.
     Directories that cannot be read are yielded, too: `verify` says why. Links to directories are
     not followed, and links to files only out of the directory; temporary files and other formats
     are passed over.
@@ -198,7 +198,7 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
         its: set[str] = set()
         if is_dcp_folder(parent):
             yield parent
-        elif (found := find_rank_folder(parent)) is not None and found.is_sure:
+        elif (found := find_rank_folder(parent)) is not None:
             its.update(found.files)
             yield parent
         for name in sorted(set(files) - its):
@@ -218,6 +218,7 @@ def _is_checkpoint(path: str) -> bool:
         return suffix in _SUFFIXES
     try:
         with Descriptors() as files:
-            return format_of_head(files.open(path, os.O_RDONLY | os.O_NONBLOCK)) is not None
+            fd = files.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            return format_of_head(DescriptorSource(fd)) is not None
     except OSError:
         return False

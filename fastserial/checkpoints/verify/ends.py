@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fastserial.checkpoints.verify.report import Problem
 from fastserial.errors import CorruptCheckpointError
+from fastserial.formats.source import Source
 from fastserial.formats.zip import structs
 from fastserial.formats.zip.directory import (
     Directory,
     RecordEntry,
     parse_local_header,
-    read_exactly,
 )
 from fastserial.formats.zip.layout import ID_RECORD, fold
 from fastserial.formats.zip.structs import DEFLATED, LOCAL, UTF8
@@ -36,7 +36,7 @@ def _flags(record: RecordEntry) -> int:
     return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
 
 
-def is_torch_made(fd: int, directory: Directory) -> bool:
+def is_torch_made(source: Source, directory: Directory) -> bool:
     """Return whether torch wrote the archive, and nobody changed it since.
 
     Most entries look like torch's then, and no other bears a date that its local header bears,
@@ -48,16 +48,16 @@ def is_torch_made(fd: int, directory: Directory) -> bool:
     others = [record for record in directory.records if not is_plain(record)]
     if 2 * len(others) >= len(directory.records):
         return False
-    return not any(_is_dated(fd, record) for record in others)
+    return not any(_is_dated(source, record) for record in others)
 
 
-def _is_dated(fd: int, record: RecordEntry) -> bool:
+def _is_dated(source: Source, record: RecordEntry) -> bool:
     when = record.stamp[2:4]
     if not any(when):
         return False
     length = LOCAL.size + len(record.full_name)
     try:
-        header = parse_local_header(read_exactly(fd, record.header_offset, length), record.name)
+        header = parse_local_header(source.read_at(record.header_offset, length), record.name)
     except CorruptCheckpointError:
         return False
     return header.name == record.full_name and header.stamp[1:] == when

@@ -15,6 +15,7 @@ from typing import Any
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.safetensors import read_header
+from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
 __all__ = ["FILE_LIST", "MARK", "file_lists_in", "is_file_list", "verify_file_list"]
@@ -91,7 +92,7 @@ def _check_shard(folder: str, name: str, keys: list[str], findings: Findings) ->
     try:
         with Descriptors() as opened:
             fd = opened.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
-            there = {entry.key for entry in read_header(fd)}
+            there = {entry.key for entry in read_header(DescriptorSource(fd))}
     except (OSError, CorruptCheckpointError):
         return  # the file has a report of its own
     lacking = [key for key in keys if key not in there]

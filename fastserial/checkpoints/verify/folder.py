@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -16,8 +15,8 @@ from fastserial.checksums import crc32, crc32_combine, crc_mismatch
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.dcp import Item, Metadata
+from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.tensors import zip_outline
-from fastserial.formats.zip.directory import read_exactly
 from fastserial.formats.zip.records import read_places
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
@@ -27,7 +26,6 @@ from fastserial.progress import ProgressBar, progress_bar
 __all__ = ["FolderResult", "verify_folder"]
 
 _SMALL = 1024 * 1024  # bytes of an item that is read at once
-_EDGE = 64 * 1024  # bytes before and behind the data of a large one, at most
 _DESCRIPTOR_BYTES = 8
 _SHOWN = 3
 
@@ -288,6 +286,9 @@ class _Folder:
     def _check_archive(self, fd: int, item: Item, data: bytes | None) -> None:
         """Check an item that is an archive of `torch.save`."""
         found = Findings()
+        source: Source = DescriptorSource(fd, item.offset, item.length)
+        if data is not None:
+            source = BytesSource(data)
 
         def feed(
             end: int,
@@ -299,19 +300,17 @@ class _Folder:
             else:
                 self._scan(fd, item, 0, end, visit, fail)
 
-        with _as_file(fd, item, data) as copy:
-            try:
-                zip_result = verify_zip(copy, item.length, found, feed)
-                if zip_result.cannot_tell is not None:
-                    self._result.reason = f"{item.name}: {zip_result.cannot_tell}"
-                elif not found.found:
-                    self._compare(copy, fd, item)
-            except CorruptCheckpointError as error:
-                found.add(Problem("directory", error.message, error.record, error.offset))
-                zip_result = None
-            except UnreadableCheckpointError as error:
-                self._result.reason = f"{item.name}: {error}"
-                zip_result = None
+        zip_result = None
+        try:
+            zip_result = verify_zip(source, found, feed)
+            if zip_result.cannot_tell is not None:
+                self._result.reason = f"{item.name}: {zip_result.cannot_tell}"
+            elif not found.found:
+                self._compare(source, item)
+        except CorruptCheckpointError as error:
+            found.add(Problem("directory", error.message, error.record, error.offset))
+        except UnreadableCheckpointError as error:
+            self._result.reason = f"{item.name}: {error}"
         for problem in found.problems:
             where = f"{problem.record}: " if problem.record else ""
             self._add(item, problem.kind, where + problem.message, problem.offset or 0)
@@ -320,20 +319,19 @@ class _Folder:
             if zip_result.unchecked and not found.found:
                 self._bare += 1
 
-    def _compare(self, copy: int, fd: int, item: Item) -> None:
+    def _compare(self, source: Source, item: Item) -> None:
         """Compare what is in a whole archive with what the metadata says of it."""
         known = item.known
         if item.chunk is None:
             if known is not None and known.crc is not None:
-                size = os.fstat(copy).st_size
                 crc = 0
-                for at in range(0, size, _SMALL):
-                    crc = crc32(read_exactly(copy, at, min(_SMALL, size - at)), crc)
+                for at in range(0, source.size, _SMALL):
+                    crc = crc32(source.read_at(at, min(_SMALL, source.size - at)), crc)
                 mismatch = crc_mismatch(crc, known.crc)
                 if mismatch is not None:
                     self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
             return
-        outline = zip_outline(copy, read_places(copy, item.length))
+        outline = zip_outline(source, read_places(source))
         tensors = outline.tensors if outline is not None and not outline.notes else []
         if len(tensors) == 1 and not tensors[0].key:
             one = tensors[0]
@@ -346,8 +344,8 @@ class _Folder:
                 return
         if known is None or known.start is None or not known.crc or not item.nbytes:
             return
-        end = item.offset + known.start + item.nbytes
-        descriptor = os.pread(fd, _DESCRIPTOR_BYTES, end)
+        end = known.start + item.nbytes
+        descriptor = source.read_at(end, min(_DESCRIPTOR_BYTES, source.size - end))
         crc = int.from_bytes(descriptor[len(DESCRIPTOR_SIGNATURE) :], "little")
         mismatch = crc_mismatch(crc, known.crc)
         if descriptor.startswith(DESCRIPTOR_SIGNATURE) and mismatch is not None:
@@ -360,27 +358,3 @@ _OF_ANOTHER = "it is that of another checkpoint"
 def _says_itself(item: Item) -> bool:
     """Return whether who loads an item looks into it for what it is."""
     return item.known is None or item.known.start is None
-
-
-@contextmanager
-def _as_file(fd: int, item: Item, data: bytes | None) -> Iterator[int]:
-    """Give an item as a file of its own; of a large tensor only its ends, with nothing between."""
-    copy = os.memfd_create("fastserial item", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(copy, item.length)
-        if data is not None:
-            os.pwrite(copy, data, 0)
-        elif item.chunk is None:  # what is where in a value is not known; it may be larger than
-            for first in range(0, item.length, _SMALL):  # what one call reads (2 GiB)
-                _copy(fd, copy, item, first, _SMALL)
-        else:
-            _copy(fd, copy, item, 0, _EDGE)
-            _copy(fd, copy, item, max(0, item.length - _EDGE), _EDGE)
-        yield copy
-    finally:
-        os.close(copy)
-
-
-def _copy(fd: int, copy: int, item: Item, first: int, most: int) -> None:
-    """Copy the bytes of an item from `first` on, at most `most` of them."""
-    os.pwrite(copy, os.pread(fd, min(most, item.length - first), item.offset + first), first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.formats.legacy.structure import LegacyFile, read_legacy
+from fastserial.formats.source import Source
 from fastserial.formats.tensors import outline
 
 __all__ = ["verify_legacy"]
@@ -12,7 +13,7 @@ __all__ = ["verify_legacy"]
 _NO_CHECKSUMS = "the legacy format has no checksums: structure only"
 
 
-def verify_legacy(fd: int, size: int, findings: Findings) -> int:
+def verify_legacy(source: Source, findings: Findings) -> int:
     """Check sections, storage table and sizes of a legacy file; return its number of storages.
 
     Raises:
@@ -21,7 +22,7 @@ def verify_legacy(fd: int, size: int, findings: Findings) -> int:
     """
     findings.note(_NO_CHECKSUMS)
     try:
-        file = read_legacy(fd, size)
+        file = read_legacy(source)
         found = outline(file.decoded)
     except CorruptCheckpointError as error:
         kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "storage"

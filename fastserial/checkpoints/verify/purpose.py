@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.errors import CheckpointFileError
+from fastserial.formats.source import Source
 from fastserial.formats.zip.directory import Directory, RecordEntry
 from fastserial.formats.zip.records import PICKLE, read_record
 
@@ -28,7 +29,7 @@ def is_part(record: RecordEntry) -> bool:
     return record.name in _PARTS or record.name.startswith("data/")
 
 
-def check_purpose(fd: int, directory: Directory, findings: Findings) -> str | None:
+def check_purpose(source: Source, directory: Directory, findings: Findings) -> str | None:
     """Report what keeps torch from loading an archive; return why it is no checkpoint, or None.
 
     Raises:
@@ -42,7 +43,7 @@ def check_purpose(fd: int, directory: Directory, findings: Findings) -> str | No
         message = "its records are in no folder, where torch looks for them"
         findings.add(Problem("directory", message, records[0].full_name.decode("utf-8", "replace")))
     elif PICKLE in names:
-        for problem in _checkpoint(fd, directory, names):
+        for problem in _checkpoint(source, directory, names):
             findings.add(problem)
     elif names & _PACKAGE:
         findings.note("a torch.package archive: torch.load does not read it, PackageImporter does")
@@ -56,7 +57,7 @@ def check_purpose(fd: int, directory: Directory, findings: Findings) -> str | No
     return None
 
 
-def _checkpoint(fd: int, directory: Directory, names: set[str]) -> Iterator[Problem]:
+def _checkpoint(source: Source, directory: Directory, names: set[str]) -> Iterator[Problem]:
     folder = directory.archive_name
     for record in directory.records:
         if record.name.startswith("/"):
@@ -69,18 +70,18 @@ def _checkpoint(fd: int, directory: Directory, names: set[str]) -> Iterator[Prob
         message = "there is no such record, without which torch does not load the archive"
         yield Problem("directory", message, _VERSIONS[0])
     for record in directory.records:
-        if record.name in _VERSIONS and not _is_number(fd, record):
+        if record.name in _VERSIONS and not _is_number(source, record):
             yield Problem("directory", "it holds no number", record.name, record.data_offset)
 
 
-def _is_number(fd: int, record: RecordEntry) -> bool:
+def _is_number(source: Source, record: RecordEntry) -> bool:
     try:
-        return read_record(fd, record, _MOST_VERSION).strip().isdigit()
+        return read_record(source, record, _MOST_VERSION).strip().isdigit()
     except CheckpointFileError:
         return True  # its checksum says what is wrong
 
 
-def is_whole_pickle(fd: int, record: RecordEntry) -> bool:
+def is_whole_pickle(source: Source, record: RecordEntry) -> bool:
     """Whether a record is a pickle to its end, or none that can be judged.
 
     Of another pickle module's formats, and of what is too large, nothing is said.
@@ -89,7 +90,7 @@ def is_whole_pickle(fd: int, record: RecordEntry) -> bool:
         OSError: the file cannot be read.
     """
     try:
-        data = read_record(fd, record, _MOST_PICKLE)
+        data = read_record(source, record, _MOST_PICKLE)
     except CheckpointFileError:
         return True  # its checksum says what is wrong
     if not data.startswith(b"\x80"):

@@ -12,6 +12,7 @@ from fastserial.checkpoints.rank_folder import LOCAL_TENSOR, RANK_FOLDER, RankFo
 from fastserial.checkpoints.verify.folder import FolderResult
 from fastserial.checkpoints.verify.report import Findings, Problem, VerifyReport
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry, zip_outline
 from fastserial.formats.zip.directory import read_directory
 from fastserial.interrupts import Descriptors
@@ -96,7 +97,8 @@ def _check_shards(path: str, item: str, files: dict[int, str], findings: Finding
     with Descriptors() as opened:
         fd = opened.open(os.path.join(path, files[rank]), os.O_RDONLY | os.O_NONBLOCK)
         try:
-            outline = zip_outline(fd, read_directory(fd, os.fstat(fd).st_size))
+            source = DescriptorSource(fd)
+            outline = zip_outline(source, read_directory(source))
         except CheckpointFileError:
             return  # it is none of a DTensor
     tensors = {entry.key: entry for entry in outline.tensors} if outline is not None else {}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.safetensors import read_header
+from fastserial.formats.source import Source
 
 __all__ = ["verify_safetensors"]
 
 _NO_CHECKSUMS = "safetensors files have no checksums: structure only"
 
 
-def verify_safetensors(fd: int, findings: Findings) -> int:
+def verify_safetensors(source: Source, findings: Findings) -> int:
     """Check header, shapes, offsets and the size of the file; return its number of tensors.
 
     Raises:
@@ -19,7 +20,7 @@ def verify_safetensors(fd: int, findings: Findings) -> int:
     """
     findings.note(_NO_CHECKSUMS)
     try:
-        return len(read_header(fd))
+        return len(read_header(source))
     except CorruptCheckpointError as error:
         findings.add(Problem("directory", error.message, error.record, error.offset))
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import os
 import threading
 import zlib
 from collections import Counter
@@ -17,7 +16,7 @@ from fastserial.checkpoints.verify.ends import (
     is_plain,
     is_torch_made,
 )
-from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap
+from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap, check_gap_loosely
 from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc32_combine, crc_mismatch
@@ -29,9 +28,10 @@ from fastserial.errors import (
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
+from fastserial.formats.source import Source
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.formats.tensors import Outline, zip_outline
-from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory, read_exactly
+from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory
 from fastserial.formats.zip.layout import ID_RECORD
 from fastserial.formats.zip.records import PICKLE
 from fastserial.formats.zip.structs import DEFLATED, DESCRIPTOR_SIGNATURE
@@ -64,20 +64,20 @@ class ZipResult:
     cannot_tell: str | None = None
 
 
-def verify_zip(fd: int, size: int, findings: Findings, feed: Feed) -> ZipResult:
+def verify_zip(source: Source, findings: Findings, feed: Feed) -> ZipResult:
     """Check every record's CRC-32 and the whole structure of a zip archive.
 
     Args:
-        feed: gives the bytes of the records: the descriptor may have only the archive's ends.
+        feed: gives all bytes of the records, in large pieces.
 
     Raises:
         OSError: the file's directory cannot be read.
     """
     try:
-        directory = read_directory(fd, size, headers=False)
-        torch_made = is_torch_made(fd, directory)
+        directory = read_directory(source, headers=False)
+        torch_made = is_torch_made(source, directory)
         if not torch_made:
-            directory = read_directory(fd, size)
+            directory = read_directory(source)
     except UnreadableCheckpointError as error:  # it may be whole: that cannot be told
         return ZipResult(cannot_tell=error.message)
     except CorruptCheckpointError as error:
@@ -88,29 +88,28 @@ def verify_zip(fd: int, size: int, findings: Findings, feed: Feed) -> ZipResult:
         for problem in check_entries(directory):
             findings.add(problem)
     remarks: list[str] = []
-    for problem in check_end(directory, _tail(fd, directory), torch_made, remarks.append):
+    for problem in check_end(directory, _tail(source, directory), torch_made, remarks.append):
         findings.add(problem)
-    check = _Pass(fd, directory, torch_made)
+    check = _Pass(directory, torch_made)
     end = directory.end.directory_offset
     feed(end, check.visit, check.fail)
-    result = _conclude(fd, directory, check, torch_made, findings)
+    result = _conclude(source, directory, check, torch_made, findings)
     for text, count in Counter((*check.remarks, *remarks)).items():
         findings.note(text if count == 1 else f"{text} ({count} times)")
     return result
 
 
-def _tail(fd: int, directory: Directory) -> bytes:
+def _tail(source: Source, directory: Directory) -> bytes:
     """Return what follows the central directory, or the end of it if that is a lot."""
     start = directory.end.directory_offset + directory.end.directory_size
     start = max(start, directory.size - _LONGEST_TAIL)
-    return read_exactly(fd, start, directory.size - start)
+    return source.read_at(start, directory.size - start)
 
 
 class _Pass:
     """Takes blocks in any order from several threads: data is checksummed, gaps are kept."""
 
-    def __init__(self, fd: int, directory: Directory, torch_made: bool) -> None:
-        self.fd = fd
+    def __init__(self, directory: Directory, torch_made: bool) -> None:
         self.records = directory.in_file_order()
         self.torch_made = torch_made
         self.problems: list[Problem] = []
@@ -187,8 +186,10 @@ class _Pass:
         data = b"".join(part for _, _, part in parts if isinstance(part, bytes))
         length = self._bounds[piece + 1] - start
         if length <= LONGEST_GAP:
-            self.problems += check_gap(
-                previous, following, data, start, self.torch_made, self.remarks.append
+            self.problems += (
+                check_gap(previous, following, data, start)
+                if self.torch_made
+                else check_gap_loosely(previous, following, data, start, self.remarks.append)
             )
         elif self.torch_made:
             self.problems.append(
@@ -199,11 +200,11 @@ class _Pass:
 
 
 def _conclude(
-    fd: int, directory: Directory, check: _Pass, torch_made: bool, findings: Findings
+    source: Source, directory: Directory, check: _Pass, torch_made: bool, findings: Findings
 ) -> ZipResult:
     result = ZipResult(records=len(check.records))
-    id_problem = _check_id(fd, check) if torch_made else None
-    outline = _outline(fd, directory, findings)
+    id_problem = _check_id(source, check) if torch_made else None
+    outline = _outline(source, directory, findings)
     structural = sorted(check.problems, key=lambda problem: problem.offset or 0)
     mismatches: list[Problem] = []
     without = 0
@@ -215,7 +216,7 @@ def _conclude(
             continue
         crc = check.crcs.get(index)
         if record.method == DEFLATED:
-            crc = _inflated_crc(fd, record)
+            crc = _inflated_crc(source, record)
         mismatch = crc_mismatch(crc, record.crc)
         if mismatch is None:
             result.checked_bytes += record.size
@@ -240,7 +241,7 @@ def _conclude(
     if outline is not None and not any(problem.record == PICKLE for problem in mismatches):
         _check_storages(directory, outline, findings)
     _check_names(directory, findings)
-    result.no_checkpoint = check_purpose(fd, directory, findings)
+    result.no_checkpoint = check_purpose(source, directory, findings)
     closed = sum(not record.is_readable for record in check.records)
     if closed:
         findings.note(
@@ -260,12 +261,12 @@ def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
     return Problem(problem.kind, problem.message, problem.record, problem.offset, tuple(users))
 
 
-def _check_id(fd: int, check: _Pass) -> Problem | None:
+def _check_id(source: Source, check: _Pass) -> Problem | None:
     """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs."""
     record = next((record for record in check.records if record.name == ID_RECORD), None)
     if record is None or record.size != 40:
         return Problem("id", "there is no serialization id") if record is not None else None
-    text = read_exactly(fd, record.data_offset, record.size)
+    text = source.read_at(record.data_offset, record.size)
     if text[20:] == expected_id(check.records, check.heads).encode():
         return None
     return Problem(
@@ -277,13 +278,13 @@ def _check_id(fd: int, check: _Pass) -> Problem | None:
     )
 
 
-def _outline(fd: int, directory: Directory, findings: Findings) -> Outline | None:
+def _outline(source: Source, directory: Directory, findings: Findings) -> Outline | None:
     """Return what the pickle says; what it does not say is noted, or a problem."""
     try:
-        outline = zip_outline(fd, directory)
+        outline = zip_outline(source, directory)
     except (CheckpointFileError, PickleLimitError) as error:
         record = directory.find(PICKLE)
-        if record is not None and not is_whole_pickle(fd, record):
+        if record is not None and not is_whole_pickle(source, record):
             findings.add(
                 Problem("pickle", "it is cut short, or damaged", PICKLE, record.data_offset)
             )
@@ -325,14 +326,14 @@ def _check_storages(directory: Directory, outline: Outline, findings: Findings) 
         findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
 
 
-def _inflated_crc(fd: int, record: RecordEntry) -> int | None:
+def _inflated_crc(source: Source, record: RecordEntry) -> int | None:
     """Return the CRC-32 of a deflated record, None if it is not well-formed."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     crc, size, at = 0, 0, record.data_offset
     pending = b""
     while size <= record.size and not inflater.eof:
         if not pending:
-            pending = os.pread(fd, min(INFLATE_CHUNK, record.data_end - at), at)
+            pending = source.read_at(at, min(INFLATE_CHUNK, record.data_end - at))
             at += len(pending)
         try:
             data = inflater.decompress(pending, INFLATE_CHUNK)

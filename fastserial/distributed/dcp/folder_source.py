@@ -22,8 +22,8 @@ from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCh
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.dcp import Item, Metadata, Stored
 from fastserial.formats.pickles import refuse_nested
+from fastserial.formats.source import read_exactly
 from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.zip.directory import read_exactly
 from fastserial.formats.zip.records import PICKLE
 from fastserial.interrupts import Descriptors
 from fastserial.memory.storages import Memory

@@ -5,21 +5,24 @@ Archives of tensors that are alike begin with the same bytes, so most are known 
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from fastserial.checksums import check_crc, crc32
-from fastserial.errors import CorruptCheckpointError, FastserialError, UnreadableCheckpointError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    FastserialError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
+)
+from fastserial.formats.source import BytesSource
 from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import all_checksums, read_places, read_record
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
-from fastserial.saving.buffered import write_all
 
 __all__ = ["Content", "Structures", "check_archive"]
 
@@ -84,19 +87,19 @@ def check_archive(data: bytes, path: str, item: str) -> bool:
     """
     if not data.startswith(LOCAL_SIGNATURE) and data[-END.size :][:4] != END_SIGNATURE:
         return False
-    with _as_file(lambda first, count: data[first : first + count], len(data), len(data)) as fd:
-        try:
-            directory = read_places(fd, len(data))
-        except UnreadableCheckpointError as error:
-            error.path, error.record = path, item
-            raise
-        except FastserialError as error:
-            raise CorruptCheckpointError(f"damaged: {error}", path=path, record=item) from error
-        for record in directory.records:
-            if record.crc:
-                name = f"{item}: {record.name}"
-                check_crc(crc32(read_record(fd, record, len(data))), record.crc, path, name)
-        return all_checksums(directory)
+    source = BytesSource(data)
+    try:
+        directory = read_places(source)
+    except UnreadableCheckpointError as error:
+        error.path, error.record = path, item
+        raise
+    except FastserialError as error:
+        raise CorruptCheckpointError(f"damaged: {error}", path=path, record=item) from error
+    for record in directory.records:
+        if record.crc:
+            name = f"{item}: {record.name}"
+            check_crc(crc32(read_record(source, record, len(data))), record.crc, path, name)
+    return all_checksums(directory)
 
 
 def _checksum(peek: Peek, content: Content, length: int) -> int | None:
@@ -113,17 +116,17 @@ def _checksum(peek: Peek, content: Content, length: int) -> int | None:
 def _parsed(peek: Peek, length: int) -> Content | None:
     if peek(0, 4) != LOCAL_SIGNATURE:
         return None
-    with _as_file(peek, length, _EDGE) as fd:
-        directory = read_places(fd, length)
-        found = zip_outline(fd, directory)
-        content = _only_tensor(found, directory) if found is not None else None
-        if content is None:
-            return None
-        for record in directory.records:
-            if record.data_offset == content.start or record.size > _EDGE or not record.crc:
-                continue
-            check_crc(crc32(read_record(fd, record, _MOST)), record.crc, record=record.name)
-        return content
+    source = _Peeked(peek, length)
+    directory = read_places(source)
+    found = zip_outline(source, directory)
+    content = _only_tensor(found, directory) if found is not None else None
+    if content is None:
+        return None
+    for record in directory.records:
+        if record.data_offset == content.start or record.size > _EDGE or not record.crc:
+            continue
+        check_crc(crc32(read_record(source, record, _MOST)), record.crc, record=record.name)
+    return content
 
 
 def _only_tensor(found: Outline, directory: Directory) -> Content | None:
@@ -133,7 +136,7 @@ def _only_tensor(found: Outline, directory: Directory) -> Content | None:
         return None
     tensor = found.tensors[0]
     record = directory.find(f"data/{tensor.storage}")
-    plain = tensor.kind == "tensor" and not tensor.pending and not tensor.key
+    plain = tensor.kind == "tensor" and not tensor.key
     if not plain or record is None or not record.is_stored:
         return None
     dtype = getattr(torch, tensor.dtype, None)
@@ -145,17 +148,18 @@ def _only_tensor(found: Outline, directory: Directory) -> Content | None:
     return Content(start, record.size, dtype, tensor.shape, tensor.stride, record.crc or None)
 
 
-@contextmanager
-def _as_file(peek: Peek, length: int, edge: int) -> Iterator[int]:
-    """Give the first and the last `edge` bytes of an item as a file with nothing between."""
-    fd = os.memfd_create("fastserial item", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, length)
-        head = min(edge, length)
-        write_all(fd, [memoryview(peek(0, head))], 0)
-        tail = min(edge, length - head)
-        if tail:
-            write_all(fd, [memoryview(peek(length - tail, tail))], length - tail)
-        yield fd
-    finally:
-        os.close(fd)
+class _Peeked:
+    """An item as a source."""
+
+    def __init__(self, peek: Peek, length: int) -> None:
+        self._peek = peek
+        self._length = length
+
+    @property
+    def size(self) -> int:
+        return self._length
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or offset + nbytes > self._length:
+            raise TruncatedCheckpointError(f"the item ends at byte {self._length}")
+        return self._peek(offset, nbytes)

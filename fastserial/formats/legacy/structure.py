@@ -7,15 +7,14 @@ but the bytes of the storages can be checked. There are no checksums.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.layout import COUNT
 from fastserial.formats.pickles import Decoded, Limits, Mapping, decode
+from fastserial.formats.source import Source
 from fastserial.formats.storages import StorageEntry, storage_table
-from fastserial.formats.zip.directory import read_exactly
 
 __all__ = ["MAGIC", "LegacyFile", "LegacyStorage", "read_legacy"]
 
@@ -59,12 +58,11 @@ class LegacyFile:
     size: int
 
 
-def read_legacy(fd: int, size: int | None = None, limits: Limits | None = None) -> LegacyFile:
+def read_legacy(source: Source, limits: Limits | None = None) -> LegacyFile:
     """Read the structure of a legacy checkpoint.
 
     Args:
-        fd: a descriptor that can be read at any offset.
-        size: bytes of the file.
+        source: the file.
         limits: on the pickles, all together.
 
     Raises:
@@ -72,9 +70,7 @@ def read_legacy(fd: int, size: int | None = None, limits: Limits | None = None) 
         PickleLimitError: its pickles are larger than the limits.
         OSError: the file cannot be read.
     """
-    if size is None:
-        size = os.fstat(fd).st_size
-    stream = ByteStream(lambda offset, length: read_exactly(fd, offset, length), 0, size)
+    stream = ByteStream(source)
     magic = decode(stream, limits).value
     if type(magic) is not int or magic != MAGIC:
         raise CorruptCheckpointError("the magic number is wrong", offset=0)
@@ -86,8 +82,8 @@ def read_legacy(fd: int, size: int | None = None, limits: Limits | None = None) 
     decoded = decode(stream, limits)
     table = storage_table(decoded.persistents)
     keys = _keys(decode(stream, limits).value, table)
-    storages, end = _places(fd, keys, table, little, stream.tell(), size)
-    return LegacyFile(little, decoded, object_offset, storages, end, size)
+    storages, end = _places(source, keys, table, little, stream.tell())
+    return LegacyFile(little, decoded, object_offset, storages, end, source.size)
 
 
 def _byte_order(system: object) -> bool:
@@ -121,14 +117,14 @@ def _keys(value: object, table: dict[str, StorageEntry]) -> list[str]:
 
 
 def _places(
-    fd: int,
+    source: Source,
     keys: list[str],
     table: dict[str, StorageEntry],
     little_endian: bool,
     start: int,
-    size: int,
 ) -> tuple[list[LegacyStorage], int]:
     storages: list[LegacyStorage] = []
+    size = source.size
     at = start
     for key in keys:
         entry = table[key]
@@ -136,7 +132,7 @@ def _places(
             raise TruncatedCheckpointError(
                 f"the file ends at byte {size}, before the storage: truncated", record=key
             )
-        raw = read_exactly(fd, at, COUNT.size)
+        raw = source.read_at(at, COUNT.size)
         count = int.from_bytes(raw, "little" if little_endian else "big", signed=True)
         if count != entry.numel:
             raise CorruptCheckpointError(

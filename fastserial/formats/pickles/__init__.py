@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastserial.errors import CorruptCheckpointError, PickleLimitError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError, PickleLimitError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles.machine import MOST_NESTED_TUPLES, Limits, Machine
 from fastserial.formats.pickles.opcodes import TABLE
 from fastserial.formats.pickles.symbols import Call, Elided, Global, Mapping, Persistent
+from fastserial.formats.source import BytesSource
 
 __all__ = [
     "Call",
@@ -49,17 +50,18 @@ class Decoded:
 
 
 def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
-    """Read one pickle, of any protocol, from where the stream stands.
+    """Read one pickle, of protocol 1 to 5, from where the stream stands.
 
     Raises:
         CorruptCheckpointError: it is no whole pickle.
+        UnreadableCheckpointError: it has opcodes that are not read, such as those of protocol 0.
         PickleLimitError: reading it takes more than the limits allow.
         OSError: the stream cannot be read.
     """
     machine = Machine(stream, limits or Limits())
     try:
         value = machine.run(TABLE)
-    except (CorruptCheckpointError, PickleLimitError, OSError):
+    except (CheckpointFileError, PickleLimitError, OSError):
         raise
     except (IndexError, ValueError, KeyError, TypeError, OverflowError, Warning) as error:
         raise CorruptCheckpointError(
@@ -74,8 +76,8 @@ def refuse_nested(data: bytes) -> None:
     To be called before a real unpickler, which uses what it made as keys, gets an untrusted pickle.
 
     Raises:
-        CorruptCheckpointError, PickleLimitError: it does, or it is none.
+        CheckpointFileError, PickleLimitError: it does, or `decode` cannot read it.
     """
     if sum(map(data.count, _TUPLES)) > MOST_NESTED_TUPLES:  # a limit from above, quickly found
-        stream = ByteStream(lambda at, length: data[at : at + length], 0, len(data))
+        stream = ByteStream(BytesSource(data))
         decode(stream, Limits(memory=max(1 << 30, 512 * len(data)), seconds=600.0, kept=len(data)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import struct
 from collections.abc import Callable
 from typing import Any
 
-from fastserial.errors import CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.pickles.machine import CONTAINER_BYTES, PUSH_BYTES, Machine, Stop
-from fastserial.formats.pickles.symbols import Call, Elided, Global, Mapping, Persistent
+from fastserial.formats.pickles.symbols import Call, Global, Mapping, Persistent
 
 __all__ = ["TABLE"]
 
@@ -17,9 +16,10 @@ _Handler = Callable[[Machine], None]
 TABLE: list[_Handler | None] = [None] * 256
 
 
-def _opcode(code: bytes) -> Callable[[_Handler], _Handler]:
+def _opcode(codes: bytes) -> Callable[[_Handler], _Handler]:
     def enter(handler: _Handler) -> _Handler:
-        TABLE[code[0]] = handler
+        for code in codes:
+            TABLE[code] = handler
         return handler
 
     return enter
@@ -120,27 +120,6 @@ def _long_line(machine: Machine) -> None:
     machine.stack.append(int(text[:-1] if text.endswith(b"L") else text))
 
 
-@_opcode(b"F")
-def _float_line(machine: Machine) -> None:
-    machine.stack.append(float(machine.stream.line()))
-
-
-@_opcode(b"S")
-def _string_line(machine: Machine) -> None:
-    text = machine.stream.line()
-    if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
-        raise CorruptCheckpointError("a string has no quotes", offset=machine.stream.tell())
-    machine.budget -= len(text)
-    machine.stack.append(codecs.escape_decode(text[1:-1])[0])
-
-
-@_opcode(b"V")
-def _unicode_line(machine: Machine) -> None:
-    text = machine.stream.line()
-    machine.budget -= len(text)
-    machine.stack.append(str(text, "raw-unicode-escape"))
-
-
 @_opcode(b"(")
 def _mark(machine: Machine) -> None:
     machine.budget -= CONTAINER_BYTES
@@ -161,11 +140,6 @@ def _pop_to_mark(machine: Machine) -> None:
     machine.pop_mark()
 
 
-@_opcode(b"2")
-def _duplicate(machine: Machine) -> None:
-    machine.stack.append(machine.stack[-1])
-
-
 # containers
 
 
@@ -175,23 +149,10 @@ def _empty_list(machine: Machine) -> None:
     machine.stack.append([])
 
 
-@_opcode(b"l")
-def _list(machine: Machine) -> None:
-    items = machine.pop_mark()
-    machine.stack.append(items)
-
-
 @_opcode(b"}")
 def _empty_dict(machine: Machine) -> None:
     machine.budget -= CONTAINER_BYTES
     machine.stack.append(Mapping())
-
-
-@_opcode(b"d")
-def _dict(machine: Machine) -> None:
-    items = machine.pop_mark()
-    machine.budget -= CONTAINER_BYTES
-    machine.stack.append(Mapping(_pairs(items)))
 
 
 @_opcode(b"\x8f")
@@ -256,8 +217,7 @@ def _append(machine: Machine) -> None:
     _extend(machine.stack[-1], [item])
 
 
-@_opcode(b"e")
-@_opcode(b"\x90")
+@_opcode(b"e\x90")
 def _append_all(machine: Machine) -> None:
     items = machine.pop_mark()
     _extend(machine.stack[-1], items)
@@ -280,11 +240,6 @@ def _set_all_items(machine: Machine) -> None:
 # memo
 
 
-@_opcode(b"p")
-def _put_line(machine: Machine) -> None:
-    machine.memo[int(machine.stream.line())] = machine.stack[-1]
-
-
 @_opcode(b"q")
 def _put_short(machine: Machine) -> None:
     machine.memo[machine.stream.read(1)[0]] = machine.stack[-1]
@@ -298,11 +253,6 @@ def _put_long(machine: Machine) -> None:
 @_opcode(b"\x94")
 def _memoize(machine: Machine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
-
-
-@_opcode(b"g")
-def _get_line(machine: Machine) -> None:
-    machine.stack.append(machine.memo[int(machine.stream.line())])
 
 
 @_opcode(b"h")
@@ -345,20 +295,7 @@ def _stack_global(machine: Machine) -> None:
     machine.stack.append(_new_global(machine, module, name))
 
 
-def _extension(code: bytes, size: int) -> None:
-    @_opcode(code)
-    def push(machine: Machine) -> None:
-        number = _little(machine, size)
-        machine.stack.append(_new_global(machine, "copyreg", f"extension {number}"))
-
-
-_extension(b"\x82", 1)
-_extension(b"\x83", 2)
-_extension(b"\x84", 4)
-
-
-@_opcode(b"R")
-@_opcode(b"\x81")
+@_opcode(b"R\x81")
 def _call_without_keywords(machine: Machine) -> None:
     arguments = machine.stack.pop()
     _call(machine, machine.stack.pop(), arguments)
@@ -369,20 +306,6 @@ def _new_object_with_keywords(machine: Machine) -> None:
     keywords = machine.stack.pop()
     arguments = machine.stack.pop()
     _call(machine, machine.stack.pop(), arguments, keywords)
-
-
-@_opcode(b"i")
-def _instance(machine: Machine) -> None:
-    _global_lines(machine)
-    function = machine.stack.pop()
-    arguments = tuple(machine.pop_mark())
-    _call(machine, function, arguments)
-
-
-@_opcode(b"o")
-def _object(machine: Machine) -> None:
-    items = machine.pop_mark()
-    _call(machine, items[0], tuple(items[1:]))
 
 
 @_opcode(b"b")
@@ -402,22 +325,14 @@ def _ask(machine: Machine, pid: Any) -> None:
     machine.stack.append(found)
 
 
-@_opcode(b"P")
-def _persistent_line(machine: Machine) -> None:
-    _ask(machine, machine.stream.line().decode("ascii"))
-
-
 @_opcode(b"Q")
 def _persistent(machine: Machine) -> None:
     _ask(machine, machine.stack.pop())
 
 
-@_opcode(b"\x97")
-def _next_buffer(machine: Machine) -> None:
-    machine.stack.append(Elided("buffer", 0))
-
-
-@_opcode(b"\x98")
-def _readonly_buffer(machine: Machine) -> None:
-    if not machine.stack:
-        raise IndexError("no buffer")
+@_opcode(b"FSV2ldpgioP\x82\x83\x84\x97\x98")
+def _refuse(machine: Machine) -> None:
+    raise UnreadableCheckpointError(
+        "the pickle has opcodes that fastserial does not read (protocol 0, copyreg extensions, "
+        "buffers outside of it): use torch.load"
+    )

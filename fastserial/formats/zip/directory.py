@@ -7,7 +7,6 @@ taken, except for records that overlap. `fastserial.verify` looks closer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from fastserial.errors import (
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
+from fastserial.formats.source import Source
 from fastserial.formats.zip import structs
 from fastserial.formats.zip.structs import CENTRAL, DEFLATED, LOCAL, REFUSED, STORED, U16, U32
 
@@ -27,7 +27,6 @@ __all__ = [
     "RecordEntry",
     "parse_local_header",
     "read_directory",
-    "read_exactly",
 ]
 
 MAX_DIRECTORY_BYTES = 512 * 1024 * 1024  # about 8 million records
@@ -149,33 +148,11 @@ class LocalHeader(NamedTuple):
     length: int
 
 
-def read_exactly(fd: int, offset: int, length: int) -> bytes:
-    """Return `length` bytes at `offset`.
-
-    Raises:
-        TruncatedCheckpointError: the file ends before.
-        OSError: the file cannot be read.
-    """
-    data = os.pread(fd, length, offset)
-    if len(data) == length:
-        return data
-    parts = [data]
-    got = len(data)
-    while data and got < length:  # a signal, or a file system that reads in small pieces
-        data = os.pread(fd, length - got, offset + got)
-        parts.append(data)
-        got += len(data)
-    if got < length:
-        raise TruncatedCheckpointError(f"the file ends at byte {offset + got}: truncated")
-    return b"".join(parts)
-
-
-def read_directory(fd: int, size: int | None = None, *, headers: bool = True) -> Directory:
+def read_directory(source: Source, *, headers: bool = True) -> Directory:
     """Read the directory of a zip archive.
 
     Args:
-        fd: a descriptor that can be read at any offset.
-        size: bytes of the archive, which starts at byte 0; by default those of the file.
+        source: the archive, from its first byte on.
         headers: read each record's local header, which alone says where the data starts.
             Without, it is taken from where the next record starts, which is right for records that
             torch wrote, and three reads do for any number of them; others' headers are read.
@@ -185,15 +162,12 @@ def read_directory(fd: int, size: int | None = None, *, headers: bool = True) ->
         UnreadableCheckpointError: the archive is in several parts, or its directory too large.
         OSError: the file cannot be read.
     """
-    if size is None:
-        size = os.fstat(fd).st_size
-    end = _read_end(fd, size)
-    raw = read_exactly(fd, end.directory_offset, end.directory_size)
+    end = _read_end(source)
+    raw = source.read_at(end.directory_offset, end.directory_size)
     entries = _parse_entries(raw, end)
     archive = entries[0].full_name.partition(b"/")[0]
-    return Directory(
-        _text(archive), _placed(fd, entries, archive + b"/", end, headers), size, end, headers
-    )
+    records = _placed(source, entries, archive + b"/", end, headers)
+    return Directory(_text(archive), records, source.size, end, headers)
 
 
 def _text(name: bytes) -> str:
@@ -203,9 +177,10 @@ def _text(name: bytes) -> str:
 # -- the end of the file -----------------------------------------------------------------------
 
 
-def _read_end(fd: int, size: int) -> EndRecords:
+def _read_end(source: Source) -> EndRecords:
+    size = source.size
     reach = min(size, _REACH)
-    tail = read_exactly(fd, size - reach, reach)
+    tail = source.read_at(size - reach, reach)
     found = tail.rfind(structs.END_SIGNATURE, 0, max(0, reach - structs.END.size + 4))
     if found < 0:
         raise TruncatedCheckpointError(
@@ -217,7 +192,7 @@ def _read_end(fd: int, size: int) -> EndRecords:
     if disk not in (0, U16) or start_disk not in (0, U16) or few != count:
         raise UnreadableCheckpointError("archives in several parts are not supported")
     stored = (count, length, offset)
-    zip64 = _read_zip64_end(fd, at)
+    zip64 = _read_zip64_end(source, at)
     if zip64 is None:
         end = EndRecords(count, offset, length, None, at, trailing, True)
         limit = at
@@ -244,18 +219,18 @@ def _read_end(fd: int, size: int) -> EndRecords:
     return end
 
 
-def _read_zip64_end(fd: int, end: int) -> tuple[int, tuple[int, int, int]] | None:
+def _read_zip64_end(source: Source, end: int) -> tuple[int, tuple[int, int, int]] | None:
     """Return the zip64 end record's place and (count, size, offset), or None without one."""
     if end < structs.LOCATOR.size:
         return None
     signature, disk, at, _ = structs.LOCATOR.unpack(
-        read_exactly(fd, end - structs.LOCATOR.size, structs.LOCATOR.size)
+        source.read_at(end - structs.LOCATOR.size, structs.LOCATOR.size)
     )
     if signature != structs.LOCATOR_SIGNATURE:
         return None
     if disk != 0 or at + structs.END64.size > end - structs.LOCATOR.size:
         raise CorruptCheckpointError("the zip64 locator points outside the file")
-    fields = structs.END64.unpack(read_exactly(fd, at, structs.END64.size))
+    fields = structs.END64.unpack(source.read_at(at, structs.END64.size))
     signature, _, _, _, disk, start_disk, few, count, length, offset = fields
     if signature != structs.END64_SIGNATURE:
         raise CorruptCheckpointError("there is no zip64 end record where its locator points")
@@ -361,7 +336,7 @@ def parse_local_header(data: bytes, record: str) -> LocalHeader:
 
 
 def _placed(
-    fd: int, entries: list[_Entry], prefix: bytes, end: EndRecords, headers: bool
+    source: Source, entries: list[_Entry], prefix: bytes, end: EndRecords, headers: bool
 ) -> list[RecordEntry]:
     """Return the entries with the place of their data, having checked that none overlap."""
     order = sorted(range(len(entries)), key=lambda index: entries[index].header_offset)
@@ -371,7 +346,7 @@ def _placed(
         entry = entries[index]
         at = None if headers else _implied(entry, limit)
         if at is None:
-            at = _header_end(fd, entry)
+            at = _header_end(source, entry)
         if at + entry.compressed_size > limit:
             raise CorruptCheckpointError(
                 "the record overlaps the next one", record=_text(entry.full_name)
@@ -390,8 +365,8 @@ def _placed(
     ]
 
 
-def _header_end(fd: int, entry: _Entry) -> int:
-    raw = read_exactly(fd, entry.header_offset, LOCAL.size + len(entry.full_name))
+def _header_end(source: Source, entry: _Entry) -> int:
+    raw = source.read_at(entry.header_offset, LOCAL.size + len(entry.full_name))
     name = _text(entry.full_name)
     header = parse_local_header(raw, name)
     if header.name != entry.full_name:

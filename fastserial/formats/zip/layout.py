@@ -47,10 +47,7 @@ _CRC_AT = 4  # in a data descriptor
 _FLAGS = UTF8 | structs.HAS_DESCRIPTOR
 
 _LENGTHS = struct.Struct("<HH")  # the end of a local header
-_LOCAL_START, _LOCAL_START_EMPTY = (
-    LOCAL.pack(structs.LOCAL_SIGNATURE, 0, flags, *[0] * 8)[: -_LENGTHS.size]
-    for flags in (_FLAGS, UTF8)
-)
+_LOCAL_START = LOCAL.pack(structs.LOCAL_SIGNATURE, 0, _FLAGS, *[0] * 8)[: -_LENGTHS.size]
 # The first 16 bytes of a central entry tell nothing but the flags; then come CRC-32, both sizes,
 # the lengths of name and extra field, and the offset of the local header.
 _CENTRAL_START, _CENTRAL_START_EMPTY = (
@@ -377,13 +374,10 @@ class ZipLayout:
         if 0 < size < U32 and header < U32:
             start, filler = self._form(length, -before % self._alignment)
             return start + full_name + filler
-        # The compressed size is not known yet when torch writes the local header.
-        zip64 = structs.zip64_field(size, 0, header)
-        self._directory_bytes += len(zip64)
-        filler = structs.padding_field(-(before + len(zip64)) % self._alignment)
-        lengths = _LENGTHS.pack(length, len(zip64) + len(filler))
-        start = _LOCAL_START if size else _LOCAL_START_EMPTY
-        return b"".join((start, lengths, full_name, zip64, filler))
+        zip64 = len(structs.zip64_field(size, 0, header))
+        self._directory_bytes += zip64
+        padding = -(before + zip64) % self._alignment
+        return structs.local_header(full_name, size, header, padding, _FLAGS if size else UTF8)
 
     def _form(self, length: int, padding: int) -> tuple[bytes, bytes]:
         """Return what is before and after a name of `length` bytes in a plain local header."""
@@ -404,8 +398,7 @@ class ZipLayout:
 
     def _descriptor(self, record: int, crc: int) -> bytes:
         size = self._sizes[record]
-        form = structs.descriptor_form(size, self._headers[record])
-        return form.pack(structs.DESCRIPTOR_SIGNATURE, crc, size, size)
+        return structs.descriptor(crc, size, size, self._headers[record])
 
     def _directory(self, start: int, crcs: Sequence[int]) -> bytes:
         """Return the central directory, which starts at byte `start`, and the end records."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.byte_stream import ByteStream
+from fastserial.formats.source import BytesSource, Source, SourceFile
 from fastserial.formats.zip.directory import (
     Directory,
     RecordEntry,
     parse_local_header,
     read_directory,
-    read_exactly,
 )
 from fastserial.formats.zip.structs import LOCAL
 
@@ -30,7 +30,7 @@ PICKLE = "data.pkl"
 _MOST_INFLATED = 256 * 1024 * 1024
 
 
-def read_record(fd: int, record: RecordEntry, most: int) -> bytes:
+def read_record(source: Source, record: RecordEntry, most: int) -> bytes:
     """Return the bytes of a record of at most `most` bytes, decompressed if need be.
 
     Raises:
@@ -44,7 +44,7 @@ def read_record(fd: int, record: RecordEntry, most: int) -> bytes:
         raise UnreadableCheckpointError(
             "encrypted, or compressed in a way that torch cannot read", record=record.name
         )
-    raw = read_exactly(fd, record.data_offset, record.compressed_size)
+    raw = source.read_at(record.data_offset, record.compressed_size)
     if record.is_stored:
         return raw
     try:
@@ -56,7 +56,7 @@ def read_record(fd: int, record: RecordEntry, most: int) -> bytes:
     return data
 
 
-def record_stream(fd: int, record: RecordEntry) -> ByteStream:
+def record_stream(source: Source, record: RecordEntry) -> ByteStream:
     """Return the bytes of a record as a stream, to decode a pickle from.
 
     Raises:
@@ -65,39 +65,35 @@ def record_stream(fd: int, record: RecordEntry) -> ByteStream:
         OSError: the file cannot be read.
     """
     if record.is_stored:
-        return ByteStream(
-            lambda offset, length: read_exactly(fd, offset, length),
-            record.data_offset,
-            record.data_end,
-        )
-    data = read_record(fd, record, _MOST_INFLATED)
-    return ByteStream(lambda offset, length: data[offset : offset + length], 0, len(data))
+        return ByteStream(source, record.data_offset, record.data_end)
+    return ByteStream(BytesSource(read_record(source, record, _MOST_INFLATED)))
 
 
-def read_places(fd: int, size: int, stock: Any = None) -> Directory:
+def read_places(source: Source, stock: Any = None) -> Directory:
     """Return the central directory, local headers read only if the writer was not torch.
 
     Of records with the same name, it holds the one that torch finds.
 
     Args:
-        fd: a descriptor that can be read at any offset.
-        size: bytes of the file.
+        source: the archive, from its first byte on.
         stock: torch's reader of the same file, if there is one.
 
     Raises:
         CorruptCheckpointError: the container is not to be trusted.
         OSError: the file cannot be read.
     """
-    directory = read_directory(fd, size, headers=False)
+    directory = read_directory(source, headers=False)
     first = next((record for record in directory.records if record.size), None)
-    if first is not None and not _is_placed(fd, first):
-        directory = read_directory(fd, size)
+    if first is not None and not _is_placed(source, first):
+        directory = read_directory(source)
     if len({record.full_name.lower() for record in directory.records}) < len(directory.records):
-        return directory._replace(records=_found_by_torch(fd, directory.records, stock))
+        return directory._replace(records=_found_by_torch(source, directory.records, stock))
     return directory
 
 
-def _found_by_torch(fd: int, records: Sequence[RecordEntry], stock: Any) -> list[RecordEntry]:
+def _found_by_torch(
+    source: Source, records: Sequence[RecordEntry], stock: Any
+) -> list[RecordEntry]:
     """Return the records that torch's reader finds by name, which it compares without case."""
     import torch  # here, since whoever only verifies needs it as good as never
 
@@ -106,7 +102,7 @@ def _found_by_torch(fd: int, records: Sequence[RecordEntry], stock: Any) -> list
         named.setdefault(record.full_name.lower(), []).append(record)
     found: list[RecordEntry] = []
     try:
-        reader: Any = stock or torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
+        reader: Any = stock or torch._C.PyTorchFileReader(cast("IO[bytes]", SourceFile(source)))
         for group in named.values():
             if len(group) == 1:
                 found += group
@@ -121,8 +117,8 @@ def _found_by_torch(fd: int, records: Sequence[RecordEntry], stock: Any) -> list
     return found
 
 
-def _is_placed(fd: int, record: RecordEntry) -> bool:
-    raw = read_exactly(fd, record.header_offset, LOCAL.size + len(record.full_name))
+def _is_placed(source: Source, record: RecordEntry) -> bool:
+    raw = source.read_at(record.header_offset, LOCAL.size + len(record.full_name))
     header = parse_local_header(raw, record.name)
     return record.header_offset + header.length == record.data_offset
 

@@ -39,6 +39,36 @@ def descriptor_form(size: int, header_offset: int) -> struct.Struct:
     return DESCRIPTOR64 if size >= U32 or header_offset >= U32 else DESCRIPTOR
 
 
+def descriptor(crc: int, compressed: int, size: int, header_offset: int) -> bytes:
+    """Return the data descriptor that torch writes behind a record (sizes in bytes)."""
+    return descriptor_form(size, header_offset).pack(DESCRIPTOR_SIGNATURE, crc, compressed, size)
+
+
+def local_header(
+    name: bytes,
+    size: int,
+    header_offset: int,
+    padding: int,
+    flags: int,
+    method: int = STORED,
+    needed: int = 0,
+) -> bytes:
+    """Return the local header that torch writes for a record, with name, zip64 field and padding.
+
+    Sizes and CRC in it are 0: torch does not know them yet.
+
+    Args:
+        name: with the archive name.
+        size, header_offset: of the record (bytes).
+        padding: bytes in the padding field.
+        flags, method, needed: general purpose bits, compression, version needed.
+    """
+    extra = zip64_field(size, 0, header_offset) + padding_field(padding)
+    lengths = len(name), len(extra)
+    fields = LOCAL.pack(LOCAL_SIGNATURE, needed, flags, method, 0, 0, 0, 0, 0, *lengths)
+    return fields + name + extra
+
+
 def padding_field(nbytes: int) -> bytes:
     """Return the extra field of torch's that brings the data to its alignment."""
     return FIELD.pack(PADDING, nbytes) + b"Z" * nbytes

@@ -1,4 +1,4 @@
-"""The conformance suite of I/O engines."""
+"""The conformance suite of I/O engines: a subclass of `EngineTests` with a fixture `engine`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from fastserial.engines import Capabilities, Engine, Op, Request
 from fastserial.memory.buffers import BufferPool
-from fastserial.testing.transfers import (
+from support.transfers import (
     BLOCK,
     DEPTH,
     FLAGS,

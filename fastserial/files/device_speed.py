@@ -1,0 +1,149 @@
+"""Whether the device below a file is faster than the page cache, found out by writing to it.
+
+Stock torch leaves what it saved in the page cache. Where that costs no time, on a device that is
+waited for either way, saves do so, too; on a faster device direct I/O is. The first large save to
+a device finds out which it is: its first `TRIAL` bytes go through the page cache, and how long the
+device takes to get them is timed. No answer is for ever: see `FAST_FOR` and `SLOW_FOR`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from time import perf_counter
+from typing import NamedTuple
+
+from fastserial.config.performance import FAST_DEVICE, FAST_FOR, SLOW_FOR, TRIAL
+
+__all__ = ["Trial", "begin_writeback", "is_fast"]
+
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
+_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.EPERM)
+
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+
+
+class _Verdict(NamedTuple):
+    """Whether a device was fast, and when that was (`perf_counter()`)."""
+
+    fast: bool
+    at: float
+
+
+# By the number of the device, and whether it is about short files, which may end before a trial
+# does: for those alone a throttle or a disk's cache may be fast.
+_verdicts: dict[tuple[int, bool], _Verdict] = {}
+
+
+def is_fast(fd: int, nbytes: int) -> bool | None:
+    """Return whether the device of an open file is fast, None if that is to be measured.
+
+    Args:
+        fd: of the file.
+        nbytes: of the whole file; 0: unknown.
+    """
+    device = os.fstat(fd).st_dev
+    large = _verdict((device, False))
+    own = _verdict((device, True)) if _is_short(nbytes) else None
+    return large or (large if own is None else own)
+
+
+def _is_short(nbytes: int) -> bool:
+    return 0 < nbytes < 2 * TRIAL
+
+
+def _verdict(key: tuple[int, bool]) -> bool | None:
+    found = _verdicts.get(key)
+    if found is None:
+        return None
+    if perf_counter() - found.at > (FAST_FOR if found.fast else SLOW_FOR):
+        _verdicts.pop(key, None)
+        return None
+    return found.fast
+
+
+def begin_writeback(fd: int, offset: int, length: int) -> None:
+    """Let the device begin with a range that is in the page cache.
+
+    Raises:
+        OSError: the device failed.
+    """
+    _sync(fd, offset, length, _WRITE)
+
+
+class Trial:
+    """The first bytes of one file, which go through the page cache to be timed."""
+
+    def __init__(self, fd: int, nbytes: int, synced: bool) -> None:
+        """Begin when the first of them is written.
+
+        Args:
+            fd: of the file.
+            nbytes: of the whole file; 0: unknown.
+            synced: the save waits for the device at the end.
+        """
+        self._fd = fd
+        self._short = _is_short(nbytes)  # the file may end before there is enough of it
+        self._synced = synced
+        self._began = perf_counter()
+        self._nbytes = 0  # that are on trial,
+        self._first = self._end = 0  # from here to there: there may be holes between
+
+    def take(self, offset: int, length: int) -> None:
+        """Note a range that is to be written on trial."""
+        if not self._nbytes:
+            self._first = self._end = offset
+        self._first = min(self._first, offset)
+        self._end = max(self._end, offset + length)
+        self._nbytes += length
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether so much was taken that `judge` can tell."""
+        return self._nbytes >= TRIAL
+
+    def conclude(self) -> None:
+        """Judge by a short file that ends now, if its save waits for the device.
+
+        Not by little, which takes as long as the call does, nor where others write in between.
+
+        Raises:
+            OSError: the device failed.
+        """
+        enough = self._nbytes >= TRIAL // 4 and self._end - self._first <= 2 * self._nbytes
+        if self._short and self._synced and enough:
+            self.judge()
+
+    def judge(self) -> bool:
+        """Write back what was written on trial; return whether the device is fast.
+
+        Raises:
+            OSError: the device failed.
+        """
+        began = perf_counter()
+        flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
+        if not _sync(self._fd, self._first, self._end - self._first, flags):
+            return False
+        device = os.fstat(self._fd).st_dev
+        # without a block device (network, FUSE) the writes themselves may have waited for it,
+        # and those to a file opened with O_SYNC or O_DSYNC, which is part of it, did
+        waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
+        ended = perf_counter()
+        fast = self._nbytes > (ended - (self._began if waited else began)) * FAST_DEVICE
+        _verdicts[device, self._short] = _Verdict(fast, ended)
+        return fast
+
+
+def _sync(fd: int, offset: int, length: int, flags: int) -> bool:
+    """Return False where there is no such call."""
+    if _sync_file_range is None:
+        return False
+    place = ctypes.c_int64(offset), ctypes.c_int64(length)
+    if _sync_file_range(fd, *place, ctypes.c_uint(flags)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NOT_HERE:
+        return False
+    raise OSError(number, os.strerror(number))  # the sync at the end would not tell it again

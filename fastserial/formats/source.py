@@ -1,0 +1,137 @@
+"""What parsers read from: bytes at any offset, of a file, of a part of one, or in memory."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any, Protocol
+
+from fastserial.errors import TruncatedCheckpointError
+
+__all__ = ["BytesSource", "DescriptorSource", "Source", "SourceFile", "read_exactly"]
+
+
+class Source(Protocol):
+    """Bytes that can be read at any offset, all that a parser sees of a file.
+
+    source = BytesSource(b"PK...")
+    source.read_at(0, 2)  # b"PK"
+    """
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from `offset` on.
+
+        Raises:
+            TruncatedCheckpointError: there are not as many.
+            OSError: they cannot be read.
+        """
+
+
+class DescriptorSource:
+    """A file that is open, or a part of it. The descriptor's position is not used."""
+
+    def __init__(self, fd: int, start: int = 0, size: int | None = None) -> None:
+        """Read from a descriptor, which its owner closes.
+
+        Args:
+            start: where in the file byte 0 is.
+            size: bytes of the part; by default up to the end of the file.
+        """
+        self._fd = fd
+        self._start = start
+        self._size = os.fstat(fd).st_size - start if size is None else size
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return self._size
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from `offset` on.
+
+        Raises:
+            TruncatedCheckpointError: there are not as many.
+            OSError: they cannot be read.
+        """
+        _refuse_outside(offset, nbytes, self._size)
+        return read_exactly(self._fd, self._start + offset, nbytes)
+
+
+class BytesSource:
+    """Bytes in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return len(self._data)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from `offset` on.
+
+        Raises:
+            TruncatedCheckpointError: there are not as many.
+        """
+        _refuse_outside(offset, nbytes, len(self._data))
+        return self._data[offset : offset + nbytes]
+
+
+class SourceFile(io.RawIOBase):
+    """A source as a file object, for readers that want one."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        nbytes = max(0, min(len(view), self._source.size - self._at))
+        view[:nbytes] = self._source.read_at(self._at, nbytes)
+        self._at += nbytes
+        return nbytes
+
+
+def _refuse_outside(offset: int, nbytes: int, size: int) -> None:
+    if offset < 0 or nbytes < 0 or offset + nbytes > size:
+        raise TruncatedCheckpointError(f"the file ends at byte {size}: truncated")
+
+
+def read_exactly(fd: int, offset: int, length: int) -> bytes:
+    """Return `length` bytes at `offset` of an open file.
+
+    Raises:
+        TruncatedCheckpointError: the file ends before.
+        OSError: the file cannot be read.
+    """
+    data = os.pread(fd, length, offset)
+    if len(data) == length:
+        return data
+    parts = [data]
+    got = len(data)
+    while data and got < length:  # a signal, or a file system that reads in small pieces
+        data = os.pread(fd, length - got, offset + got)
+        parts.append(data)
+        got += len(data)
+    if got < length:
+        raise TruncatedCheckpointError(f"the file ends at byte {offset + got}: truncated")
+    return b"".join(parts)

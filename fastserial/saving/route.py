@@ -1,0 +1,176 @@
+"""By which route the blocks of a file get to its device: decided in one place, before the first.
+
+What is learnt on the way gives a second route, which the next block takes: a device on trial was
+fast or not, direct I/O is refused, there is no memory for an engine, another thread keeps the
+interpreter busy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fastserial.config import MAX_BLOCK, Config
+from fastserial.config.performance import FILL_CHUNK, PAGE
+from fastserial.engines import EngineFactory, capabilities_of
+from fastserial.files import linux
+from fastserial.files.caching import fits
+from fastserial.files.device_speed import is_fast
+from fastserial.files.linux import Compression, compression_of, open_direct
+from fastserial.interrupts import Descriptors
+
+__all__ = ["OutputFile", "Route", "choose_route"]
+
+_LOCKED = "the file is locked (lockf): opening it once more would end the lock"
+_COMPRESSED = "the file system compresses this file, but not direct writes"
+_REFUSED = "direct I/O refused at the first write: Invalid argument"
+_CROWDED = "another thread keeps the interpreter busy: blocks one by one"
+
+
+class OutputFile:
+    """The file that is written, and what has to stay as long as it is.
+
+    Attributes:
+        fd: its descriptor, which stays the caller's.
+        direct_fd: one for direct I/O; -1: there is none.
+        may_be_locked: others know the file and may hold a `lockf` lock on it.
+        owner: keeps `fd` open.
+    """
+
+    __slots__ = ("_files", "direct_fd", "fd", "may_be_locked", "owner")
+
+    def __init__(self, fd: int, may_be_locked: bool = False, owner: object = None) -> None:
+        self.fd = fd
+        self.may_be_locked = may_be_locked
+        self.owner = owner
+        self.direct_fd = -1
+        self._files = Descriptors()
+
+    def open_direct(self, block_size: int) -> tuple[int, str | None]:
+        """Open it for direct I/O, too; return the alignment (bytes), and why that cannot be."""
+        synced = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
+        found = open_direct(self.fd, os.O_WRONLY | synced, block_size, self._files)
+        self.direct_fd = found.fd
+        return found.alignment, found.refusal
+
+    def close(self) -> None:
+        """Close what was opened here. Idempotent."""
+        self.direct_fd = -1
+        self._files.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the blocks of one file get to its device. Sizes are bytes.
+
+    Attributes:
+        kind: `direct`: past the page cache, but for what is not aligned; `cached`: through it;
+            `trial`: through it, until it is known whether direct I/O is faster.
+        engine: name of the engine, or what makes it; None: there is no memory for one.
+        block_size: of a block at most.
+        queue_depth: blocks in flight at once.
+        threads: that help the submitting one; 0: none does.
+        chunk: what is copied and checksummed in turn.
+        alignment: of what direct I/O writes.
+        writeback: the device begins with each block as soon as the page cache has it.
+        reserve: the file's space is reserved ahead.
+        fallback: why this is not the fastest way, or None.
+    """
+
+    kind: Literal["direct", "cached", "trial"]
+    engine: str | EngineFactory | None
+    block_size: int
+    queue_depth: int
+    threads: int
+    chunk: int = FILL_CHUNK
+    alignment: int = PAGE
+    writeback: bool = False
+    reserve: bool = False
+    fallback: str | None = None
+
+    def after_trial(self, fast: bool) -> Route:
+        """Return the route once the device was measured."""
+        return replace(self, kind="direct" if fast else "cached")
+
+    def past_the_host(self) -> Route:
+        """Return the route where device memory does not pass through the host: nor the cache."""
+        return replace(self, kind="direct")
+
+    def refused(self) -> Route:
+        """Return the route of a file that took no direct write."""
+        return replace(self, kind="cached", writeback=False, fallback=_REFUSED)
+
+    def without_engine(self, why: object) -> Route:
+        """Return the route that needs no memory: block by block, by the calling thread."""
+        fallback = f"through the page cache, block by block: {why}"
+        return replace(self, kind="cached", engine=None, fallback=fallback)
+
+    def alone(self) -> Route:
+        """Return the route of as much memory where each hand-over waits for the interpreter."""
+        size = min(MAX_BLOCK, self.queue_depth * self.block_size)
+        return replace(
+            self,
+            block_size=size,
+            queue_depth=1,
+            threads=0,
+            chunk=size,
+            fallback=self.fallback or _CROWDED,
+        )
+
+
+def choose_route(file: OutputFile, config: Config, expected: int | None) -> Route:
+    """Return the route of a file's first block.
+
+    Args:
+        file: opened for direct I/O, if that is to be used or tried.
+        config: the options.
+        expected: bytes there will be, if known: what a short file does not use is not started.
+
+    Raises:
+        EngineUnavailableError: the engine cannot run here.
+    """
+    depth, threads = config.queue_depth, config.threads
+    if expected is not None:
+        blocks = max(1, -(-expected // config.block_size))
+        depth, threads = min(blocks, depth), min(blocks, threads)
+    compression = None if config.direct is True else compression_of(file.fd)
+    alignment, fallback = PAGE, None
+    kind: Literal["direct", "cached", "trial"] = "cached"
+    if config.never_direct:
+        pass
+    elif file.may_be_locked and linux.is_locked(file.fd):
+        fallback = _LOCKED
+    elif compression is Compression.THROUGH_CACHE:
+        fallback = _COMPRESSED
+    else:
+        alignment, fallback = file.open_direct(config.block_size)
+        if fallback is None:
+            kind = _fastest(file, config, expected or 0)
+    return Route(
+        kind=kind,
+        engine=config.engine,
+        block_size=config.block_size,
+        queue_depth=depth,
+        threads=threads,
+        alignment=alignment,
+        writeback=file.direct_fd >= 0 and config.durable and not file.may_be_locked,
+        reserve=config.preallocate and compression is None,
+        fallback=fallback,
+    )
+
+
+def _fastest(file: OutputFile, config: Config, nbytes: int) -> Literal["direct", "cached", "trial"]:
+    """Return what is the fastest for a file that takes direct I/O, and leaves most in the cache."""
+    capabilities = capabilities_of(config.engine)
+    if not (capabilities.moves_data and capabilities.any_memory):
+        return "direct"  # such an engine is no good at the page cache
+    if config.direct is True or config.cache == "drop":
+        return "direct"
+    if config.cache == "keep":
+        return "cached"
+    fast = is_fast(file.fd, nbytes)
+    if fast or not fits(nbytes):
+        return "direct"
+    return "trial" if fast is None else "cached"

@@ -1,0 +1,106 @@
+"""Bytes of a file, of a part of one and in memory are read alike."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fastserial.errors import TruncatedCheckpointError
+from fastserial.formats.dcp import framed, parse
+from fastserial.formats.legacy.structure import read_legacy
+from fastserial.formats.safetensors import header_bytes, read_header
+from fastserial.formats.source import BytesSource, DescriptorSource, Source, SourceFile
+from fastserial.formats.tensors import zip_outline
+from fastserial.formats.zip.records import read_places
+
+DATA = bytes(range(200))
+
+
+def in_memory(data: bytes, path: Path) -> Source:
+    return BytesSource(data)
+
+
+def file(data: bytes, path: Path) -> Source:
+    path.write_bytes(data)
+    return DescriptorSource(os.open(path, os.O_RDONLY))
+
+
+def part(data: bytes, path: Path) -> Source:
+    path.write_bytes(b"before" + data + b"behind")
+    return DescriptorSource(os.open(path, os.O_RDONLY), len(b"before"), len(data))
+
+
+KINDS = pytest.mark.parametrize("kind", [in_memory, file, part])
+Kind = Callable[[bytes, Path], Source]
+
+
+@KINDS
+def test_any_bytes_and_no_others(kind: Kind, tmp_path: Path) -> None:
+    source = kind(DATA, tmp_path / "x")
+    assert source.size == len(DATA)
+    for offset, nbytes in ((0, 0), (0, 200), (7, 50), (199, 1), (200, 0)):
+        assert source.read_at(offset, nbytes) == DATA[offset : offset + nbytes]
+    for offset, nbytes in ((0, 201), (199, 2), (201, 0), (-1, 1), (5, -1), (1 << 63, 1)):
+        with pytest.raises(TruncatedCheckpointError):
+            source.read_at(offset, nbytes)
+
+
+def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+    source = file(DATA, tmp_path / "x")
+    os.truncate(tmp_path / "x", 100)
+    assert source.read_at(99, 1) == DATA[99:100]
+    with pytest.raises(TruncatedCheckpointError, match="byte 100"):
+        source.read_at(50, 100)
+
+
+def test_as_a_file_object() -> None:
+    found = io.BufferedReader(SourceFile(BytesSource(DATA)))
+    assert found.read() == DATA
+    assert found.seek(-5, os.SEEK_END) == 195
+    assert found.read(9) == DATA[195:]
+    assert found.seek(3) == 3
+    assert found.read(4) == DATA[3:7]
+
+
+@KINDS
+def test_every_parser_takes_any_of_them(kind: Kind, tmp_path: Path) -> None:
+    state = {"w": torch.arange(30.0)}
+    for zipped in (True, False):
+        out = io.BytesIO()
+        torch.save(state, out, _use_new_zipfile_serialization=zipped)
+        source = kind(out.getvalue(), tmp_path / "x")
+        if zipped:
+            found = zip_outline(source, read_places(source))
+            assert found is not None
+            assert [tensor.key for tensor in found.tensors] == ["w"]
+        else:
+            assert [storage.nbytes for storage in read_legacy(source).storages] == [120]
+    data = header_bytes([("w", "float32", (30,), 120)], {}) + bytes(120)
+    assert [entry.key for entry in read_header(kind(data, tmp_path / "x"))] == ["w"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    pickled = (tmp_path / "dcp" / ".metadata").read_bytes()
+    for data in (pickled, framed(pickled, True, [])):
+        assert list(parse(kind(data, tmp_path / "x"), "x").tensors) == ["w"]
+
+
+@pytest.mark.parametrize("name", [b"archive/data/0", b"archive/DATA/0"])
+def test_records_of_one_name_without_a_descriptor(name: bytes) -> None:
+    """Which one counts is asked of torch's reader, which gets the source as a file."""
+    out = io.BytesIO()
+    torch.save([torch.zeros(3), torch.ones(3)], out)
+    data = out.getvalue().replace(b"archive/data/1", name)
+    source = BytesSource(data)
+    found = {record.name: record for record in read_places(source).records}
+    reader = torch._C.PyTorchFileReader(io.BytesIO(data))
+    for one in found.keys() & {"data/0", "DATA/0"}:
+        assert source.read_at(found[one].data_offset, 12) == reader.get_record(one)
+    assert "data/0" in found
