@@ -52,7 +52,7 @@ def verify_folder(path: str, config: Config, findings: Findings) -> Result:
         except CorruptCheckpointError as error:
             findings.add(Problem("directory", error.message, file=name))
             continue
-        result.format = "dcp packed" if metadata.packed else "dcp"
+        result.format = "dcp"
         _check_metadata(metadata, name, findings)
         needed |= _Folder(path, metadata, config, findings, result).check()
     if found.hidden:
@@ -190,8 +190,6 @@ class _Folder:
         is_archive = ends[0] == LOCAL_SIGNATURE or ends[1].startswith(END_SIGNATURE)
         if (item.nbytes or 0) > item.length and not (is_archive and _says_itself(item)):
             self._add(item, "storage", "it has not as many bytes as its shape says")
-        elif self._metadata.packed and item.known is not None and item.known.start is not None:
-            self._check_bytes(fd, item, data)
         elif is_archive:
             self._check_archive(fd, item, data)
         else:
