@@ -7,16 +7,18 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from fastserial.checkpoints.verify.ends import (
+from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
+from fastserial.checkpoints.verify.report import Findings, Problem, Result
+from fastserial.checkpoints.verify.zip_structure import (
+    LONGEST_GAP,
     check_end,
     check_entries,
+    check_gap,
+    check_gap_loosely,
     expected_id,
     is_plain,
     is_torch_made,
 )
-from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap, check_gap_loosely
-from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
-from fastserial.checkpoints.verify.report import Findings, Problem, Result
 from fastserial.checksums import CrcLedger, crc32, crc_mismatch
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
