@@ -13,10 +13,9 @@ from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.checksums import crc32, crc32_combine, crc_mismatch
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.formats.container import ZipContainer
 from fastserial.formats.dcp import Item, Metadata
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
-from fastserial.formats.tensors import zip_outline
-from fastserial.formats.zip.records import read_places
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 from fastserial.loading.scan import scan
@@ -307,8 +306,8 @@ class _Folder:
                 if mismatch is not None:
                     self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
             return
-        outline = zip_outline(source, read_places(source))
-        tensors = outline.tensors if outline is not None and not outline.notes else []
+        outline = ZipContainer(source).outline
+        tensors = outline.tensors if not outline.notes else []
         if len(tensors) == 1 and not tensors[0].key:
             one = tensors[0]
             if one.shape == item.chunk.sizes and one.dtype != item.dtype and _says_itself(item):
