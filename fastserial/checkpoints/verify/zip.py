@@ -42,7 +42,7 @@ __all__ = ["Feed", "verify_zip"]
 _HEAD = 8
 _LONGEST_TAIL = 128 * 1024
 
-# Told how many bytes are wanted: from the first on, as `scan` delivers them.
+# Called with how many bytes are wanted: from the first on, as `scan` delivers them.
 Feed = Callable[[int, Callable[[int, memoryview], None], Callable[[int, int, OSError], None]], None]
 
 
