@@ -13,6 +13,7 @@ from fastserial.checkpoints.verify.zip_structure import (
     LONGEST_GAP,
     check_end,
     check_entries,
+    check_entries_loosely,
     check_gap,
     check_gap_loosely,
     expected_id,
@@ -72,9 +73,8 @@ def verify_zip(source: Source, findings: Findings, feed: Feed) -> Result:
     records = directory.in_file_order()
     result.records = len(records)
     remarks: list[str] = []
-    if torch_made:
-        for problem in check_entries(directory):
-            findings.add(problem)
+    for problem in check_entries(directory) if torch_made else check_entries_loosely(directory):
+        findings.add(problem)
     for problem in check_end(directory, _tail(source, directory), torch_made, remarks.append):
         findings.add(problem)
     check = _Checksums(records)

@@ -28,6 +28,7 @@ __all__ = [
     "LONGEST_GAP",
     "check_end",
     "check_entries",
+    "check_entries_loosely",
     "check_gap",
     "check_gap_loosely",
     "expected_id",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
+_IS_FOLDER = 0x10  # in the external attributes
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
 
 
@@ -86,6 +88,17 @@ def check_entries(directory: Directory) -> Iterator[Problem]:
         wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
         if not sound or record.extra != wide:
             yield Problem("directory", "fields of its entry are damaged", record.name)
+
+
+def check_entries_loosely(directory: Directory) -> Iterator[Problem]:
+    """Look for entries of other writers for which torch's reader does not read the data."""
+    for record in directory.records:
+        disk, _, attributes = record.stamp[4:]
+        if disk not in (0, 1):
+            text = "its entry says that it is in another part of the archive"
+            yield Problem("directory", text, record.name)
+        elif attributes & _IS_FOLDER and record.size:
+            yield Problem("directory", "its entry says that it is a folder", record.name)
 
 
 def check_end(
