@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterable
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
-from fastserial.checkpoints.folder_inspection import inspect_folder
+from fastserial.checkpoints.folder_inspection import inspect_folder, inspect_rank_folder
 from fastserial.checkpoints.inspection import Inspection, StorageUse
 from fastserial.checkpoints.rank_folder import find_rank_folder
-from fastserial.checkpoints.rank_folder_inspection import inspect_rank_folder
 from fastserial.errors import CheckpointFileError
 from fastserial.formats.container import ZipContainer, open_container
 from fastserial.formats.pickles import Limits

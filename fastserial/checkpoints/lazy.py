@@ -57,6 +57,7 @@ class LazyCheckpoint:
         self._path = os.fspath(path)
         crew = common_crew()
         with FastFileReader(path, config) as first:
+            # All that it says has been read by then: its descriptor is closed.
             self._container = open_readable(first.fd, first.name)
             reader = first.another(crew)
         reader.blocks.rest()

@@ -103,7 +103,8 @@ def load_into(
         The keys without a partner.
 
     Raises:
-        LoadMismatchError: keys, dtypes or shapes differ; nothing was changed. A `RuntimeError`.
+        LoadMismatchError: keys, dtypes or shapes differ, or two targets share a part of their
+            memory; nothing was changed. A `RuntimeError`.
         RuntimeError: the module's `load_state_dict` did not take what is not in its memory.
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -75,7 +76,7 @@ def verify(
     if as_json:
         result = {
             "status": status,
-            "files": [report.to_dict() for report in reports],
+            "files": [asdict(report) for report in reports],
             "no_checkpoints_in": nothing,
         }
         typer.echo(json.dumps(result, indent=2))

@@ -120,6 +120,19 @@ def test_an_added_record_of_the_name_of_another(tmp_path: Path) -> None:
     assert check(path, cased).status == "damaged"  # torch's reader compares names without case
 
 
+@pytest.mark.parametrize(("at", "value"), [(34, b"\x02\x00"), (38, b"\x10\x00\x00\x00")])
+def test_entries_of_which_torch_reads_no_data(at: int, value: bytes, tmp_path: Path) -> None:
+    """They say that a record is in another part of the archive, or a folder."""
+    path = tmp_path / "x.pt"
+    data = bytearray(rewritten(checkpoint()))
+    entry = data.rindex(b"archive/data/0") - 46
+    data[entry + at : entry + at + len(value)] = value
+    report = check(path, data)
+    assert [(problem.kind, problem.record) for problem in report.problems] == [
+        ("directory", "data/0")
+    ]
+
+
 # -- what torch cannot load ----------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import atheris
 
@@ -23,7 +24,9 @@ with atheris.instrument_imports(include=["fastserial"]):
     from fastserial.formats.legacy import structure
     from fastserial.formats.zip import directory
 
+import torch
 from damage import originals
+from torch.distributed import checkpoint
 
 from fastserial.errors import CheckpointFileError, PickleLimitError
 from fastserial.formats.byte_stream import ByteStream
@@ -32,7 +35,8 @@ from fastserial.formats.source import BytesSource
 
 _CONFIG = Config(block_size=4096, queue_depth=1, threads=1)
 _LIMITS = Limits(memory=64 << 20, seconds=5, visits=100_000)
-_PATH = os.path.join(tempfile.mkdtemp(prefix="fastserial-fuzz-"), "x.pt")
+_FOLDER = tempfile.mkdtemp(prefix="fastserial-fuzz-")
+_PATH = os.path.join(_FOLDER, "x.pt")
 
 
 def one_input(data: bytes) -> None:
@@ -58,9 +62,20 @@ def one_input(data: bytes) -> None:
     verify.verify(_PATH, _CONFIG)
 
 
+def whole() -> Iterator[bytes]:
+    """Yield a file of each format."""
+    yield from originals().values()
+    yield safetensors.header_bytes([("w", "float32", (3,), 12)], {"format": "pt"}) + bytes(12)
+    folder = os.path.join(_FOLDER, "dcp")
+    checkpoint.save({"a": torch.ones(3), "n": [1, torch.ones(2)]}, checkpoint_id=folder)
+    with open(os.path.join(folder, ".metadata"), "rb") as file:
+        yield file.read()
+
+
 def main() -> None:
-    corpus = tempfile.mkdtemp(prefix="fastserial-fuzz-")
-    for index, data in enumerate(originals().values()):
+    corpus = os.path.join(_FOLDER, "corpus")
+    os.mkdir(corpus)
+    for index, data in enumerate(whole()):
         with open(os.path.join(corpus, f"{index}.pt"), "wb") as file:
             file.write(data)
     options = [sys.argv[0], corpus, "-timeout=20", "-rss_limit_mb=2048", "-max_len=16384"]
@@ -68,7 +83,7 @@ def main() -> None:
     try:
         atheris.Fuzz()
     finally:
-        shutil.rmtree(corpus, ignore_errors=True)
+        shutil.rmtree(_FOLDER, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from math import prod
 
 from fastserial.checkpoints.dcp_folder import list_folder, needed_files, read_metadata
@@ -12,11 +13,14 @@ from fastserial.checkpoints.verify.report import Findings, Problem, Result
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.checksums import crc32, crc32_combine, crc_mismatch
 from fastserial.config import Config
-from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
+)
+from fastserial.formats.container import ZipContainer
 from fastserial.formats.dcp import Item, Metadata
 from fastserial.formats.source import BytesSource, DescriptorSource, Source
-from fastserial.formats.tensors import zip_outline
-from fastserial.formats.zip.records import read_places
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
 from fastserial.loading.scan import scan
@@ -90,6 +94,47 @@ def _check_metadata(metadata: Metadata, name: str, findings: Findings) -> None:
             findings.add(Problem("missing", text, key, None, (key,), name))
     if not metadata.ours:
         findings.note(f"{name} has no checksum: fastserial did not write it")
+
+
+class _ItemBytes:
+    """The bytes of an item, which are read at once if they are few; `source` has them."""
+
+    def __init__(self, fd: int, item: Item, config: Config) -> None:
+        """Read them, or get ready to.
+
+        Raises:
+            TruncatedCheckpointError: the file ends before.
+            OSError: it cannot be read.
+        """
+        self._fd = fd
+        self._start = item.offset
+        self._config = config
+        self._few: bytes | None = None
+        self.source: Source = DescriptorSource(fd, item.offset, item.length)
+        if item.length <= _SMALL:
+            self._few = self.source.read_at(0, item.length)
+            self.source = BytesSource(self._few)
+
+    def scan(
+        self,
+        start: int,
+        end: int,
+        visit: Callable[[int, memoryview], None],
+        fail: Callable[[int, int, OSError], None],
+    ) -> None:
+        """Read bytes [start, end) of the item, as `scan` does of a file."""
+        if self._few is not None:
+            visit(start, memoryview(self._few)[start:end])
+            return
+        base = self._start
+        scan(
+            self._fd,
+            base + start,
+            base + end,
+            lambda offset, view: visit(offset - base, view),
+            lambda offset, length, error: fail(offset - base, length, error),
+            self._config,
+        )
 
 
 class _Folder:
@@ -177,25 +222,23 @@ class _Folder:
     # -- one item ------------------------------------------------------------------------------
 
     def _check_item(self, fd: int, item: Item) -> None:
-        if item.length <= _SMALL:
-            data = os.pread(fd, item.length, item.offset)
-            if len(data) < item.length:
-                self._add(item, "truncated", "the file became shorter")
-                return
-            ends = data[: len(LOCAL_SIGNATURE)], data[-END.size :]
-        else:
-            data = None
-            last = item.offset + item.length - END.size
-            ends = os.pread(fd, len(LOCAL_SIGNATURE), item.offset), os.pread(fd, END.size, last)
-        is_archive = ends[0] == LOCAL_SIGNATURE or ends[1].startswith(END_SIGNATURE)
+        try:
+            held = _ItemBytes(fd, item, self._config)
+        except TruncatedCheckpointError:
+            self._add(item, "truncated", "the file became shorter")
+            return
+        source, last = held.source, max(0, item.length - END.size)
+        head = source.read_at(0, min(len(LOCAL_SIGNATURE), item.length))
+        tail = source.read_at(last, item.length - last)
+        is_archive = head == LOCAL_SIGNATURE or tail.startswith(END_SIGNATURE)
         if (item.nbytes or 0) > item.length and not (is_archive and _says_itself(item)):
             self._add(item, "storage", "it has not as many bytes as its shape says")
         elif is_archive:
-            self._check_archive(fd, item, data)
+            self._check_archive(held, item)
         else:
-            self._check_bytes(fd, item, data)
+            self._check_bytes(held, item)
 
-    def _check_bytes(self, fd: int, item: Item, data: bytes | None) -> None:
+    def _check_bytes(self, held: _ItemBytes, item: Item) -> None:
         """Compare the CRC-32 of an item that is no archive."""
         known = item.known
         if known is None or known.crc is None:
@@ -209,78 +252,33 @@ class _Folder:
         if start + length > item.length:
             self._add(item, "storage", "it has not as many bytes as its shape says")
             return
-        if data is not None:
-            crc = crc32(data[start : start + length])
-            self._result.checked_bytes += length
-        else:
-            crc = self._scanned_crc(fd, item, start, length)
-        mismatch = crc_mismatch(crc, known.crc)
-        if mismatch is not None:
-            self._add(item, "checksum", f"damaged: {mismatch}", start)
-
-    def _scanned_crc(self, fd: int, item: Item, start: int, length: int) -> int:
         parts: list[tuple[int, int, int]] = []
 
         def visit(offset: int, view: memoryview) -> None:
             parts.append((offset, len(view), crc32(view)))
 
-        self._scan(fd, item, start, start + length, visit, self._failing(item))
+        def fail(offset: int, length: int, error: OSError) -> None:
+            self._add(item, "read", f"{length} bytes cannot be read: {error.strerror}", offset)
+
+        held.scan(start, start + length, visit, fail)
         crc = 0
         for _, count, part in sorted(parts):
             crc = crc32_combine(crc, part, count)
             self._result.checked_bytes += count
-        return crc
+        mismatch = crc_mismatch(crc, known.crc)
+        if mismatch is not None:
+            self._add(item, "checksum", f"damaged: {mismatch}", start)
 
-    def _failing(self, item: Item) -> Callable[[int, int, OSError], None]:
-        def fail(offset: int, length: int, error: OSError) -> None:
-            self._add(item, "read", f"{length} bytes cannot be read: {error.strerror}", offset)
-
-        return fail
-
-    def _scan(
-        self,
-        fd: int,
-        item: Item,
-        start: int,
-        end: int,
-        visit: Callable[[int, memoryview], None],
-        fail: Callable[[int, int, OSError], None],
-    ) -> None:
-        """Read bytes [start, end) of an item; offsets are those in the item."""
-        base = item.offset
-        scan(
-            fd,
-            base + start,
-            base + end,
-            lambda offset, view: visit(offset - base, view),
-            lambda offset, length, error: fail(offset - base, length, error),
-            self._config,
-        )
-
-    def _check_archive(self, fd: int, item: Item, data: bytes | None) -> None:
+    def _check_archive(self, held: _ItemBytes, item: Item) -> None:
         """Check an item that is an archive of `torch.save`."""
         found = Findings()
-        source: Source = DescriptorSource(fd, item.offset, item.length)
-        if data is not None:
-            source = BytesSource(data)
-
-        def feed(
-            end: int,
-            visit: Callable[[int, memoryview], None],
-            fail: Callable[[int, int, OSError], None],
-        ) -> None:
-            if data is not None:
-                visit(0, memoryview(data)[:end])
-            else:
-                self._scan(fd, item, 0, end, visit, fail)
-
         zip_result = None
         try:
-            zip_result = verify_zip(source, found, feed)
+            zip_result = verify_zip(held.source, found, partial(held.scan, 0))
             if zip_result.reason is not None:
                 self._result.reason = f"{item.name}: {zip_result.reason}"
             elif not found.found:
-                self._compare(source, item)
+                self._compare(held.source, item)
         except CorruptCheckpointError as error:
             found.add(Problem("directory", error.message, error.record, error.offset))
         except UnreadableCheckpointError as error:
@@ -305,8 +303,8 @@ class _Folder:
                 if mismatch is not None:
                     self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
             return
-        outline = zip_outline(source, read_places(source))
-        tensors = outline.tensors if outline is not None and not outline.notes else []
+        outline = ZipContainer(source).outline
+        tensors = outline.tensors if not outline.notes else []
         if len(tensors) == 1 and not tensors[0].key:
             one = tensors[0]
             if one.shape == item.chunk.sizes and one.dtype != item.dtype and _says_itself(item):

@@ -11,9 +11,9 @@ from math import prod
 from fastserial.checkpoints.rank_folder import LOCAL_TENSOR, RANK_FOLDER, RankFolder, ranks_said
 from fastserial.checkpoints.verify.report import Findings, Problem, Result, VerifyReport
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.formats.container import ZipContainer
 from fastserial.formats.source import DescriptorSource
-from fastserial.formats.tensors import TensorEntry, zip_outline
-from fastserial.formats.zip.directory import read_directory
+from fastserial.formats.tensors import TensorEntry
 from fastserial.interrupts import Descriptors
 
 __all__ = ["verify_rank_folder"]
@@ -96,11 +96,10 @@ def _check_shards(path: str, item: str, files: dict[int, str], findings: Finding
     with Descriptors() as opened:
         fd = opened.open(os.path.join(path, files[rank]), os.O_RDONLY | os.O_NONBLOCK)
         try:
-            source = DescriptorSource(fd)
-            outline = zip_outline(source, read_directory(source))
+            outline = ZipContainer(DescriptorSource(fd)).outline
         except CheckpointFileError:
             return  # it is none of a DTensor
-    tensors = {entry.key: entry for entry in outline.tensors} if outline is not None else {}
+    tensors = {entry.key: entry for entry in outline.tensors}
     for key, entry in tensors.items():
         count = _shards(entry, tensors.get(key + LOCAL_TENSOR))
         if count > len(files):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from fastserial.printable import BoundedRepr
 
@@ -116,7 +116,3 @@ class VerifyReport(BoundedRepr):
     def ok(self) -> bool:
         """Whether the file was checked and is whole."""
         return self.status == "ok"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
-        return asdict(self)

@@ -7,16 +7,19 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from fastserial.checkpoints.verify.ends import (
+from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
+from fastserial.checkpoints.verify.report import Findings, Problem, Result
+from fastserial.checkpoints.verify.zip_structure import (
+    LONGEST_GAP,
     check_end,
     check_entries,
+    check_entries_loosely,
+    check_gap,
+    check_gap_loosely,
     expected_id,
     is_plain,
     is_torch_made,
 )
-from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap, check_gap_loosely
-from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
-from fastserial.checkpoints.verify.report import Findings, Problem, Result
 from fastserial.checksums import CrcLedger, crc32, crc_mismatch
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
@@ -40,7 +43,7 @@ __all__ = ["Feed", "verify_zip"]
 _HEAD = 8
 _LONGEST_TAIL = 128 * 1024
 
-# Told how many bytes are wanted: from the first on, as `scan` delivers them.
+# Called with how many bytes are wanted: from the first on, as `scan` delivers them.
 Feed = Callable[[int, Callable[[int, memoryview], None], Callable[[int, int, OSError], None]], None]
 
 
@@ -70,9 +73,8 @@ def verify_zip(source: Source, findings: Findings, feed: Feed) -> Result:
     records = directory.in_file_order()
     result.records = len(records)
     remarks: list[str] = []
-    if torch_made:
-        for problem in check_entries(directory):
-            findings.add(problem)
+    for problem in check_entries(directory) if torch_made else check_entries_loosely(directory):
+        findings.add(problem)
     for problem in check_end(directory, _tail(source, directory), torch_made, remarks.append):
         findings.add(problem)
     check = _Checksums(records)
