@@ -58,7 +58,6 @@ class LazyCheckpoint:
         with FastFileReader(path, config) as first:
             self._index = read_index(first.fd, first.name)
             reader = first.another(crew)
-        reader.blocks.rest()
         self._source: tuple[FastFileReader, Crew] | None = reader, crew
         # Readers that nobody uses now. One that failed does not come back: it may not go on.
         self._idle = [reader]
@@ -146,12 +145,10 @@ class LazyCheckpoint:
             file, crew = source
             reader = file.another(crew)
         try:
-            reader.blocks.wake()
             yield reader
         except BaseException:
             reader.close()
             raise
-        reader.blocks.rest()
         if self._is_closed() or self._idle:  # closed in between, or one is enough to keep open
             reader.close()
         else:

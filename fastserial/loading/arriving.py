@@ -5,6 +5,7 @@ The local header of a record is read, too: only that says where the data really 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -13,7 +14,7 @@ from fastserial.config.performance import IN_PLACE
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
 from fastserial.loading.sinks import BytesSink, CheckedSink, HostSink, ReadExtent, storage_sink
-from fastserial.memory.storages import bytes_at, new_storage
+from fastserial.memory.storages import new_storage
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ class OnHost:
         return [ReadExtent(record.header_offset, length, checks.sink(record, sink, -head))]
 
     def header(self) -> bytes:
-        return cast("bytes", bytes_at(self.storage.data_ptr() - self._head, self._head))
+        return (ctypes.c_char * self._head).from_address(self.storage.data_ptr() - self._head).raw
 
 
 class OnDevice:

@@ -138,7 +138,6 @@ class DeviceRecords:
             OSError: it cannot be read.
         """
         self.wait_seconds = 0.0
-        self._ends = {record.name: record.data_end for record in records}
         self._checks = RecordChecks(file.name, records, verify)
         self._found: dict[str, Arriving] = {}
         make: Any = torch.UntypedStorage
@@ -170,10 +169,6 @@ class DeviceRecords:
         """
         one = self._found.pop(name, None)
         return None if one is None else self._checks.accept(one, nbytes)
-
-    def end_of(self, name: str) -> int:
-        """Return the offset of the first byte after a record's data."""
-        return self._ends[name]
 
     @property
     def error(self) -> None:

@@ -114,7 +114,6 @@ class Prefetch:
             record.name: (batch, record) for batch in self._batches for record in batch.records
         }
         self._checks = RecordChecks(file.name, records, verify)
-        self._ends = {record.name: record.data_end for record in records}
         self._next = 0  # batch that the thread reads next
         self._provided = 0  # batches that have memory, but for those that were waited for
         self._wanted: _Batch | None = None
@@ -163,10 +162,6 @@ class Prefetch:
     def error(self) -> BaseException | None:
         """What ended the reading before its time: torch must read the rest."""
         return self._error
-
-    def end_of(self, name: str) -> int:
-        """Return the offset of the first byte after a record's data."""
-        return self._ends[name]
 
     def close(self) -> None:
         """Stop, waiting only for reads under way. Idempotent."""
@@ -225,7 +220,7 @@ class Prefetch:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            self._pump.pour(self._blocks(), self._is_over)
+            self._pump.read(self._blocks(), self._is_over)
         except BaseException as caught:  # for the thread that unpickles
             error = caught
             if isinstance(error, CorruptCheckpointError):

@@ -21,8 +21,7 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import finish
 from fastserial.loading.crew import Crew, Hand, engage
-from fastserial.loading.lanes import in_turns
-from fastserial.loading.policy import ReadPolicy
+from fastserial.loading.policy import ReadPolicy, in_turns
 from fastserial.memory.buffers import Buffer, BufferPool
 from fastserial.reports import Transfer
 
@@ -68,7 +67,7 @@ class InPieces(Into):
 
 @dataclass(slots=True)
 class OnDevice(Into):
-    """Device memory, one-dimensional uint8, past the host (`ReadPolicy.goes_past_the_host`).
+    """Device memory, one-dimensional uint8, without the host (`ReadPolicy.takes_device_path`).
 
     If that fails they come to a staging buffer, and are delivered; else they are not.
     """
@@ -135,7 +134,8 @@ class Pump:
 
         Args:
             owner: kept as long as the descriptor is read from.
-            crew: where the engine comes from; by default it is a new one.
+            crew: where the engine comes from when one is needed, until `rest`; by default it is a
+                new one.
 
         Raises:
             EngineUnavailableError: the configured engine cannot read here.
@@ -151,17 +151,17 @@ class Pump:
         self._in_flight = 0
         self._batch: list[Request] = []
         self._crew = crew
-        self._hand: Hand | None = engage(config) if crew is None else crew.take(config)
-        try:
-            self.policy = ReadPolicy(fd, size, config)
-        except BaseException:
-            self._hand.close()
-            raise
+        self._hand: Hand | None = None
+        self.policy = ReadPolicy(fd, size, config)
+        if crew is None:
+            self._hand = engage(config)
 
     @property
     def _working(self) -> Hand:
         if self._hand is None:
-            raise ValueError("I/O operation on closed file.")
+            if self._crew is None:
+                raise ValueError("I/O operation on closed file.")
+            self._hand = self._crew.take(self._config)
         return self._hand
 
     @property
@@ -177,7 +177,7 @@ class Pump:
     def range_size(self) -> int:
         """Bytes of the ranges of the file of which each is read by itself."""
         policy = self.policy
-        if not self.takes_any_memory or policy.lanes or policy.past_host is not None:
+        if not self.takes_any_memory or policy.lanes or policy.device_path is not None:
             return self.block_size
         if policy.never_direct:
             return SCATTERED_BLOCK
@@ -194,19 +194,11 @@ class Pump:
         return self.policy.transfer
 
     def rest(self) -> None:
-        """Give the engine back to the crew until `wake`; nothing is in flight."""
-        hand, self._hand = self._hand, None
-        if hand is not None and self._crew is not None:
-            self._crew.give(self._config, hand)
-
-    def wake(self) -> None:
-        """Take an engine of the crew again.
-
-        Raises:
-            EngineUnavailableError: the configured engine cannot read here.
-        """
-        if self._hand is None and self._crew is not None:
-            self._hand = self._crew.take(self._config)
+        """Give the engine back to the crew, if it is from there; nothing is in flight."""
+        if self._crew is not None:
+            hand, self._hand = self._hand, None
+            if hand is not None:
+                self._crew.give(self._config, hand)
 
     def stage_in(
         self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
@@ -214,7 +206,7 @@ class Pump:
         """Use the buffers of a ring as staging buffers from here on; it is closed with this.
 
         Args:
-            ring: where blocks for devices pass through that do not go past the host, if any do.
+            ring: where blocks for devices pass through that go by the host, if any do.
             places: the devices.
             taken: the transfer type of those blocks.
         """
@@ -225,8 +217,8 @@ class Pump:
         """Get ready for blocks for more devices, or later ones, after `stage_in`."""
         if self.ring is not None:
             self.ring.join(places)
-        if self.policy.past_host is not None:
-            self.policy.past_host.join(places)
+        if self.policy.device_path is not None:
+            self.policy.device_path.join(places)
 
     # -- many blocks ---------------------------------------------------------------------------
 
@@ -235,7 +227,7 @@ class Pump:
         if self.takes_any_memory:
             self.policy.open_lanes(first, stop, nbytes)
 
-    def pour(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
+    def read(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
         """Read blocks that come in the order of the file; returns when all have been delivered.
 
         Args:
@@ -299,6 +291,7 @@ class Pump:
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
+        self._crew = None
         engine = [self._hand.close] if self._hand is not None else []
         finish(*engine, self.policy.close, self._free)
 
@@ -321,9 +314,9 @@ class Pump:
                 buffer, pieces = _NOTHING, views
             case InMemory(memory):
                 buffer = memory
-            case OnDevice(target) if policy.past_host is not None:
+            case OnDevice(target) if policy.device_path is not None:
                 buffer = self._staging_buffer()
-                move = policy.past_host.read(buffer, target, block.offset)
+                move = policy.device_path.read(buffer, target, block.offset)
             case _:
                 buffer = self._staging_buffer()
         aligned = length - length % policy.alignment

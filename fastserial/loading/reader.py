@@ -142,7 +142,7 @@ class FastFileReader:
         stop = max(extent.offset + extent.length for extent in extents)
         blocks.expect(first, stop, sum(extent.length for extent in extents))
         try:
-            blocks.pour(plan_blocks(extents, blocks))
+            blocks.read(plan_blocks(extents, blocks))
             if self.ring is not None:
                 self.ring.settle()
         except BaseException:
@@ -150,6 +150,7 @@ class FastFileReader:
             # into the same storages instead, or their owner.
             blocks.close()
             raise
+        blocks.rest()
 
     def check_unchanged(self) -> None:
         """Raise if the file was written to since it was opened.
