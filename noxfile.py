@@ -143,7 +143,7 @@ def gpu(session: nox.Session) -> None:
     if not (prepare or NVIDIA.exists()):
         session.skip(f"no GPU here: {NVIDIA} is not there")
     install(session, TORCH, "bench,test,plot,deepspeed")
-    session.install("fastsafetensors")  # a peer of `bench load`
+    session.install("fastsafetensors")  # a peer of benchmarks/load.py
     if prepare:
         return
     folder = Path(session.create_tmp()) / "gpu"
@@ -162,19 +162,18 @@ def gpu(session: nox.Session) -> None:
 
     def bench(name: str, *words: str) -> None:
         results = ("--folder", str(folder), "--json", str(folder / f"{name}.json"))
-        step("fastserial", "bench", name, *results, *words)
+        step("python", f"benchmarks/{name}.py", *results, *words)
 
     step("pytest", "-n", "4", "tests/gpu", "tests/engines/test_cufile.py")
     step("fastserial", "doctor", str(folder), success_codes=[0, 1])
-    bench("load", "--gpu", "--size", "2GiB", "--runs", "3", "--temperature", "cold", "--no-small")
-    model = ("--model", "llama3-1b", "--half", "--runs", "3", "--no-loose", "--no-legacy")
-    bench("model", "--gpu", *model)
+    bench("load", "--gpu", "--size", "2GiB", "--runs", "3", "--temperature", "cold")
+    model = ("--model", "llama3-1b", "--half", "--runs", "3", "--no-loose", "--zipfile")
+    bench("torch_save_model", "--gpu", *model)
     bench("overlap", "--model", "medium", "--device", "cuda", "--runs", "1")
     table = folder / "sweep.csv"
     table.unlink(missing_ok=True)  # what is in it would not be measured again
     sweep = "--block-size 2MiB,8MiB --queue-depth 6 --threads 6 --runs 2 --size 512MiB".split()
-    where = ("--folder", str(folder), "--csv", str(table), "--plot", str(folder / "sweep.png"))
-    step("fastserial", "bench", "sweep", *where, *sweep)
+    bench("sweep", "--csv", str(table), "--plot", str(folder / "sweep.png"), *sweep)
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         session.warn("compute-sanitizer is not installed: memory accesses are not checked")
@@ -289,7 +288,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Save and load a model of about 1 GB with stock torch and with fastserial, and compare."""
-    install(session, TORCH, "bench")
+    session.install(f"torch=={TORCH}")
+    session.install(".", f"torch=={TORCH}")
     folder = Path(session.create_tmp()) / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     session.run("fastserial", "demo", "--folder", str(folder), *session.posargs)

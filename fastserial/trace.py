@@ -3,7 +3,7 @@
     with trace.listen(lambda event: print(event.name, event.end - event.start)):
         torch.save(state, path)
 
-`fastserial bench profile` makes its tables from them.
+`benchmarks/phases.py` makes its tables from them.
 """
 
 from __future__ import annotations

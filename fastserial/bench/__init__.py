@@ -1,5 +1,5 @@
-"""The benchmarks that users run: `fastserial bench ...` and `fastserial demo`.
+"""Measuring: saves and loads of this machine and disk, with stock torch and fio in the same run.
 
-A benchmark is a list of `Row`s (subjects). `measuring.rotation` runs them interleaved, `summary`
-turns the samples into medians and paired ratios, `presenting` shows those.
+`fastserial bench save`, `bench load` and `demo` are here; the studies in `benchmarks/` build on it.
+Nothing but the command line imports it.
 """

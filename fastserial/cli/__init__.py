@@ -1,1 +1,1 @@
-"""The command line: `main`, and a file for each command but those of `fastserial.bench.cli`."""
+"""The command line: `main`, and a file for each command or group of them."""

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fastserial import __version__
-from fastserial.bench.cli.main import bench_app
+from fastserial.cli.bench import bench_app, demo
 from fastserial.cli.convert import convert
 from fastserial.cli.inspect import inspect
 from fastserial.cli.patches import patches_app
@@ -33,6 +33,7 @@ app.add_typer(patches_app, name="patches")
 app.command()(verify)
 app.command()(inspect)
 app.command()(convert)
+app.command()(demo)
 
 
 def _show_version(wanted: bool) -> None:
@@ -71,23 +72,6 @@ def doctor(
     else:
         show(diagnosis)
     raise typer.Exit(0 if diagnosis.fast else 1)
-
-
-@app.command()
-def demo(
-    folder: Annotated[Path, typer.Option(help="Where to write; about twice the size is needed.")],
-    size: Annotated[str, typer.Option(help="Size of the model, about.")] = "1GB",
-    runs: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 3,
-) -> None:
-    """Save a real model with stock torch and with fastserial, and compare the files.
-
-    Exit status 1 if there is any difference.
-    """
-    from fastserial.bench.cli.demo import run_demo
-    from fastserial.bench.measuring.units import parse_bytes
-
-    same = run_demo(folder, parse_bytes(size), runs)
-    raise typer.Exit(0 if same else 1)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -22,6 +22,7 @@ from fastserial.files import linux
 from fastserial.files.caching import cached_fraction, reads_through_cache
 from fastserial.files.linux import DirectFile, open_direct
 from fastserial.interrupts import Descriptors, finish
+from fastserial.reasons import SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class ReadPolicy:
         """Go on through the page cache: the file system took the flag, but not the read."""
         self._refused = True
         if self.fallback is None:
-            self.fallback = "direct I/O refused at the first read: Invalid argument"
+            what = "direct I/O refused at the first read: Invalid argument"
+            self.fallback = Reason(what, SEE_DOCTOR)
             _log.debug("%s; going on through the page cache", self.fallback)
 
     # -- reads in the order of the file --------------------------------------------------------

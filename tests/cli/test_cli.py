@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -163,30 +162,46 @@ def test_bench_save(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = command(*SAVE, "--no-small", "--folder", str(folder), "--json", str(target), "--lines")
+    done = command(*SAVE, "--no-engines", "--folder", str(folder), "--json", str(target))
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
-    assert "fastserial zip: WRITE: bw=" in done.stdout
-    assert "fio: switched off" in done.stdout
+    assert "without fio: switched off" in done.stdout
     found = json.loads(target.read_text())
-    jobs = {job["jobname"]: job for job in found["jobs"]}
-    fast = [job for job in jobs.values() if job["jobname"].startswith("fastserial")]
-    assert len([job for job in fast if "io_uring" not in job["jobname"]]) == 8  # not everywhere
-    assert all(job["identical"] for job in fast if "null" not in job["jobname"])
-    assert all(job["ratio_to_stock"]["median"] > 0 for job in fast)
-    written = jobs["fastserial zip"]["write"]
-    assert written["bw_bytes"] > 0
-    assert written["io_bytes"] == jobs["stock zip"]["write"]["io_bytes"]
+    rows = {row["name"]: row for row in found["tables"][0]["rows"]}
+    fast = [row for name, row in rows.items() if name.startswith("fastserial")]
+    assert len(fast) == 8
+    assert all(row["identical"] for row in fast if "null" not in row["name"])
+    assert all(row["to_stock"]["median"] > 0 for row in fast)
+    assert rows["fastserial zip"]["bytes"] == rows["stock zip"]["bytes"]
     assert found["machine"]["cores"] > 0
 
 
 def test_bench_save_one_format(tmp_path: Path) -> None:
-    words = [*SAVE, "--no-small", "--no-overwrite", "--format", "legacy", "--folder", str(tmp_path)]
-    done = command(*words)
+    words = [*SAVE, "--no-overwrite", "--no-loose", "--format", "legacy"]
+    done = command(*words, "--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "stock legacy" in done.stdout
     assert "zip" not in done.stdout
     assert "overwriting" not in done.stdout
+
+
+def test_bench_load(tmp_path: Path) -> None:
+    folder, target = tmp_path / "disk", tmp_path / "out.json"
+    folder.mkdir()
+    words = ["--size", "9MiB", "--tensors", "5", "--runs", "1", "--no-fio", "--temperature", "warm"]
+    done = command("bench", "load", "--folder", str(folder), *words, "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    rows = {row["name"]: row for row in json.loads(target.read_text())["tables"][0]["rows"]}
+    assert {"stock zip, warm", "fastserial zip, warm", "fastserial load_into, warm"} <= set(rows)
+    assert all(row["equal"] and row["to_stock"]["median"] > 0 for row in rows.values())
+
+
+def test_bench_load_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(app, ["bench", "load", "--folder", str(tmp_path), "--gpu"])
+    assert "finds no CUDA device" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -229,7 +244,6 @@ def test_interrupted_bench_leaves_nothing(tmp_path: Path, number: signal.Signals
 
 
 def test_demo(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     done = command("demo", "--folder", str(tmp_path), "--size", "20MB", "--runs", "1")
     assert done.returncode == 0, done.stderr
     assert "zip: identical: yes" in done.stdout
@@ -238,10 +252,7 @@ def test_demo(tmp_path: Path) -> None:
 
 
 def test_demo_tells_of_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from fastserial.bench.cli import demo
-    from fastserial.bench.measuring import rotation
+    from fastserial.bench import demo, rotation
 
     state = {"w": torch.arange(1000.0)}
     monkeypatch.setattr(demo, "build_model", lambda nbytes: state)
@@ -250,17 +261,6 @@ def test_demo_tells_of_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert done.exit_code == 1
     assert "identical: no" in done.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_demo_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent: dict[str, Any] = {"transformers": None}
-    for name, module in absent.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    from fastserial.bench.cli.demo import build_model
-    from fastserial.bench.measuring.errors import BenchError
-
-    with pytest.raises(BenchError, match="pip install"):
-        build_model(1000)
 
 
 def test_damage_and_what_cannot_be_read_end_differently(tmp_path: Path) -> None:

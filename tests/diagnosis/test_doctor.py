@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial.bench.measuring.pages import small_pages
+from fastserial.bench.state import small_pages
 from fastserial.cli.doctor import show
 from fastserial.cli.main import app
 from fastserial.config import Config

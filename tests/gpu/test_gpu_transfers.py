@@ -159,7 +159,7 @@ def test_no_context_on_other_gpus(tmp_path: Path) -> None:
 
 
 def test_bench_load(tmp_path: Path) -> None:
-    """Stock, fastserial and peers load to the GPU, each in a process of its own."""
-    words = ["--gpu", "--size", "32MiB", "--tensors", "5", "--runs", "1", "--no-small", "--no-fio"]
+    """Stock and fastserial load to the GPU, each in a process of its own."""
+    words = ["--gpu", "--size", "32MiB", "--tensors", "5", "--runs", "1", "--no-fio"]
     done = CliRunner().invoke(app, ["bench", "load", "--folder", str(tmp_path), *words])
     assert done.exit_code == 0, done.output

@@ -31,7 +31,7 @@ TORCH = os.environ["FASTSERIAL_TORCH"]
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # What an extra makes importable. `deepspeed` compiles when it is installed: `nox -s deepspeed`.
 EXTRAS = {
-    "bench": ["numpy", "transformers", "safetensors", "fastserial.bench.cli"],
+    "bench": ["numpy", "transformers", "safetensors", "fastserial.bench.save"],
     "plot": ["matplotlib"],
     "lightning": [
         "fastserial.integrations.lightning",
@@ -94,8 +94,9 @@ def test_wheel_holds_the_package_and_nothing_else() -> None:
 
 
 def test_sdist_holds_all_that_is_in_git() -> None:
-    kept = in_git("fastserial", "patches", "tests", "docs", "fastserial.pth", "noxfile.py")
-    kept |= in_git("pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+    kept = in_git("fastserial", "patches", "benchmarks", "tests", "docs", "fastserial.pth")
+    kept |= in_git("noxfile.py", "pyproject.toml", "LICENSE", "README.md")
+    kept |= in_git("CHANGELOG.md", "CONTRIBUTING.md")
     assert set(in_sdist()) == kept | {"PKG-INFO", ".gitignore"}
 
 

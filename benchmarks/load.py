@@ -1,0 +1,112 @@
+"""`fastserial bench load` with the loaders of other packages beside it.
+
+Timed is the load into new memory, of loaders that map the file with a touch of each page or a
+copy. Each load is in a process of its own, cold (nothing of the file in the page cache) and warm,
+and what it loads is compared with what was saved; exit status 1 if it differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Say, Script, size
+from peers import dcp_read, dcp_write
+
+from fastserial.bench.load import TEMPERATURES, LoadBench, Reader, run_load, touch
+from fastserial.bench.table import Result
+
+State = dict[str, torch.Tensor]
+
+
+def _peers(state: State, folder: Path, device: str) -> tuple[list[Reader], dict[str, str]]:
+    """Write the state with safetensors and DCP, and return what loads it."""
+    path, directory = folder / "checkpoint.safetensors", folder / "dcp"
+    missing: dict[str, str] = {}
+    dcp_write(state, directory)
+    parts = tuple(sorted(directory.glob("*.distcp")))
+    load_dcp = partial(_dcp, directory)
+    found = [Reader("DCP FileSystemReader", parts, load_dcp, fills=True, is_peer=True)]
+    if importlib.util.find_spec("safetensors") is None:
+        return found, {"safetensors": "not installed: pip install safetensors"}
+    importlib.import_module("safetensors.torch").save_file(state, path)
+    for name, module, load in (
+        ("safetensors, touched", "safetensors.torch", _touched),
+        ("safetensors + clone", "safetensors.torch", _cloned),
+        ("fastsafetensors + clone", "fastsafetensors", _fastsafetensors),
+        ("runai-model-streamer + clone", "runai_model_streamer", _runai),
+        ("instanttensor", "instanttensor", _instanttensor),
+    ):
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            missing[name] = f"not installed: pip install {package.replace('_', '-')}"
+        elif load is _instanttensor and device == "cpu":
+            missing[name] = "it loads to CUDA devices only"
+        else:
+            run = partial(load, path, device)
+            found.append(Reader(name, (path,), run, modules=(module,), is_peer=True))
+    return found, missing
+
+
+def _touched(path: Path, device: str, _: Any) -> State:
+    return touch(importlib.import_module("safetensors.torch").load_file(path, device=device))
+
+
+def _cloned(path: Path, device: str, _: Any) -> State:
+    loaded = importlib.import_module("safetensors.torch").load_file(path, device=device)
+    return {name: tensor.to(device, copy=True) for name, tensor in loaded.items()}
+
+
+def _fastsafetensors(path: Path, device: str, _: Any) -> State:
+    package = importlib.import_module("fastsafetensors")
+    # without GPUDirect Storage: where that is not set up, it goes through the host unsaid
+    with package.fastsafe_open(filenames=[str(path)], nogds=True, device=device) as file:
+        return {name: file.get_tensor(name).to(device, copy=True) for name in list(file.keys())}
+
+
+def _runai(path: Path, device: str, _: Any) -> State:
+    with importlib.import_module("runai_model_streamer").SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(path))
+        return {name: one.to(device, copy=True) for name, one in streamer.get_tensors()}
+
+
+def _instanttensor(path: Path, device: str, _: Any) -> State:
+    with importlib.import_module("instanttensor").safe_open(str(path), "pt", "cuda:0") as file:
+        return {name: one.to(device, copy=True) for name, one in file.tensors()}
+
+
+def _dcp(folder: Path, target: State | None) -> State:
+    found = target or {}
+    dcp_read(found, folder)
+    return found
+
+
+def _measure(options: argparse.Namespace, say: Say) -> Result:
+    bench = LoadBench(
+        options.folder,
+        options.size,
+        options.tensors,
+        options.runs,
+        tuple(TEMPERATURES[name] for name in options.temperature or TEMPERATURES),
+        not options.no_fio,
+        options.gpu,
+    )
+    return run_load(bench, say, _peers)
+
+
+if __name__ == "__main__":
+    brief = {"size": 16 << 20, "runs": 1, "temperature": ["cold", "warm"], "no_fio": True}
+    script = Script(__doc__, "ten minutes for each GiB", brief)
+    script.add("--size", type=size, default=1 << 30, help="of the state dict")
+    script.add("--tensors", type=int, default=300, help="of mixed sizes")
+    script.add(
+        "--temperature", action="append", choices=TEMPERATURES, help="only these; may be repeated"
+    )
+    script.add("--gpu", action="store_true", help="load to the CUDA device")
+    script.add("--no-fio", action="store_true", help="without fio")
+    script.run(_measure)

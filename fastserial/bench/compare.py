@@ -1,0 +1,92 @@
+"""Whether two checkpoints hold the same: file by file, tensor by tensor, bit by bit."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+__all__ = ["different_tensors", "digest", "fingerprints", "tensors_of", "unshared"]
+
+_CHUNK = 8 << 20
+
+
+def digest(path: Path) -> str:
+    """Return a hash of a file's bytes, and leave none of them in the page cache."""
+    hashed = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            hashed.update(chunk)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return hashed.hexdigest()
+
+
+def different_tensors(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Return the names of tensors that are missing on one side or differ in type or bits."""
+    names = [*one, *(name for name in other if name not in one)]
+    return [
+        name
+        for name in names
+        if name not in one or name not in other or not _same(one[name], other[name])
+    ]
+
+
+def fingerprints(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return type, shape and a hash of the bits of each tensor: equal if these are."""
+    return {
+        name: f"{tensor.dtype} {tuple(tensor.shape)} {_hash(tensor)}"
+        for name, tensor in state.items()
+    }
+
+
+def tensors_of(state: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of nested mappings and lists, by their dotted names."""
+    return dict(_walk(state, ""))
+
+
+def unshared(state: object) -> dict[str, torch.Tensor]:
+    """Return the same, each storage once: what formats without shared storages can hold."""
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in tensors_of(state).items():
+        storage = tensor.untyped_storage()._cdata
+        if storage not in seen:
+            seen.add(storage)
+            kept[name] = tensor
+    return kept
+
+
+def _walk(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    inner: Iterator[tuple[object, object]] = iter(())
+    if isinstance(value, Mapping):
+        inner = iter(value.items())
+    elif isinstance(value, list | tuple):
+        inner = iter(enumerate(value))
+    for key, one in inner:
+        yield from _walk(one, f"{name}.{key}" if name else str(key))
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    raw = _bytes_of(tensor)
+    data = (ctypes.c_char * len(raw)).from_address(raw.data_ptr()) if len(raw) else b""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as bytes: a NaN equals itself then."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

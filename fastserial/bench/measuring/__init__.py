@@ -1,1 +1,0 @@
-"""How a benchmark measures: samples, rotation, summaries, the machine."""

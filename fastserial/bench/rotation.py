@@ -1,0 +1,239 @@
+"""Runs rows interleaved, A B C A B C, so that drift of the machine hits all of them alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastserial.bench.compare import digest
+from fastserial.bench.measure import GB, BenchError, Sample
+from fastserial.bench.state import settle
+
+__all__ = [
+    "COLD",
+    "DURABLE",
+    "LOOSE",
+    "OVERHEAD",
+    "OVERWRITE",
+    "Measured",
+    "Plan",
+    "Row",
+    "Spread",
+    "ratio",
+    "rotate",
+    "summarize",
+]
+
+# Groups: rows of one give the same promise, and only they are compared.
+DURABLE = "durable"
+OVERWRITE = "durable, overwriting"
+LOOSE = "not durable"
+OVERHEAD = "no I/O (own cost)"
+COLD = "cold"
+_WITH_THE_DISK = (DURABLE, OVERWRITE, COLD)  # what fio does, too
+# One stem for all: the archive name, and with it the bytes of a zip, depends on it.
+_STEM = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to write or read one checkpoint.
+
+    Attributes:
+        name: what is measured.
+        group: what it may be compared with: rows of one group give the same promise.
+        run: writes a file or a directory at a path (or reads what it knows of) and returns what
+            that took.
+        stock: name of the row of stock torch that this one is compared with.
+        same_bytes_as: name of a row above whose file this one's must equal.
+        overwrites: writes over the file that the last overwriting row left.
+        check: reads back what was written and returns whether it equals what was to be written;
+            for formats that are compared by their content, not by their bytes.
+        optional: a `BenchError` in its first run leaves the row out; it does not end the run.
+    """
+
+    name: str
+    group: str
+    run: Callable[[Path], Sample]
+    stock: str | None = None
+    same_bytes_as: str | None = None
+    overwrites: bool = False
+    check: Callable[[Path], bool] | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Rounds that count, warm-up rounds before them, and the pause before each run (seconds)."""
+
+    runs: int
+    warmups: int = 1
+    pause: float = 0.3
+
+
+@dataclass(slots=True)
+class Measured:
+    """A row and its sample of each round.
+
+    Attributes:
+        identical: whether its files held the right bytes; None if there is nothing to compare.
+        equal: whether what was read back equals what was written; None if not read back.
+        problem: why an optional row cannot run here.
+    """
+
+    row: Row
+    samples: list[Sample] = field(default_factory=list)
+    identical: bool | None = None
+    equal: bool | None = None
+    problem: str | None = None
+
+
+def rotate(
+    rows: Sequence[Row],
+    folder: Path,
+    plan: Plan,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Measured]:
+    """Run all rows in turn, warm-ups first, and return their samples round by round.
+
+    Before each run all dirty pages are written back. Each run writes a name that was never used
+    before, or overwrites, as the row says. Bytes and contents are compared in the first and in the
+    last round. `say` receives a text for each run.
+    """
+    measured = [Measured(row) for row in rows]
+    wanted = {row.same_bytes_as for row in rows}
+    digests: dict[str, str] = {}
+    rounds = plan.warmups + plan.runs
+    overwritten = folder / f"{_STEM}.overwritten"
+    for turn in range(rounds):
+        counts = turn >= plan.warmups
+        label = f"round {turn - plan.warmups + 1}/{plan.runs}" if counts else "warm-up"
+        for index, one in enumerate(measured):
+            row = one.row
+            if one.problem is not None:
+                continue
+            say(f"{label}: {row.name}")
+            path = overwritten if row.overwrites else folder / f"{_STEM}.{turn}-{index}"
+            settle(plan.pause)
+            try:
+                sample = row.run(path)
+            except BenchError as error:
+                if turn or not row.optional:
+                    raise
+                one.problem = str(error)
+                continue
+            if counts:
+                one.samples.append(sample)
+            if turn == 0 and row.name in wanted:
+                digests[row.name] = digest(path)
+            if row.same_bytes_as in digests and turn in (0, rounds - 1):
+                same = digest(path) == digests[row.same_bytes_as]
+                one.identical = same and one.identical is not False
+            if row.check is not None and turn in (0, rounds - 1):
+                one.equal = row.check(path) and one.equal is not False
+            if not row.overwrites:
+                _remove(path)
+    overwritten.unlink(missing_ok=True)
+    return measured
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# -- summary -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median with its least and greatest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Return the spread of at least one value: `Spread.of([3, 1, 2]) == Spread(2, 1, 3)`."""
+        found = sorted(values)
+        return cls(statistics.median(found), found[0], found[-1])
+
+
+def ratio(
+    seconds: Sequence[float], base: Sequence[float] | None, scale: float = 1.0
+) -> Spread | None:
+    """Return how many times as fast as another row one was, run by run of the same round.
+
+    Args:
+        seconds: of each run; `base`: those of the other row, if there is one.
+        scale: how many times as many bytes this row moved.
+    """
+    if not seconds or not base:
+        return None
+    pairs = zip(seconds, base, strict=True)
+    return Spread.of(theirs / mine * scale for mine, theirs in pairs)
+
+
+def summarize(measured: Sequence[Measured], fio: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return what a table shows of each row that ran.
+
+    Args:
+        measured: the rows.
+        fio: names of its rows, of which the one with the least median time is compared with.
+
+    Returns:
+        `name`, `group`, `bytes` (of the file), `seconds`, `bytes_per_second`, `to_fio` (None for
+        rows that promise less), `to_stock` (1 for stock itself), `cpu_seconds_per_gb`,
+        `extra_bytes` (highest peak), `latency_..._seconds` of the single requests in the run with
+        the median time, `identical`, `equal`, `fallback`, and `runs`: each of them.
+    """
+    samples = {one.row.name: one.samples for one in measured if one.samples}
+    bases = {one.row.stock for one in measured}
+    yardstick = min(
+        (samples[name] for name in fio if name in samples),
+        key=lambda runs: statistics.median(run.seconds / run.nbytes for run in runs),
+        default=None,
+    )
+
+    def to(base: Sequence[Sample] | None, mine: Sequence[Sample]) -> Spread | None:
+        if base is None:
+            return None
+        scale = mine[-1].nbytes / base[-1].nbytes
+        return ratio([run.seconds for run in mine], [run.seconds for run in base], scale)
+
+    rows = []
+    for one in (one for one in measured if one.samples):
+        row, mine = one.row, one.samples
+        stock = samples.get((row.name if row.name in bases else row.stock) or "")
+        middle = sorted(mine, key=lambda run: run.seconds)[len(mine) // 2]
+        peaks = [run.extra_bytes for run in mine if run.extra_bytes is not None]
+        latency = middle.latency if middle.latency is not None and middle.latency.count else None
+        rows.append(
+            {
+                "name": row.name,
+                "group": row.group,
+                "bytes": mine[-1].nbytes,
+                "seconds": Spread.of(run.seconds for run in mine),
+                "bytes_per_second": Spread.of(run.bandwidth for run in mine),
+                "to_fio": to(yardstick if row.group in _WITH_THE_DISK else None, mine),
+                "to_stock": to(stock, mine),
+                "cpu_seconds_per_gb": Spread.of(run.cpu_seconds / run.nbytes * GB for run in mine),
+                "extra_bytes": max(peaks, default=None),
+                "latency_p50_seconds": latency and latency.p50,
+                "latency_p95_seconds": latency and latency.p95,
+                "latency_p99_seconds": latency and latency.p99,
+                "identical": one.identical,
+                "equal": one.equal,
+                "fallback": next((run.fallback for run in mine if run.fallback), None),
+                "runs": [dataclasses.asdict(run) for run in mine],
+            }
+        )
+    return rows

@@ -1,0 +1,227 @@
+"""The state of disk, page cache and memory before something is timed: the same for every row."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from fastserial.bench.measure import BenchError
+from fastserial.diagnosis.folder import folder_problem
+from fastserial.files.caching import cached_fraction
+from fastserial.files.meminfo import available_bytes, meminfo
+from fastserial.files.replacement import wait_until_free
+from fastserial.memory.huge_pages import PR_GET_THP_DISABLE
+from fastserial.reports import format_bytes
+
+__all__ = [
+    "check_memory",
+    "chill",
+    "fetch_free_memory",
+    "reserved_huge_bytes",
+    "scratch",
+    "settle",
+    "small_pages",
+    "warm",
+]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SPARE = 1 << 30  # bytes of memory that are left to others
+_QUIET = 4 << 20  # bytes that may be dirty
+_PATIENCE = 5.0  # seconds; other processes may go on writing
+_POLL = 0.02
+_CHUNK = 8 << 20
+_COLD, _WARM = 0.01, 0.99  # of a file in the page cache
+_DROP = Path("/proc/sys/vm/drop_caches")
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PR_SET_THP_DISABLE = 41
+_POOLS = Path("/sys/kernel/mm/hugepages")
+
+
+@contextlib.contextmanager
+def scratch(folder: Path, needed: int) -> Iterator[Path]:
+    """Yield a new folder inside `folder`; it is removed after errors, Ctrl-C and SIGTERM, too.
+
+    Args:
+        folder: where to measure; it must exist.
+        needed: bytes that must be free there.
+
+    Raises:
+        BenchError: the folder is missing or not writable, or there is too little space.
+    """
+    problem = folder_problem(folder)
+    if problem is not None:
+        raise BenchError(problem)
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
+    if free < needed:
+        raise BenchError(
+            f"{folder} has {format_bytes(free)} free, {format_bytes(needed)} are needed: "
+            "free some, or measure with less data"
+        )
+    with _signals_raise():
+        try:
+            made = Path(tempfile.mkdtemp(prefix=".fastserial-bench-", dir=folder))
+        except OSError as error:
+            raise BenchError(f"{folder} is not writable: {error.strerror}") from error
+        try:
+            yield made
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn signals that would end the process at once into an exception."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -- the disk ------------------------------------------------------------------------------------
+
+
+def settle(pause: float) -> None:
+    """Write all dirty pages back, wait until that is done, and `pause` seconds more.
+
+    Replaced files are freed, too: that would slow down the next run.
+    """
+    wait_until_free()
+    os.sync()
+    until = time.monotonic() + _PATIENCE
+    while _dirty() > _QUIET and time.monotonic() < until:
+        time.sleep(_POLL)
+    time.sleep(pause)
+
+
+def _dirty() -> int:
+    found = meminfo()
+    return found.get("Dirty", 0) + found.get("Writeback", 0)
+
+
+# -- the page cache ------------------------------------------------------------------------------
+
+
+def chill(paths: Iterable[Path]) -> None:
+    """Evict files from the page cache: nothing of them may be dirty or mapped.
+
+    Raises:
+        BenchError: they stay in it.
+    """
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if _cached(file.fileno(), path) > _COLD:
+                with contextlib.suppress(OSError):  # root only
+                    _DROP.write_text("1")
+            if _cached(file.fileno(), path) > _COLD:
+                raise BenchError(f"{path} stays in the page cache: its file system keeps it there")
+
+
+def warm(paths: Iterable[Path]) -> None:
+    """Read files, so that they are in the page cache.
+
+    Raises:
+        BenchError: memory is too short for that.
+    """
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            buffer = bytearray(_CHUNK)
+            while file.readinto(buffer):
+                pass
+            if _cached(file.fileno(), path) < _WARM:
+                raise BenchError(f"{path} does not stay in the page cache: too little memory")
+
+
+def _cached(fd: int, path: Path) -> float:
+    return cached_fraction(fd, 0, path.stat().st_size) or 0.0
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def check_memory(nbytes: int, advice: str = "give a smaller --size") -> None:
+    """Refuse what would not fit into memory.
+
+    Raises:
+        BenchError: less than `nbytes` and some are available.
+    """
+    available = meminfo().get("MemAvailable", nbytes + _SPARE)
+    if available < nbytes + _SPARE:
+        raise BenchError(
+            f"the data takes {format_bytes(nbytes)} of memory and {format_bytes(available)} are "
+            f"available: {advice}"
+        )
+
+
+def fetch_free_memory(nbytes: int) -> None:
+    """Take as much memory, at most half of what is available, and free it again.
+
+    A virtual machine gives free memory back to its host, and getting it again costs more than a
+    load; which row would pay for that is chance. Small pages come from other places than huge
+    ones, so both are asked for.
+    """
+    available = available_bytes()
+    nbytes = nbytes if available is None else min(nbytes, available // 2)
+    if not nbytes:
+        return
+    for advice in (mmap.MADV_NORMAL, mmap.MADV_HUGEPAGE):
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            try:
+                memory.madvise(advice)
+                memory.madvise(_MADV_POPULATE_WRITE)
+            except OSError:  # an older kernel, or one without huge pages
+                for start in range(0, nbytes, mmap.PAGESIZE):
+                    memory[start] = 1
+
+
+def reserved_huge_bytes() -> int:
+    """Return the bytes of reserved huge pages that nobody uses (sysctl vm.nr_hugepages).
+
+    fastserial asks for huge pages, fio does not: where direct I/O is bound by requests, that alone
+    makes a difference of two. So like is compared with like: fio gets huge pages where some are
+    reserved, and else there is a row of fastserial without (`small_pages`).
+    """
+    size = meminfo().get("Hugepagesize", 0)
+    try:
+        free = (_POOLS / f"hugepages-{size // 1024}kB" / "free_hugepages").read_text()
+    except OSError:
+        return 0
+    return int(free) * size
+
+
+@contextlib.contextmanager
+def small_pages() -> Iterator[None]:
+    """Let this process get no huge pages for the memory it first touches meanwhile.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    before = prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0)
+    if before < 0 or prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "huge pages cannot be switched off for this process")
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_THP_DISABLE, before, 0, 0, 0)

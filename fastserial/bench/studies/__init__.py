@@ -1,1 +1,0 @@
-"""Whole benchmarks: which subjects, how often, in which order."""

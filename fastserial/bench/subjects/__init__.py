@@ -1,1 +1,0 @@
-"""What a benchmark runs: ways to save and to load, and what they save."""

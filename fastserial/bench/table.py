@@ -1,0 +1,309 @@
+"""Results: tables that print, and that go into JSON and CSV files; the same for every benchmark.
+
+A row is a mapping of plain values and of `Spread`s; lists and mappings in it are for JSON alone.
+Its key `problem`, where it has one, says why there is nothing else in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from fastserial.bench.measure import MB, BenchError
+from fastserial.bench.rotation import Spread
+from fastserial.console import say
+from fastserial.reports import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+__all__ = [
+    "CHECKED",
+    "MEASURED",
+    "UNKNOWN",
+    "Column",
+    "Result",
+    "Table",
+    "check_files",
+    "number",
+    "progress",
+    "size",
+    "verdict",
+]
+
+UNKNOWN = "–"
+_SILENCE = 20.0  # seconds
+Row = Mapping[str, Any]
+
+
+def number(unit: float = 1.0, digits: int = 0) -> Callable[[Any], str]:
+    """Return what shows a number or a `Spread` in units of `unit`: `2.5 (2.0–3.1)`."""
+
+    def show(value: Any) -> str:
+        if value is None:
+            return UNKNOWN
+        if isinstance(value, Spread):
+            low, middle, high = (show(one) for one in (value.low, value.median, value.high))
+            return f"{middle} ({low}–{high})"
+        return f"{value / unit:,.{digits}f}"
+
+    return show
+
+
+def size(nbytes: int | None) -> str:
+    """Return a number of bytes for people."""
+    return UNKNOWN if nbytes is None else format_bytes(nbytes)
+
+
+def verdict(right: bool | None) -> str:
+    """Return whether something is right, for people."""
+    return {None: UNKNOWN, True: "yes", False: "NO"}[right]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What of a row is shown: the value of a key, under a head, made text by `show`."""
+
+    key: str
+    head: str
+    show: Callable[[Any], str] = str
+
+
+_RATIO = number(1, 2)
+MEASURED = (
+    Column("bytes_per_second", "MB/s", number(MB)),
+    Column("to_fio", "× fio", _RATIO),
+    Column("to_stock", "× stock", _RATIO),
+    Column("cpu_seconds_per_gb", "CPU s/GB", _RATIO),
+    Column("extra_bytes", "extra memory", size),
+)
+CHECKED = (
+    Column("identical", "stock's bytes", verdict),
+    Column("equal", "read back", verdict),
+)
+
+
+class Table:
+    """Rows that print, and go into JSON and CSV.
+
+    Example:
+        `Table([{"name": "stock", "seconds": 1.5}], [Column("seconds", "s", number())])`
+    """
+
+    def __init__(self, rows: Sequence[Row], columns: Sequence[Column], title: str = "") -> None:
+        """Make it.
+
+        Args:
+            rows: each with a `name`; those with the same `group`, if any, stand together.
+            columns: what is printed of them behind their names.
+            title: what the rows have in common.
+        """
+        self.rows = list(rows)
+        self.title = title
+        self._columns = list(columns)
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing wrong was found in what the rows wrote or read."""
+        return not any(
+            row.get("identical") is False or row.get("equal") is False for row in self.rows
+        )
+
+    def as_rich(self) -> RichTable:
+        """Return the table for a console."""
+        from rich.table import Table as RichTable
+
+        table = RichTable("", *(column.head for column in self._columns), title_justify="left")
+        table.title = escape(self.title) or None
+        for column in table.columns:
+            column.overflow = "fold"  # a number that is cut off is another number
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for group in dict.fromkeys(row.get("group") for row in self.rows):
+            if group is not None:
+                table.add_section()
+                table.add_row(f"[bold]{escape(group)}[/bold]")
+            for row in (row for row in self.rows if row.get("group") == group):
+                table.add_row(
+                    escape(f"{'  ' * (group is not None)}{row['name']}"), *self._cells(row)
+                )
+        return table
+
+    def _cells(self, row: Row) -> Iterator[str]:
+        if row.get("problem"):
+            yield f"[red]{escape(row['problem'])}[/red]"
+            return
+        for column in self._columns:
+            text = escape(column.show(row.get(column.key)))
+            yield f"[red]{text}[/red]" if row.get(column.key) is False else text
+
+    def as_cells(self) -> Iterator[dict[str, Any]]:
+        """Yield each row for a CSV file: a `Spread` is three columns, lists are left out."""
+        for row in self.rows:
+            cells: dict[str, Any] = {"table": self.title}
+            for key, value in row.items():
+                if isinstance(value, Spread):
+                    cells |= {key: value.median, f"{key}_least": value.low}
+                    cells[f"{key}_greatest"] = value.high
+                elif not isinstance(value, list | dict):
+                    cells[key] = value
+            yield cells
+
+
+@dataclass
+class Result:
+    """What a benchmark found, and where.
+
+    Attributes:
+        benchmark: its name.
+        folder: where it measured.
+        caption: what was measured, and how.
+        settings: what was asked for.
+        tables: the rows.
+        missing: rows that are not there, and why: with the command that installs them.
+        notes: what to know before the figures are quoted.
+        more: what only the JSON has.
+    """
+
+    benchmark: str
+    folder: Path
+    caption: str
+    settings: Mapping[str, Any]
+    tables: Sequence[Table]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing wrong was found in what was written or read."""
+        return all(table.right for table in self.tables)
+
+    def where(self) -> list[str]:
+        """Return machine, folder, and what was measured, line by line."""
+        from fastserial.bench.machine import describe_folder, describe_machine, this_machine
+        from fastserial.diagnosis.folder import probe_folder
+
+        lines = describe_machine(this_machine()), describe_folder(probe_folder(self.folder))
+        return [*lines, self.caption]
+
+    def show(self, console: Console) -> None:
+        """Print where it ran, what is missing, the tables, and the notes."""
+
+        def line(text: str, style: str = "") -> None:
+            console.print(text, style=style, markup=False, soft_wrap=True)
+
+        for text in self.where():
+            line(text)
+        line("fastserial: " + ", ".join(f"{name}={value}" for name, value in _options().items()))
+        for name, why in sorted(self.missing.items(), key=lambda one: not one[0].startswith("fio")):
+            line(f"without {name}: {why}")
+        for table in self.tables:
+            console.print(table.as_rich())
+        for note in self.notes:
+            line(note)
+        if not self.right:
+            line("Something that was written or read is WRONG.", "red")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain values: sizes in bytes, times in seconds."""
+        from fastserial.bench.machine import this_machine
+        from fastserial.diagnosis.folder import probe_folder
+
+        return {
+            "benchmark": self.benchmark,
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": this_machine(),
+            "folder": dataclasses.asdict(probe_folder(self.folder)),
+            "options": _options(),
+            "settings": dict(self.settings),
+            "caption": self.caption,
+            "missing": dict(self.missing),
+            "notes": list(self.notes),
+            "tables": [{"title": table.title, "rows": table.rows} for table in self.tables],
+            **self.more,
+        }
+
+    def write(self, json_file: Path | None, csv_file: Path | None) -> None:
+        """Write the files that are wanted.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if json_file is not None:
+            text = json.dumps(self.as_json(), indent=2, default=_plain)
+            json_file.write_text(text + "\n", encoding="utf-8")
+        if csv_file is not None:
+            rows = [cells for table in self.tables for cells in table.as_cells()]
+            with csv_file.open("w", encoding="utf-8", newline="") as file:
+                table = csv.DictWriter(
+                    file, list(dict.fromkeys(key for row in rows for key in row))
+                )
+                table.writeheader()
+                table.writerows(rows)
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if isinstance(value, Spread) else str(value)
+
+
+def _options() -> dict[str, Any]:
+    """Return fastserial's options in force that are text or numbers; the rest get reports."""
+    from fastserial.config import current
+
+    values = dataclasses.asdict(current())
+    return {name: one for name, one in values.items() if isinstance(one, str | int | float)}
+
+
+def check_files(*paths: Path | None) -> None:
+    """Check before measuring that these files can be written after it.
+
+    Raises:
+        BenchError: its folder is missing, or it cannot be written.
+    """
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            raise BenchError(f"{path.parent} is not a directory; create it first")
+        if path.is_dir():
+            raise BenchError(f"{path} is a directory: give the name of a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise BenchError(f"{path} cannot be written: look at owner and mode, or give another")
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield what shows a line of text: what is being measured now.
+
+    On a terminal it replaces the line before. Elsewhere standard error gets one from time to time.
+    """
+    from rich.console import Console
+
+    terminals = (one for one in (console, Console(stderr=True)) if one.is_terminal)
+    terminal = next(terminals, None)
+    if terminal is not None:
+        with terminal.status("") as status:
+            yield lambda text: status.update(escape(text))
+        return
+    shown = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SILENCE:
+            shown = time.monotonic()
+            say(text, err=True)
+
+    yield show

@@ -1,0 +1,154 @@
+"""`fastserial bench ...` and `demo`. What needs torch is imported when a command runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fastserial.bench.table import Result
+
+__all__ = ["bench_app", "demo"]
+
+bench_app = typer.Typer(
+    help="Measure saves and loads on this machine, with stock torch and fio in the same run.",
+    no_args_is_help=True,
+)
+
+_Folder = Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")]
+_Size = Annotated[str, typer.Option(help="Size of the state dict.")]
+_Tensors = Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")]
+_Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
+_Fio = Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")]
+_Gpu = Annotated[bool, typer.Option("--gpu", help="The tensors are on the CUDA device.")]
+_Json = Annotated[Path | None, typer.Option("--json", help="Also write everything here.")]
+_Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the rows here.")]
+
+
+class Container(str, Enum):
+    """torch's two file formats."""
+
+    zip = "zip"
+    legacy = "legacy"
+
+
+class Temperature(str, Enum):
+    """What of the file is in the page cache, and where the memory for it comes from."""
+
+    cold = "cold"
+    warm = "warm"
+    fresh = "fresh"
+
+
+@bench_app.command()
+def save(
+    folder: _Folder,
+    size: _Size = "3GiB",
+    tensors: _Tensors = 300,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: gpt2, gpt2-large, llama3-1b, ... with random weights, or a folder with "
+            "a transformers config.json."
+        ),
+    ] = None,
+    gpu: _Gpu = False,
+    runs: _Runs = 5,
+    formats: Annotated[
+        list[Container] | None, typer.Option("--format", help="May be given twice; default both.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Also save over an existing file.")] = True,
+    loose: Annotated[bool, typer.Option(help="Also saves that do not wait for the disk.")] = True,
+    engines: Annotated[bool, typer.Option(help="Also the engines that are not in use.")] = True,
+    with_fio: _Fio = True,
+    json_file: _Json = None,
+    csv_file: _Csv = None,
+) -> None:
+    """Save a checkpoint with stock torch and fastserial, interleaved, fio among them.
+
+    Every durable row includes the fsync of file and directory. Options of fastserial are taken
+    from FASTSERIAL_* variables. Exit status 1 if a file differs from stock torch's.
+    """
+    from fastserial.bench.measure import parse_bytes
+    from fastserial.bench.save import SaveBench, run_save
+
+    bench = SaveBench(
+        folder,
+        parse_bytes(size),
+        tensors,
+        model,
+        gpu=gpu,
+        formats=tuple(container.value for container in dict.fromkeys(formats or Container)),
+        runs=runs,
+        overwriting=overwrite,
+        loose=loose,
+        with_engines=engines,
+        with_fio=with_fio,
+    )
+    _run(lambda say: run_save(bench, say), json_file, csv_file)
+
+
+@bench_app.command()
+def load(
+    folder: _Folder,
+    size: _Size = "3GiB",
+    tensors: _Tensors = 300,
+    gpu: _Gpu = False,
+    runs: _Runs = 5,
+    temperature: Annotated[
+        list[Temperature] | None, typer.Option(help="Only these rows; may be repeated.")
+    ] = None,
+    with_fio: _Fio = True,
+    json_file: _Json = None,
+    csv_file: _Csv = None,
+) -> None:
+    """Load a checkpoint with stock torch and fastserial, interleaved, fio among them.
+
+    Cold: nothing of the file is in the page cache; warm: all of it is; fresh: warm, and the memory
+    was not used for a while. What is loaded is compared with what was saved; exit status 1 if it
+    differs.
+    """
+    from fastserial.bench.load import TEMPERATURES, LoadBench, run_load
+    from fastserial.bench.measure import parse_bytes
+
+    chosen = tuple(TEMPERATURES[one.value] for one in temperature or Temperature)
+    bench = LoadBench(folder, parse_bytes(size), tensors, runs, chosen, with_fio, gpu)
+    _run(lambda say: run_load(bench, say), json_file, csv_file)
+
+
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where to write; about twice the size is needed.")],
+    size: Annotated[str, typer.Option(help="Size of the model, about.")] = "1GB",
+    runs: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 3,
+) -> None:
+    """Save a transformer with stock torch and with fastserial, and compare the files.
+
+    Exit status 1 if there is any difference.
+    """
+    from fastserial.bench.demo import run_demo
+    from fastserial.bench.measure import parse_bytes
+
+    nbytes = parse_bytes(size)
+    _run(lambda say: run_demo(folder, nbytes, runs, say))
+
+
+def _run(
+    measure: Callable[[Callable[[str], None]], Result],
+    json_file: Path | None = None,
+    csv_file: Path | None = None,
+) -> None:
+    """Measure, show what was found, and write the files that are wanted."""
+    from fastserial.bench.table import check_files, progress
+    from fastserial.console import new_console
+
+    check_files(json_file, csv_file)
+    console = new_console()
+    with progress(console) as say:
+        result = measure(say)
+    result.show(console)
+    result.write(json_file, csv_file)
+    raise typer.Exit(0 if result.right else 1)

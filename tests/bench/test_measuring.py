@@ -1,0 +1,540 @@
+"""What the benchmarks are built on: what they compare, how they count, what they leave."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import stat
+from collections.abc import Callable
+from multiprocessing import Pipe, forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import fastserial
+from fastserial.bench import fio, load, payload, rotation, save, state, table
+from fastserial.bench.compare import different_tensors, digest, tensors_of, unshared
+from fastserial.bench.fio import FioVariant
+from fastserial.bench.load import COLD, FRESH, WARM
+from fastserial.bench.measure import BenchError, Sample, measure, parse_bytes
+from fastserial.bench.payload import build_model, fill, mixed_state, model_state, tensor_sizes
+from fastserial.bench.rotation import DURABLE, LOOSE, Measured, Plan, Row, Spread, rotate, summarize
+from fastserial.bench.save import compare
+from fastserial.bench.state import reserved_huge_bytes, scratch, small_pages
+from fastserial.bench.table import Column, Result, Table, check_files, number, progress
+from fastserial.bench.torch_rows import (
+    Format,
+    engine_rows,
+    fast_row,
+    stock_row,
+    torch_rows,
+    zip_holds,
+)
+from fastserial.engines.null import NullEngine
+from fastserial.errors import ConfigError
+from fastserial.files.caching import cached_fraction
+
+CALM = Plan(runs=2, warmups=1, pause=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rotation, save):
+        monkeypatch.setattr(module, "settle", lambda pause: None)
+    monkeypatch.setattr(load, "_TAKEN_BACK", 0.0)
+
+
+def sample(seconds: float, nbytes: int = 1000) -> Sample:
+    return Sample(nbytes, seconds, seconds / 2, 100)
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+def test_states_are_the_same_every_time_and_of_mixed_sizes() -> None:
+    sizes = tensor_sizes(1 << 30, 300)
+    assert sum(sizes) == pytest.approx(1 << 30, rel=1e-3)
+    assert max(sizes) > 1000 * min(sizes)
+    assert min(tensor_sizes(100, 300)) > 0
+    one, two = mixed_state(1 << 20, 20), mixed_state(1 << 20, 20)
+    assert different_tensors(one, two) == []
+    assert len({tensor.dtype for tensor in one.values()}) > 2
+    for dtype in (torch.float16, torch.uint8):
+        for shape in ((), (7, 5), (0, 4), (1001,)):
+            tensor = torch.zeros(shape, dtype=dtype)
+            fill(tensor, torch.Generator().manual_seed(1))
+            assert tensor.numel() < 30 or tensor.view(-1)[-4:].any()
+
+
+def test_states_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BenchError, match="memory"):
+        mixed_state(1 << 60, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BenchError, match="no CUDA device"):
+        mixed_state(1000, 1, "cuda")
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(state, "meminfo", lambda: {"MemAvailable": 8 << 30})
+    for options in ({"model": "phi3"}, {"model": "llama3-1b", "optimizer": True}):
+        with pytest.raises(BenchError, match="leave out the optimizer"):
+            model_state(**options)
+
+
+def test_model_state_is_that_of_the_model() -> None:
+    pytest.importorskip("transformers")
+    module, vocabulary = build_model("gpt2-tiny", "cpu")
+    assert vocabulary == 50257
+    optimizer = torch.optim.Adam(module.parameters(), foreach=False)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    found = model_state("gpt2-tiny", optimizer=True, half=True)
+    assert found["model"]["lm_head.weight"] is found["model"]["transformer.wte.weight"]
+    assert found["model"]["lm_head.weight"].unique().numel() > 1000
+    module.half().load_state_dict(found["model"])
+    theirs, ours = optimizer.state_dict()["state"], found["optimizer"]["state"]
+    assert list(ours) == list(theirs)
+    for index, states in theirs.items():
+        assert {key: (t.shape, t.dtype) for key, t in ours[index].items()} == {
+            key: (t.shape, t.dtype) for key, t in states.items()
+        }
+
+
+@pytest.mark.parametrize("text", [None, "[]", '{"model_type": "gpt99"}', '{"model_type": "vit"}'])
+def test_a_config_that_is_none(tmp_path: Path, text: str | None) -> None:
+    pytest.importorskip("transformers")
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BenchError, match="a causal language model") as caught:
+        build_model(str(tmp_path), "meta")
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(BenchError, match="llama3-1b"):
+        build_model("gpt9", "meta")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("3GiB", 3 << 30), ("3GB", 3 * 10**9), ("1.5kb", 1500), ("7", 7)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "xGB", "infGB", "1e999", "1 parsec"])
+def test_sizes_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+# --- comparing --------------------------------------------------------------------------------
+
+
+def test_what_differs_is_seen(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for left, right in ((b"abc", b"abc"), (b"abc", b"abd"), (b"ab", b"abc")):
+        one.write_bytes(left)
+        two.write_bytes(right)
+        assert (digest(one) == digest(two)) is (left == right)
+    nan = torch.tensor([float("nan")])
+    assert different_tensors({"a": nan, "b": nan}, {"a": nan.clone(), "b": nan.clone()}) == []
+    assert different_tensors({"a": nan}, {"b": nan}) == ["a", "b"]
+    assert different_tensors({"a": nan}, {"a": nan.double()}) == ["a"]
+    assert different_tensors({"a": torch.zeros(())}, {"a": torch.zeros(1)}) == ["a"]
+
+
+def test_tensors_have_names_and_are_kept_once() -> None:
+    weight = torch.rand(3)
+    nested = {"model": {"a": weight, "tied": weight.view(3, 1)}, "steps": [torch.ones(()), 7]}
+    assert list(tensors_of(nested)) == ["model.a", "model.tied", "steps.0"]
+    assert list(unshared(nested)) == ["model.a", "steps.0"]
+
+
+def test_stock_is_read_back(tmp_path: Path) -> None:
+    mark = bytes(range(200, 240))
+    marked = {"b": torch.frombuffer(bytearray(mark * 100), dtype=torch.uint8), "lr": 0.1}
+    path = tmp_path / "file.pt"
+    row = stock_row(marked, "zip", crc=False)
+    row.run(path)
+    assert row.check is not None
+    assert row.check(path)
+    assert not zip_holds({**marked, "more": torch.ones(1)}, path)
+    path.write_bytes(path.read_bytes().replace(mark, bytes(len(mark)), 1))
+    assert not row.check(path)
+
+
+# --- measuring --------------------------------------------------------------------------------
+
+
+def test_measure_sees_memory_and_time() -> None:
+    size = 64 << 20
+
+    def work() -> None:
+        torch.ones(size // 4)
+
+    used = measure(work)
+    assert used.seconds > 0
+    assert used.cpu_seconds > 0
+    if used.extra_bytes is not None:
+        assert 0.9 * size < used.extra_bytes < 1.5 * size
+        again = measure(lambda: None)
+        assert again.extra_bytes is not None
+        assert again.extra_bytes < size / 2
+
+
+def test_scratch_is_removed(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with scratch(tmp_path, 0) as folder:
+            (folder / "sub").mkdir()
+            (folder / "sub" / "file").write_bytes(b"x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(BenchError, match="free"), scratch(tmp_path, 1 << 60):
+        pass
+    with pytest.raises(BenchError, match="create it"), scratch(tmp_path / "missing", 0):
+        pass
+
+
+def writer(name: str, order: list[str], data: bytes, **more: Any) -> Row:
+    def run(path: Path) -> Sample:
+        order.append(f"{name} {path.suffix}")
+        path.write_bytes(data)
+        return sample(len(order))
+
+    return Row(name, DURABLE, run, **more)
+
+
+def test_rows_take_turns(tmp_path: Path) -> None:
+    def absent(path: Path) -> Sample:
+        raise BenchError("not here")
+
+    order: list[str] = []
+    rows = [
+        writer("stock", order, b"abc"),
+        writer("good", order, b"abc", same_bytes_as="stock", stock="stock"),
+        writer("bad", order, b"abd", same_bytes_as="stock"),
+        writer("read back", order, b"abd", check=lambda path: path.read_bytes() == b"abd"),
+        writer("wrong", order, b"abd", check=lambda path: len(order) < 6),
+        Row("absent", DURABLE, absent, optional=True),
+    ]
+    measured = rotate(rows, tmp_path, CALM)
+    assert [word.rpartition(" ")[0] for word in order] == [row.name for row in rows[:5]] * 3
+    assert len(set(order)) == 15  # a new name each time
+    assert [len(one.samples) for one in measured] == [2, 2, 2, 2, 2, 0]
+    assert [one.identical for one in measured] == [None, True, False, None, None, None]
+    assert [one.equal for one in measured] == [None, None, None, True, False, None]
+    assert measured[-1].problem == "not here"
+    assert list(tmp_path.iterdir()) == []
+    found = Table(summarize(measured), [])
+    assert [row["name"] for row in found.rows] == ["stock", "good", "bad", "read back", "wrong"]
+    assert not found.right
+    with pytest.raises(BenchError):
+        rotate([Row("absent", DURABLE, absent)], tmp_path, CALM)
+
+
+@pytest.mark.parametrize("container", ["zip", "legacy"])
+def test_torch_rows(tmp_path: Path, container: Format) -> None:
+    value = {"a": torch.arange(100_000), "b": torch.zeros(3)}
+    before = torch.serialization._save
+    rows = torch_rows(value, (container,), overwriting=True, small_pages=True)
+    others, missing = engine_rows(value, (container,))
+    measured = rotate([*rows, *others], tmp_path, CALM)
+    assert len({row.name for row in rows}) == len(rows) == (9 if container == "zip" else 8)
+    for one in measured:
+        ours = "fastserial" in one.row.name and "null" not in one.row.name
+        assert one.identical is (True if ours else None)
+        assert one.samples[0].nbytes >= 800_000
+    assert missing.keys() | {one.row.name for one in measured} >= {"fastserial " + container}
+    assert torch.serialization._save is before
+    assert torch.serialization.get_crc32_options()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_engine_is_the_one_of_the_row(tmp_path: Path) -> None:
+    value = {"a": torch.arange(100_000)}
+    with fastserial.options(engine=NullEngine):
+        rows, _ = engine_rows(value, ("zip",))
+        assert rows[0].name == "fastserial zip, engine threads"
+        # with that of the options the file would be empty
+        measured = rotate([stock_row(value, "zip"), rows[0]], tmp_path, CALM)
+        assert measured[1].identical
+    assert not any("threads" in row.name for row in engine_rows(value, ("zip",))[0])
+
+
+def test_a_save_that_is_not_ours_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastserial, "last_save_report", lambda: None)
+    with pytest.raises(BenchError, match="not fastserial"):
+        fast_row({}, "zip").run(tmp_path / "a.pt")
+
+
+# --- loads ------------------------------------------------------------------------------------
+
+
+def test_every_load_begins_in_the_same_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / name for name in ("a.pt", "b.pt")]
+    for path in paths:
+        path.write_bytes(os.urandom(1 << 20))
+    touched: list[int] = []
+    slept: list[float] = []
+    monkeypatch.setattr(load, "fetch_free_memory", touched.append)
+    monkeypatch.setattr(load.time, "sleep", slept.append)
+    loads = load._Loads(tmp_path, 1 << 20, {}, {}, "cpu")
+
+    def cached() -> list[float | None]:
+        found = []
+        for path in paths:
+            with path.open("rb") as file:
+                found.append(cached_fraction(file.fileno(), 0, path.stat().st_size))
+        return found
+
+    for turn in range(2):  # whatever the row before has left
+        loads._prepare((paths[turn],), WARM)
+        assert cached() == [1.0 - turn, 0.0 + turn]
+        loads._prepare((paths[turn],), COLD)
+        assert cached() == [0.0, 0.0]
+    assert touched == [16 << 20] * 4
+    assert slept == []
+    loads._prepare(tuple(paths), FRESH)
+    assert len(touched) == 4
+    assert slept == [load._TAKEN_BACK]
+
+
+def test_a_load_that_fails_is_told_and_ctrl_c_is_the_parent_s(tmp_path: Path) -> None:
+    def task(load_it: Callable[[Any], Any]) -> Any:
+        reader = load.Reader("a row", (), load_it)
+        return load._Task(reader, {}, "cpu", compare=True)
+
+    with pytest.raises(BenchError, match="a row: TypeError"):
+        load._load_afresh(task(os.fspath))
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    status = Path(f"/proc/{server}/status").read_text()
+    ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
+    assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
+    ours, theirs = Pipe(duplex=False)
+    ours.close()  # the parent is gone
+    load._serve(task(lambda target: {}), theirs)
+
+
+# --- counting ---------------------------------------------------------------------------------
+
+
+def test_summary() -> None:
+    def row(name: str, group: str = DURABLE, stock: str | None = None) -> Row:
+        return Row(name, group, lambda path: sample(1), stock)
+
+    rows = [row("fio a"), row("fio b"), row("stock"), row("fast", DURABLE, "stock")]
+    times = [[4.0, 4.0], [1.0, 2.0], [8.0, 8.0], [2.0, 1.0]]
+    measured = [Measured(row, [sample(t) for t in ts]) for row, ts in zip(rows, times, strict=True)]
+    measured.append(Measured(row("loose", LOOSE, "absent"), [sample(1), sample(1)]))
+    lines = {line["name"]: line for line in summarize(measured, ["fio a", "fio b"])}
+    fast = lines["fast"]
+    assert fast["to_fio"] == Spread(1.25, 0.5, 2.0)  # over fio b, the faster one, round by round
+    assert fast["to_stock"] == Spread(6, 4, 8)
+    assert lines["stock"]["to_stock"] == Spread(1, 1, 1)
+    assert lines["loose"]["to_fio"] is None
+    assert lines["loose"]["to_stock"] is None
+    assert lines["stock"]["cpu_seconds_per_gb"].median == pytest.approx(4e6)
+    assert fast["extra_bytes"] == 100
+
+
+@pytest.mark.parametrize(("slowest", "noted"), [(1.5, False), (3.0, True)])
+def test_unsteady_runs_are_told(slowest: float, noted: bool) -> None:
+    row = Row("stock", DURABLE, lambda path: sample(1))
+    calm = Measured(row, [sample(1), sample(1)])
+    varied = [Measured(row, [sample(1), sample(slowest)]) for _ in range(3)]
+    notes = save._unsteady(summarize([calm, *varied]))
+    assert bool(notes) is noted
+    assert not noted or "3.0-fold" in notes[0]
+
+
+# --- fio --------------------------------------------------------------------------------------
+
+WORDS = {
+    "error": 0,
+    "write": {
+        "io_bytes": 8 << 20,
+        "runtime": 40,
+        "clat_ns": {"N": 8, "mean": 1e6, "max": 3_000_000, "percentile": {"50.000000": 900_000}},
+    },
+    "usr_cpu": 10.0,
+    "sys_cpu": 15.0,
+    "job_runtime": 40,
+}
+
+
+def fake_fio(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    tool = folder / "bin" / "fio"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+
+
+def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"jobs": [WORDS]})
+    log = tmp_path / "log"
+    fake_fio(tmp_path, monkeypatch, f"echo \"$@\" > {log}\necho 'fio: note'\necho '{answer}'")
+    found = fio.run_fio(FioVariant("libaio", 1 << 20, True), tmp_path / "a:b", 8_000_000)
+    assert found.seconds == pytest.approx(0.04)
+    assert found.nbytes == 8 << 20
+    assert found.cpu_seconds == pytest.approx(0.01)
+    assert found.latency is not None
+    assert found.latency.p50 == pytest.approx(0.0009)
+    asked = log.read_text()
+    for word in ("--end_fsync=1", "--direct=1", "--fallocate=native", "a\\:b", "--size=8388608"):
+        assert word in asked
+    variant = fio.fresh_variant(FioVariant("libaio", 1 << 20, True, huge=True))
+    assert str(variant) == "fio libaio 1MiB, fresh data, prealloc"
+    fio.run_fio(variant, tmp_path / "file", 100 << 20)
+    asked = log.read_text()
+    for word in ("--iodepth=100", "--iomem=malloc", "--size=104857600"):
+        assert word in asked
+
+
+@pytest.mark.parametrize("script", ["echo no engine >&2; exit 1", "exit 0", "echo '{}'"])
+def test_fio_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    fake_fio(tmp_path, monkeypatch, script)
+    with pytest.raises(BenchError, match="libaio"):
+        fio.run_fio(FioVariant("libaio", 1 << 20, False), tmp_path / "file", 1)
+
+
+def test_best_of_fio() -> None:
+    def run(variant: FioVariant) -> Sample:
+        if variant.engine == "io_uring":
+            raise BenchError("no io_uring here")
+        return sample(variant.block if variant.preallocate else 1 / variant.block)
+
+    best = fio.best_variants(run)
+    assert {(v.engine, v.block, v.preallocate) for v in best} == {
+        ("libaio", 1 << 20, True),
+        ("libaio", 8 << 20, False),
+    }
+    assert all(variant.direct and not variant.huge for variant in best)
+    found = fio.best_variants(lambda variant: sample(1), huge=True)
+    assert all(variant.huge and variant.direct for variant in found)
+
+    def refuse(variant: FioVariant) -> Sample:
+        if variant.huge or variant.direct:
+            raise BenchError("Cannot allocate memory, or Invalid argument")
+        return sample(1)
+
+    assert not any(v.huge or v.direct for v in fio.best_variants(refuse, huge=True))
+
+    def fail(variant: FioVariant) -> Sample:
+        raise BenchError("nothing works")
+
+    with pytest.raises(BenchError, match="nothing works"):
+        fio.best_variants(fail)
+
+
+def test_small_pages_are_for_the_block_only() -> None:
+    def disabled() -> bool:
+        status = Path("/proc/self/status").read_text()
+        return "THP_enabled:\t0" in status
+
+    before = disabled()
+    with small_pages():
+        assert disabled()
+    assert disabled() is before
+    assert reserved_huge_bytes() >= 0
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_fresh_data_stands_beside_the_yardstick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    touch = 'for word; do case $word in --filename=*) : > "${word#--filename=}";; esac; done'
+    fake_fio(tmp_path, monkeypatch, f"{touch}\necho '{json.dumps({'jobs': [WORDS]})}'")
+    if not has_memory:
+        monkeypatch.setattr(state, "meminfo", lambda: {"MemAvailable": 1 << 20})
+    missing: dict[str, str] = {}
+    found, _ = compare(lambda small_pages: [], 8 << 20, folder, CALM, missing)
+    fresh = [row for row in found.rows if "fresh data" in row["name"]]
+    assert [row["to_fio"] for row in fresh] == ([Spread(1.0, 1.0, 1.0)] if has_memory else [])
+    assert len(found.rows) == 2 + len(fresh)
+    assert list(missing) == ([] if has_memory else ["fio, fresh data"])
+    assert list(folder.iterdir()) == []
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+ROWS = [
+    {"name": "stock", "seconds": Spread(2, 1, 3), "identical": None, "runs": [1, 2, 3]},
+    {"name": "[ours]", "seconds": Spread(1, 1, 1), "identical": True, "runs": [1, 1, 1]},
+    {"name": "theirs", "problem": "[no] room"},
+]
+
+
+def test_a_table_prints_and_is_written(tmp_path: Path) -> None:
+    columns = [Column("seconds", "ms", number(1e-3)), Column("identical", "same", table.verdict)]
+    result = Result("test", tmp_path, "a caption", {"x": 1}, [Table(ROWS, columns, "a title")])
+    console = Console(width=150, file=io.StringIO())
+    result.show(console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("a title", "2,000 (1,000–3,000)", "[ours]", "[no] room", "a caption", "yes"):
+        assert words in text
+    result.write(tmp_path / "out.json", tmp_path / "out.csv")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["tables"][0]["rows"][0]["seconds"] == {"median": 2, "low": 1, "high": 3}
+    assert found["machine"]["cores"] > 0
+    assert found["command"]
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["seconds_greatest"] for row in rows] == ["3", "1", ""]
+    assert [row["problem"] for row in rows] == ["", "", "[no] room"]
+    assert result.right
+    wrong = [*ROWS, {"name": "wrong", "identical": False}]
+    result = Result("test", tmp_path, "", {}, [Table(wrong, columns)])
+    result.show(console)
+    assert "WRONG" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_narrow_terminal_cuts_no_number_off() -> None:
+    columns = [Column(str(index), f"column {index}") for index in range(8)]
+    row = {str(index): f"{index}{index}1,234.56" for index in range(8)}
+    console = Console(width=60, file=io.StringIO())
+    console.print(Table([{"name": "a row", **row}], columns).as_rich())
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in said
+    rows = [line.split("│")[2:10] for line in said.splitlines() if line.startswith("│")]
+    parts = ["".join(words).replace(" ", "") for words in zip(*rows, strict=True)]
+    assert parts == list(row.values())
+
+
+def test_files_are_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_files(tmp_path / "out.json", None)
+    with pytest.raises(BenchError, match="create it first"):
+        check_files(tmp_path / "missing" / "out.json")
+    with pytest.raises(BenchError, match="is a directory"):
+        check_files(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root
+    with pytest.raises(BenchError, match=r"out\.csv cannot be written"):
+        check_files(tmp_path / "out.csv")
+
+
+@pytest.mark.parametrize("silence", [0.0, 1000.0])
+def test_progress_without_a_terminal(
+    silence: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(table, "_SILENCE", silence)
+    with progress(Console(force_terminal=False)) as show:
+        show("round 1/5: stock [zip]")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "" if silence else "round 1/5: stock [zip]\n")
+
+
+def test_payload_names_its_models() -> None:
+    assert {"gpt2", "gpt2-large", "llama3-1b"} <= payload.MODELS.keys()
