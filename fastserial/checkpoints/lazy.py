@@ -17,7 +17,7 @@ from fastserial.config import Config
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.tensors import TensorEntry
 from fastserial.interrupts import finish
-from fastserial.loading.crew import Crew, common_crew
+from fastserial.loading.engine_pool import EnginePool, common_pool
 from fastserial.loading.reader import FastFileReader
 
 __all__ = ["LazyCheckpoint", "TensorSlice", "open_checkpoint"]
@@ -55,11 +55,11 @@ class LazyCheckpoint:
         self._device = torch.device(device)
         self._opened = (os.path.abspath(os.fspath(path)), device, config)
         self._path = os.fspath(path)
-        crew = common_crew()
+        engines = common_pool()
         with FastFileReader(path, config) as first:
             self._container = open_readable(first.fd, first.name)
-            reader = first.another(crew)
-        self._source: tuple[FastFileReader, Crew] | None = reader, crew
+            reader = first.another(engines)
+        self._source: tuple[FastFileReader, EnginePool] | None = reader, engines
         # Readers that nobody uses now. One that failed does not come back: it may not go on.
         self._idle = [reader]
 
@@ -143,8 +143,8 @@ class LazyCheckpoint:
         try:
             reader = self._idle.pop()
         except IndexError:
-            file, crew = source
-            reader = file.another(crew)
+            file, engines = source
+            reader = file.another(engines)
         try:
             yield reader
         except BaseException:

@@ -18,7 +18,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, cast
 
-from fastserial.config.performance import IN_PLACE, MOST_PIECES, NEAR_EXTENTS, STRAIGHT_PIECE
+from fastserial.config.performance import IN_PLACE, MOST_PIECES, NEAR_EXTENTS, UNSTAGED
 from fastserial.loading.pump import (
     STAGED,
     Block,
@@ -169,7 +169,7 @@ def _cached(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
 
 def _memory_for(piece: _Piece, pump: Pump) -> Buffer | None:
     """Return the memory to read a piece to; None: it comes to a staging buffer with others."""
-    large = piece.length >= STRAIGHT_PIECE
+    large = piece.length >= UNSTAGED
     if not pump.takes_any_memory or (pump.ring is not None and not large):
         return None
     place = piece.sink.place(piece.start, piece.length)

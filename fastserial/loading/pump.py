@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.config import Config
-from fastserial.config.performance import SCATTERED_BLOCK, STRAIGHT_BLOCKS
+from fastserial.config.performance import DIRECT_BLOCKS, SCATTERED_BLOCK
 from fastserial.engines import Completion, Op, Request
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import finish
-from fastserial.loading.crew import Crew, Hand, engage
+from fastserial.loading.engine_pool import EnginePool, OpenEngine, open_engine
 from fastserial.loading.policy import ReadPolicy, in_turns
 from fastserial.memory.buffers import Buffer, BufferPool
 from fastserial.reports import Transfer
@@ -128,14 +128,14 @@ class Pump:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         owner: object = None,
-        crew: Crew | None = None,
+        engines: EnginePool | None = None,
     ) -> None:
         """Read from descriptor `fd`, which stays the caller's, up to byte `size`.
 
         Args:
             owner: kept as long as the descriptor is read from.
-            crew: where the engine comes from when one is needed, until `rest`; by default it is a
-                new one.
+            engines: where an engine comes from when one is needed, until `rest`; by default
+                there is a new one.
 
         Raises:
             EngineUnavailableError: the configured engine cannot read here.
@@ -150,19 +150,19 @@ class Pump:
         self._owner = owner
         self._in_flight = 0
         self._batch: list[Request] = []
-        self._crew = crew
-        self._hand: Hand | None = None
+        self._engines = engines
+        self._opened: OpenEngine | None = None
         self.policy = ReadPolicy(fd, size, config)
-        if crew is None:
-            self._hand = engage(config)
+        if engines is None:
+            self._opened = open_engine(config)
 
     @property
-    def _working(self) -> Hand:
-        if self._hand is None:
-            if self._crew is None:
+    def _working(self) -> OpenEngine:
+        if self._opened is None:
+            if self._engines is None:
                 raise ValueError("I/O operation on closed file.")
-            self._hand = self._crew.take(self._config)
-        return self._hand
+            self._opened = self._engines.take(self._config)
+        return self._opened
 
     @property
     def engine_name(self) -> str:
@@ -181,7 +181,7 @@ class Pump:
             return self.block_size
         if policy.never_direct:
             return SCATTERED_BLOCK
-        return self.block_size * STRAIGHT_BLOCKS
+        return self.block_size * DIRECT_BLOCKS
 
     @property
     def fallback(self) -> str | None:
@@ -194,11 +194,11 @@ class Pump:
         return self.policy.transfer
 
     def rest(self) -> None:
-        """Give the engine back to the crew, if it is from there; nothing is in flight."""
-        if self._crew is not None:
-            hand, self._hand = self._hand, None
-            if hand is not None:
-                self._crew.give(self._config, hand)
+        """Give the engine back to its pool, if it is from there; nothing is in flight."""
+        if self._engines is not None:
+            opened, self._opened = self._opened, None
+            if opened is not None:
+                self._engines.give(self._config, opened)
 
     def stage_in(
         self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
@@ -291,8 +291,8 @@ class Pump:
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
-        self._crew = None
-        engine = [self._hand.close] if self._hand is not None else []
+        self._engines = None
+        engine = [self._opened.close] if self._opened is not None else []
         finish(*engine, self.policy.close, self._free)
 
     def _free(self) -> None:
