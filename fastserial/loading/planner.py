@@ -130,6 +130,7 @@ def _direct(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
         yield _block([inner], at.offset, at.end, InMemory(memory), direct=True)
         edges = piece.part(piece.offset, inner.offset), piece.part(inner.end, piece.end)
         rest += [edge for edge in edges if edge.length]
+    rest.sort(key=attrgetter("offset"))  # an edge may lie after what is wanted twice
     for near in _coalesced(rest, pump.block_size):
         start = near[0].offset - near[0].offset % alignment
         end = _end(near)

@@ -101,6 +101,20 @@ def test_memory_that_is_aligned_like_the_file(path: Path, data: bytes) -> None:
         assert ctypes.string_at(start, length) == data[offset : offset + length]
 
 
+def test_bytes_wanted_twice_beside_aligned_memory(path: Path, data: bytes) -> None:
+    """Edges of what is read in place, and what lies inside of it, come in the order of the file."""
+    memory = new_storage(SIZE + 8192)
+    start = memory.data_ptr() + -memory.data_ptr() % 4096
+    offset, length = 100, 3 << 19
+    small, storage = host(5000)
+    whole = HostSink(start + offset, length, memory)
+    reads = [ReadExtent(offset, length, whole), ReadExtent(9000, 5000, small)]
+    with FastFileReader(path, DIRECT) as reader:
+        reader.read_into(reads)
+    assert ctypes.string_at(start + offset, length) == data[offset : offset + length]
+    assert content(storage) == data[9000:14000]
+
+
 def test_sinks(path: Path, data: bytes) -> None:
     sink, storage = host(5000)
     other, second = host(100)
