@@ -83,7 +83,7 @@ PICKLE_SHARE = 10_000
 
 # -- loads -----------------------------------------------------------------------------------------
 
-# What direct reads can put where it belongs is read so from here on: two reads more, of the edges.
+# Direct reads put what is as large where it belongs; less comes to a staging buffer, with others.
 IN_PLACE = 512 * KiB
 NEAR_EXTENTS = 128 * KiB  # bytes not wanted that are read rather than split a read in two
 UNSTAGED = 64 * KiB  # pieces from here on are worth a read of their own, without a copy
