@@ -42,9 +42,13 @@ class Arriving(Protocol):
 
 
 class OnHost:
-    """A record that lies in host memory as it does in the file: its header, then its data."""
+    """A record that lies in host memory as it does in the file: its header, then its data.
 
-    __slots__ = ("_head", "_spare", "record", "storage")
+    Attributes:
+        memory: address and length of all that it takes.
+    """
+
+    __slots__ = ("_head", "_spare", "memory", "record", "storage")
 
     def __init__(self, record: RecordEntry, alignment: int = 0) -> None:
         """Allocate its memory.
@@ -63,9 +67,11 @@ class OnHost:
         large = record.size >= IN_PLACE and not record.data_offset % _ALIGNMENT
         self._spare = alignment if large else 0
         start = self._spare + self._head + -self._head % _ALIGNMENT
-        memory = new_storage(start + record.size + 2 * self._spare)
+        nbytes = start + record.size + 2 * self._spare
+        memory = new_storage(nbytes)
+        self.memory = memory.data_ptr(), nbytes
         if self._spare:
-            start += (record.data_offset - memory.data_ptr() - start) % alignment
+            start += (record.data_offset - self.memory[0] - start) % alignment
         # a part: like what torch reads from a zip, it cannot be resized
         self.storage = cast("torch.UntypedStorage", memory[start : start + record.size])
 

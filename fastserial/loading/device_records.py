@@ -149,7 +149,7 @@ class DeviceRecords:
                 one = OnDevice(record, make(record.size, device=place))
             else:
                 one = OnHost(record)
-                host.append((one.storage.data_ptr(), record.size))
+                host.append(one.memory)
             self._found[record.name] = one
         HugePages().advise_all(host)
         file.attend([one.storage for one in self._found.values()])

@@ -80,8 +80,8 @@ class _Batch:
         self.state = _State.ALLOCATED
 
     def memory(self) -> list[tuple[int, int]]:
-        """Return address and length of each storage."""
-        return [(one.storage.data_ptr(), one.record.size) for one in self._arriving.values()]
+        """Return address and length of what each record takes."""
+        return [one.memory for one in self._arriving.values()]
 
     def reads(self, checks: RecordChecks) -> list[ReadExtent]:
         """Return what to read."""
