@@ -247,9 +247,8 @@ class Prefetch:
                     self._nudges.get()
                 continue
             batch.state = _State.READING
-            self._pump.flush()  # the disk has something to do meanwhile
-            self._pages.advise_all(batch.memory())
             blocks = list(plan_blocks(batch.reads(self._checks), self._pump))
+            blocks[0].prepare = partial(self._pages.advise_all, batch.memory())
             batch.left = len(blocks)
             for block in blocks:
                 block.deliver = partial(self._arrived, batch, block.deliver)

@@ -88,6 +88,7 @@ class Block:
         direct: read it directly.
         fail: called instead if the bytes cannot be read, and the other blocks go on; None: that
             ends the pump.
+        prepare: called before it is read, while others are being read.
     """
 
     offset: int
@@ -96,6 +97,7 @@ class Block:
     into: Into = STAGED
     direct: bool = False
     fail: Callable[[OSError], None] | None = None
+    prepare: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
@@ -268,6 +270,9 @@ class Pump:
         depth = len(self.policy.lanes) or self._config.queue_depth
         while self.in_flight >= depth:
             self.reap()
+        if block.prepare is not None:
+            self._flush()
+            block.prepare()
         self._batch.append(self._request(block))
 
     def drain(self) -> None:
@@ -275,7 +280,7 @@ class Pump:
         while self.in_flight:
             self.reap()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Start what is queued."""
         if self._batch:
             batch, self._batch = self._batch, []
@@ -284,7 +289,7 @@ class Pump:
 
     def reap(self) -> None:
         """Wait for at least one block."""
-        self.flush()
+        self._flush()
         for completion in self._working.engine.wait(1):
             self._in_flight -= 1
             self._complete(completion)
