@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 
-from fastserial.checkpoints.index import TensorPlace, read_index
+from fastserial.checkpoints.readable import open_readable
 from fastserial.checkpoints.tensor_read import direct_extent, fetch, is_dense, meta_of
 from fastserial.config import Config
 from fastserial.formats.safetensors import TYPE_NAMES
+from fastserial.formats.tensors import TensorEntry
 from fastserial.interrupts import finish
 from fastserial.loading.crew import Crew, common_crew
 from fastserial.loading.reader import FastFileReader
@@ -56,7 +57,7 @@ class LazyCheckpoint:
         self._path = os.fspath(path)
         crew = common_crew()
         with FastFileReader(path, config) as first:
-            self._index = read_index(first.fd, first.name)
+            self._container = open_readable(first.fd, first.name)
             reader = first.another(crew)
         reader.blocks.rest()
         self._source: tuple[FastFileReader, Crew] | None = reader, crew
@@ -69,7 +70,7 @@ class LazyCheckpoint:
     @property
     def container(self) -> str:
         """`zip`, `legacy` or `safetensors`."""
-        return self._index.container
+        return self._container.format
 
     @property
     def path(self) -> str:
@@ -82,7 +83,7 @@ class LazyCheckpoint:
         Before them come those that `get_tensor` refuses because their dtype is not known, or the
         pickle is damaged there.
         """
-        return self._index.keys()
+        return self._container.keys()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -91,7 +92,7 @@ class LazyCheckpoint:
         return len(self.keys())
 
     def __contains__(self, key: object) -> bool:
-        return key in self._index
+        return key in self._container
 
     def get_tensor(self, key: str) -> torch.Tensor:
         """Read one tensor, with the dtype and shape it was saved with, without its storage's rest.
@@ -102,8 +103,8 @@ class LazyCheckpoint:
             CorruptCheckpointError: the file changed since it was opened.
             OSError: it cannot be read.
         """
-        place = self._index.place(key)
-        return self._read(place, meta_of(place))
+        tensor = self._container.tensor(key)
+        return self._read(tensor, meta_of(tensor))
 
     def get_slice(self, key: str) -> TensorSlice:
         """Return a tensor that is read when it is indexed: `get_slice(key)[:, 3:7]`.
@@ -111,7 +112,7 @@ class LazyCheckpoint:
         Raises:
             CheckpointKeyError, UnreadableTensorError: as `get_tensor`.
         """
-        return TensorSlice(self, self._index.place(key))
+        return TensorSlice(self, self._container.tensor(key))
 
     def close(self) -> None:
         """Close the file, once reads under way in other threads are done. Idempotent.
@@ -159,8 +160,8 @@ class LazyCheckpoint:
             if self._is_closed():  # by another thread, which did not see this reader
                 self.close()
 
-    def _read(self, place: TensorPlace, view: torch.Tensor) -> torch.Tensor:
-        base = place.storage.offset + place.first
+    def _read(self, tensor: TensorEntry, view: torch.Tensor) -> torch.Tensor:
+        base = self._container.offset_of(tensor)
         if self._device.type == "meta" or detect_fake_mode(None) is not None:  # no bytes needed
             return torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=self._device
@@ -182,13 +183,13 @@ class LazyCheckpoint:
 class TensorSlice:
     """A tensor in a file: indexing it reads what is asked for, and no more."""
 
-    def __init__(self, file: LazyCheckpoint, place: TensorPlace) -> None:
+    def __init__(self, file: LazyCheckpoint, tensor: TensorEntry) -> None:
         self._file = file
-        self._place = place
-        self._meta = meta_of(place)
+        self._tensor = tensor
+        self._meta = meta_of(tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LazyCheckpoint.get_slice, (self._file, self._place.key)
+        return LazyCheckpoint.get_slice, (self._file, self._tensor.key)
 
     @property
     def shape(self) -> torch.Size:
@@ -206,7 +207,7 @@ class TensorSlice:
 
     def get_dtype(self) -> str:
         """Return the name of the dtype in safetensors' words (`F32`), or torch's without one."""
-        return TYPE_NAMES.get(self._place.dtype, self._place.dtype)
+        return TYPE_NAMES.get(self._tensor.dtype, self._tensor.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read what `tensor[index]` would be, for integers, slices, `...` and None.
@@ -217,7 +218,7 @@ class TensorSlice:
             CorruptCheckpointError, OSError: as `LazyCheckpoint.get_tensor`.
         """
         parts = tuple(map(_plain, index if isinstance(index, tuple) else (index,)))
-        return self._file._read(self._place, self._meta[parts])
+        return self._file._read(self._tensor, self._meta[parts])
 
 
 def _plain(part: Any) -> Any:

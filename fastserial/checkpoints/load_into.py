@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.index import StoragePlace, TensorIndex, TensorPlace, read_index
 from fastserial.checkpoints.module_state import ModuleState
+from fastserial.checkpoints.readable import open_readable
 from fastserial.checkpoints.tensor_read import direct_extent, meta_of, read_tensor_into
 from fastserial.checksums import CrcLedger, check_crc
 from fastserial.config import Config, current
@@ -28,7 +28,9 @@ from fastserial.errors import (
     LoadMismatchError,
     UnreadableTensorError,
 )
-from fastserial.formats.storages import reach
+from fastserial.formats.container import Container
+from fastserial.formats.storages import StorageEntry, reach
+from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import CheckedSink, PartsSink, ReadExtent, Sink
 from fastserial.memory.held_settings import paused_collection
@@ -54,15 +56,21 @@ class LoadedKeys(BoundedRepr):
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A tensor to fill, and where its bytes are."""
+    """A tensor to fill.
+
+    Attributes:
+        key: of the target.
+        target: what to fill.
+        stored: the tensor in the file.
+        base: its first byte there.
+        storage: its storage there.
+    """
 
     key: str
     target: torch.Tensor
-    place: TensorPlace
-
-    @property
-    def base(self) -> int:
-        return self.place.storage.offset + self.place.first
+    stored: TensorEntry
+    base: int
+    storage: StorageEntry
 
 
 def load_into(
@@ -107,14 +115,16 @@ def load_into(
     wanted = dict(_tensors(module.entries if module is not None else target))
     with FastFileReader(path, config) as reader:
         with paused_collection() as pause:
-            index = read_index(reader.fd, reader.name)
+            container = open_readable(reader.fd, reader.name)
             unread: dict[str, str] = {}
             if module is not None and module.loose:
-                module.divide(lambda name, tensor: _fits(tensor, index, key, name))
+                module.divide(lambda name, tensor: _fits(tensor, container, key, name))
                 unread = module.unpickle(reader.fd, reader.name, key, verify)
                 wanted = dict(_tensors(module.readable()))
             claimed = module.unpickled if module is not None else []
-            jobs, left = _match(wanted, index, key, strict, type(target).__name__, claimed, unread)
+            jobs, left = _match(
+                wanted, container, key, strict, type(target).__name__, claimed, unread
+            )
             jobs = _last_of_each(jobs)
             if reader.size > len(jobs) * FEW_BYTES:
                 pause.end()  # reading may take long
@@ -124,7 +134,7 @@ def load_into(
             reader.blocks.counts,
             config,
             path=reader.name,
-            container=index.container,
+            container=container.format,
             seconds=perf_counter() - began,
             engine=reader.blocks.engine_name,
             verified=checked,
@@ -159,18 +169,18 @@ def _walk(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _walk(item, f"{key}.{number}" if key else str(number))
 
 
-def _fits(target: torch.Tensor, index: TensorIndex, prefix: str, name: str) -> bool:
+def _fits(target: torch.Tensor, index: Container, prefix: str, name: str) -> bool:
     """Tell whether a tensor of the checkpoint can be read into this one."""
     try:
-        place = index.place(f"{prefix}.{name}" if prefix else name)
+        stored = index.tensor(f"{prefix}.{name}" if prefix else name)
     except (CheckpointKeyError, UnreadableTensorError):
         return False
-    return _objection(target, place) is None
+    return _objection(target, stored) is None
 
 
 def _match(
     wanted: dict[str, torch.Tensor],
-    index: TensorIndex,
+    index: Container,
     prefix: str,
     strict: bool,
     name: str,
@@ -212,14 +222,15 @@ def _match(
         if key not in there:
             continue
         try:
-            place = index.place(start + key)
+            stored = index.tensor(start + key)
         except UnreadableTensorError as error:
             wrong.append(str(error))
             continue
-        objection = _objection(target, place)
+        objection = _objection(target, stored)
         if objection is not None:
             wrong.append(f"{key}: {objection}")
-        jobs.append(_Job(key, target, place))
+        storage = index.outline.storages[stored.storage or ""]
+        jobs.append(_Job(key, target, stored, index.offset_of(stored), storage))
     if wrong:
         more = f"\n\t... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         lines = "\n\t".join(wrong[:_SHOWN])
@@ -228,7 +239,7 @@ def _match(
     return jobs, LoadedKeys(missing, unexpected)
 
 
-def _near(prefix: str, index: TensorIndex) -> str:
+def _near(prefix: str, index: Container) -> str:
     """Say which keys there are at the depth of one that is not there, those like it first."""
     depth = prefix.count(".") + 1
     names = list(dict.fromkeys(".".join(key.split(".")[:depth]) for key in index))
@@ -241,7 +252,7 @@ def _listed(keys: Sequence[str]) -> str:
     return f"{shown} and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else shown
 
 
-def _objection(target: torch.Tensor, place: TensorPlace) -> str | None:
+def _objection(target: torch.Tensor, stored: TensorEntry) -> str | None:
     dtype = str(target.dtype).removeprefix("torch.")
     if type(target) is not torch.Tensor and type(target) is not torch.nn.Parameter:
         return f"a {type(target).__name__} cannot be filled in place"
@@ -249,13 +260,15 @@ def _objection(target: torch.Tensor, place: TensorPlace) -> str | None:
         return "only plain tensors can be filled in place"
     if target.device.type == "meta":
         return "it has no memory yet (device meta): use to_empty() first"
-    if dtype != place.dtype:
-        return f"its dtype is {dtype}, in the checkpoint {place.dtype}"
-    if tuple(target.shape) != place.shape:
-        return f"its shape is {tuple(target.shape)}, in the checkpoint {place.shape}"
+    if dtype != stored.dtype:
+        return f"its dtype is {dtype}, in the checkpoint {stored.dtype}"
+    if tuple(target.shape) != stored.shape:
+        return f"its shape is {tuple(target.shape)}, in the checkpoint {stored.shape}"
     if target.is_conj() or target.is_neg():
         return "it is conjugated or negated: resolve_conj() and resolve_neg() it first"
-    if any(size > 1 and step == 0 for size, step in zip(place.shape, target.stride(), strict=True)):
+    if any(
+        size > 1 and step == 0 for size, step in zip(stored.shape, target.stride(), strict=True)
+    ):
         return "several of its elements are one in memory (expand): clone() it first"
     return None
 
@@ -297,18 +310,18 @@ def _read(reader: FastFileReader, jobs: Sequence[_Job], verify: bool) -> bool:
     plain: list[tuple[_Job, ReadExtent]] = []
     others: list[_Job] = []
     for job in jobs:
-        extent = direct_extent(job.base, meta_of(job.place), job.target, reader.ring)
+        extent = direct_extent(job.base, meta_of(job.stored), job.target, reader.ring)
         if extent is None:
             others.append(job)
         else:
             plain.append((job, extent))
     checked = verify
     if verify:
-        checked = _read_checked(reader, plain, {job.place.storage for job in others})
+        checked = _read_checked(reader, plain, {job.storage for job in others})
     else:
         reader.read_into([extent for _, extent in plain])
     for job in others:
-        read_tensor_into(reader, job.base, meta_of(job.place), job.target)
+        read_tensor_into(reader, job.base, meta_of(job.stored), job.target)
     return checked
 
 
@@ -323,25 +336,24 @@ class _Nowhere:
 
 
 def _read_checked(
-    reader: FastFileReader, plain: Sequence[tuple[_Job, ReadExtent]], others: set[StoragePlace]
+    reader: FastFileReader, plain: Sequence[tuple[_Job, ReadExtent]], others: set[StorageEntry]
 ) -> bool:
-    """Read whole records, parts of them to their targets, and compare their CRC-32s."""
-    parts: dict[StoragePlace, list[tuple[int, int, Sink]]] = {place: [] for place in others}
+    """Read whole storages, parts of them to their targets, and compare their CRC-32s."""
+    parts: dict[StorageEntry, list[tuple[int, int, Sink]]] = {storage: [] for storage in others}
     for job, extent in plain:
-        place = job.place.storage
-        parts.setdefault(place, []).append(
-            (extent.offset - place.offset, extent.length, extent.sink)
-        )
-    places = [place for place in parts if place.nbytes]
-    ledger = CrcLedger([place.nbytes for place in places], [None] * len(places))
+        start = extent.offset - (job.storage.offset or 0)
+        parts.setdefault(job.storage, []).append((start, extent.length, extent.sink))
+    storages = [storage for storage in parts if storage.held and storage.offset is not None]
+    ledger = CrcLedger([storage.held for storage in storages], [None] * len(storages))
     extents: list[ReadExtent] = []
-    for number, place in enumerate(places):
-        sink: Sink = PartsSink(parts[place]) if parts[place] else _Nowhere()
-        if place.crc is not None:
+    for number, storage in enumerate(storages):
+        sink: Sink = PartsSink(parts[storage]) if parts[storage] else _Nowhere()
+        if storage.crc is not None:
             sink = CheckedSink(sink, ledger, number)
-        extents.append(ReadExtent(place.offset, place.nbytes, sink))
+        extents.append(ReadExtent(storage.offset or 0, storage.held, sink))
     reader.read_into(extents)
-    for number, place in enumerate(places):
-        if place.crc is not None:
-            check_crc(ledger.wait(number), place.crc, reader.name, place.name, place.offset)
-    return all(place.crc is not None for place in places)
+    for number, storage in enumerate(storages):
+        if storage.crc is not None:
+            found = ledger.wait(number)
+            check_crc(found, storage.crc, reader.name, storage.record, storage.offset)
+    return all(storage.crc is not None for storage in storages)

@@ -18,20 +18,22 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.index import is_little_endian
+from fastserial.checkpoints.readable import is_little_endian
 from fastserial.errors import (
     CheckpointFileError,
     ConvertError,
     CorruptCheckpointError,
     FastserialError,
 )
-from fastserial.formats.detect import Format, checkpoint_format
-from fastserial.formats.legacy.structure import read_legacy
+from fastserial.formats.container import (
+    Container,
+    LegacyContainer,
+    SafetensorsContainer,
+    ZipContainer,
+    open_container,
+)
 from fastserial.formats.pickles import refuse_nested
-from fastserial.formats.safetensors import read_header
-from fastserial.formats.source import DescriptorSource, Source
-from fastserial.formats.storages import contiguous_stride
-from fastserial.formats.zip.records import PICKLE, read_places, read_record
+from fastserial.formats.zip.records import PICKLE, read_record
 from fastserial.formats.zip.structs import MOST_INFLATED
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import new_storage
@@ -49,16 +51,21 @@ class Mapped:
     """A mapped checkpoint.
 
     Attributes:
-        container: `zip`, `legacy` or `safetensors`.
+        file: what the file says of itself.
         value: what was saved.
         whole: the mapping of the file.
         sizes: bytes of each record by its place; None where places were checked before.
     """
 
-    container: str
+    file: Container
     value: Any
     whole: torch.UntypedStorage
     sizes: dict[int, int] | None
+
+    @property
+    def container(self) -> str:
+        """`zip`, `legacy` or `safetensors`."""
+        return self.file.format
 
     def offset_of(self, storage: torch.UntypedStorage) -> int | None:
         """Return a storage's place in the file (bytes), None if it is not in the mapping.
@@ -90,30 +97,30 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         OSError: it cannot be read.
     """
     try:
-        found, source = checkpoint_format(fd, path), DescriptorSource(fd)
+        container = open_container(fd, path)
+        size = container.source.size
         whole = cast(
             "torch.UntypedStorage",
-            torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, source.size),
+            torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size),
         )
         sizes = None
-        if found is Format.ZIP:
-            value, sizes = _map_zip(fd, path, source, whole)
-        elif found is Format.LEGACY:
-            value = _map_legacy(fd, path, source, whole)
+        if not is_little_endian(container):
+            raise ConvertError(_BIG_ENDIAN)
+        if isinstance(container, ZipContainer):
+            value = _map_zip(fd, path, container, whole)
+            sizes = {record.data_offset: record.size for record in container.records}
+        elif isinstance(container, LegacyContainer):
+            value = _map_legacy(fd, path, container, whole)
         else:
-            value = _map_safetensors(source, whole)
+            value = _map_safetensors(container, whole)
     except CheckpointFileError as error:
         error.path = error.path or path
         raise
-    return Mapped(found.value, value, whole, sizes)
+    return Mapped(container, value, whole, sizes)
 
 
-def _map_zip(
-    fd: int, path: str, source: Source, whole: torch.UntypedStorage
-) -> tuple[Any, dict[int, int]]:
-    directory = read_places(source)
-    if not is_little_endian(source, directory):
-        raise ConvertError(_BIG_ENDIAN)
+def _map_zip(fd: int, path: str, container: ZipContainer, whole: torch.UntypedStorage) -> Any:
+    source, directory = container.source, container.directory
     if directory.find("constants.pkl") is not None:
         raise ConvertError(f"{path}: a TorchScript archive is no checkpoint of torch.save")
     pickled = directory.find(PICKLE)
@@ -135,7 +142,7 @@ def _map_zip(
     refuse_nested(data)
     _know_dtensors(data)
     with _unpickling(data[:2], path), _without_groups():
-        value = load(
+        return load(
             reader,
             "cpu",
             unpickler_module(_weights_only_unpickler),
@@ -143,7 +150,6 @@ def _map_zip(
             encoding="utf-8",
             **more,
         )
-    return value, {record.data_offset: record.size for record in directory.records}
 
 
 def _know_dtensors(pickled: bytes) -> None:
@@ -201,16 +207,18 @@ class _Slices:
         return cast("torch.UntypedStorage", self._whole[place])
 
 
-def _map_safetensors(source: Source, whole: torch.UntypedStorage) -> dict[str, torch.Tensor]:
+def _map_safetensors(
+    container: SafetensorsContainer, whole: torch.UntypedStorage
+) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for entry in read_header(source):
-        if entry.dtype is None:
-            raise ConvertError(f"entry {entry.key!r}: torch has no dtype {entry.type_name}")
+    for key, why in container.outline.unread.items():
+        raise ConvertError(f"entry {key!r}: {why}")
+    for entry in container.outline.tensors:
         empty = torch.empty(0, dtype=getattr(torch, entry.dtype))
-        storage = whole[entry.offset : entry.offset + entry.nbytes]
-        strides = contiguous_stride(entry.shape)
+        start = container.offset_of(entry)
+        storage = whole[start : start + entry.nbytes]
         try:
-            tensors[entry.key] = empty.set_(storage, 0, entry.shape, strides)
+            tensors[entry.key] = empty.set_(storage, 0, entry.shape, entry.stride)
         except (RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
             raise ConvertError(
                 f"entry {entry.key!r}: torch can make no tensor of its shape"
@@ -218,11 +226,12 @@ def _map_safetensors(source: Source, whole: torch.UntypedStorage) -> dict[str, t
     return tensors
 
 
-def _map_legacy(fd: int, path: str, source: Source, whole: torch.UntypedStorage) -> Any:
-    file = read_legacy(source)
-    if not file.little_endian:
-        raise ConvertError(_BIG_ENDIAN)
-    places = {storage.key: storage for storage in file.storages}
+def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.UntypedStorage) -> Any:
+    file = container.file
+    places = {
+        key: (storage.offset or 0, (storage.offset or 0) + storage.held)
+        for key, storage in file.storages.items()
+    }
     slices = _Slices(whole)
     known: dict[Any, torch.storage.TypedStorage] = {}
 
@@ -240,9 +249,9 @@ def _map_legacy(fd: int, path: str, source: Source, whole: torch.UntypedStorage)
         dtype = storage_type.dtype
         if type(key) is not str:
             raise pickle.UnpicklingError("the key of a storage is no string")
-        place = places[key]
+        begin, end = places[key]
         if (key, dtype) not in known:
-            known[key, dtype] = typed(slices[place.data_offset : place.data_end], dtype)
+            known[key, dtype] = typed(slices[begin:end], dtype)
         root = known[key, dtype]
         if view is None:
             return root
@@ -250,8 +259,8 @@ def _map_legacy(fd: int, path: str, source: Source, whole: torch.UntypedStorage)
         if type(view_key) is not str or type(first) is not int or type(count) is not int:
             raise pickle.UnpicklingError("a part of a storage is none")
         if view_key not in known:
-            start = place.data_offset + first * dtype.itemsize
-            stop = min(place.data_end, start + count * dtype.itemsize)
+            start = begin + first * dtype.itemsize
+            stop = min(end, start + count * dtype.itemsize)
             known[view_key] = typed(slices[start:stop], dtype)
         return known[view_key]
 
@@ -259,5 +268,5 @@ def _map_legacy(fd: int, path: str, source: Source, whole: torch.UntypedStorage)
         stream.seek(file.object_offset)
         unpickler: Any = _weights_only_unpickler.Unpickler(stream, encoding="utf-8")
         unpickler.persistent_load = persistent_load
-        with _unpickling(source.read_at(file.object_offset, 2), path):
+        with _unpickling(container.source.read_at(file.object_offset, 2), path):
             return unpickler.load()

@@ -15,9 +15,7 @@ from fastserial.checkpoints.streaming import FileMemory, Places
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.files.sources import FileStamp, stamp
-from fastserial.formats.safetensors import read_metadata
-from fastserial.formats.source import DescriptorSource
-from fastserial.formats.zip.records import read_places
+from fastserial.formats.container import SafetensorsContainer
 from fastserial.interrupts import Descriptors
 from fastserial.memory.storages import Memory
 
@@ -76,8 +74,8 @@ class MappedSource:
         if self._verify:
             refuse_damaged(name, fd)
         mapped = map_checkpoint(fd, name)
-        if mapped.container == "safetensors":
-            self.metadata.update(read_metadata(DescriptorSource(fd)))
+        if isinstance(mapped.file, SafetensorsContainer):
+            self.metadata.update(mapped.file.metadata)
         bisect.insort(self._starts, (mapped.whole.data_ptr(), len(self._maps)))
         self._maps.append((fd, mapped, before, name))
         return mapped
@@ -90,11 +88,11 @@ class MappedSource:
     def crc_of(self, storage: torch.UntypedStorage) -> int | None:
         """Return the CRC-32 of a storage as its file tells it, None if it tells none."""
         found = self._place(storage)
-        if found is None or found[1].container != "zip":
+        if found is None:
             return None
-        fd, _, offset = found
+        fd, mapped, offset = found
         if fd not in self._checksums:
-            records = read_places(DescriptorSource(fd)).records
+            records = mapped.file.records
             self._checksums[fd] = {record.data_offset: record.crc for record in records}
         return self._checksums[fd].get(offset) or None
 

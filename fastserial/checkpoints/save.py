@@ -16,13 +16,14 @@ from fastserial.config import Config, options
 from fastserial.files.targets import StockWay
 from fastserial.patching import save_hooks
 from fastserial.patching.install import installed, patched
+from fastserial.reasons import ASKED, Reason
 from fastserial.reports import SAVES, SaveReport
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter
 
 __all__ = ["save", "write"]
 
-_UNPATCHED = StockWay("this torch stays stock")
+_UNPATCHED = StockWay(Reason("this torch stays stock", "see `fastserial patches check`"))
 
 
 def save(
@@ -114,8 +115,8 @@ def _save_zip(
     found = save_hooks.zip_writer(path, prefix)
     if isinstance(found, StockWay):
         return found
-    writer, name = found
-    with ZipArchive(writer, name, owns_writer=True) as archive:
+    writer, name, alignment = found
+    with ZipArchive(writer, name, True, alignment) as archive:
         function(obj, archive, pickle_module, protocol, False)
     return writer
 
@@ -127,7 +128,7 @@ def _save_legacy(
     if function is None:
         return _UNPATCHED
     if torch.serialization._serialization_tls.skip_data:
-        return StockWay("skip_data leaves the storages out")
+        return StockWay(Reason("skip_data leaves the storages out", ASKED))
     writer = save_hooks.legacy_writer(path)
     if isinstance(writer, StockWay):
         return writer

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastserial.checkpoints.index import TensorPlace
 from fastserial.config.performance import CONTIGUOUS_RUN, SCATTERED_CHUNK
 from fastserial.errors import UnreadableTensorError
 from fastserial.formats.storages import reach
+from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host
@@ -35,18 +35,18 @@ __all__ = [
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def meta_of(place: TensorPlace) -> torch.Tensor:
+def meta_of(tensor: TensorEntry) -> torch.Tensor:
     """Return a meta tensor with the dtype, shape and strides of a tensor in a file.
 
     Raises:
         UnreadableTensorError: torch can make no tensor of this shape.
     """
-    dtype = getattr(torch, place.dtype)
+    dtype = getattr(torch, tensor.dtype)
     try:
-        return torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta")
+        return torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device="meta")
     except (RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
         raise UnreadableTensorError(
-            f"tensor {place.key!r} cannot be read: torch can make no tensor of its shape"
+            f"tensor {tensor.key!r} cannot be read: torch can make no tensor of its shape"
         ) from error
 
 

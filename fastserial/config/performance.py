@@ -38,8 +38,9 @@ FAST_DEVICE = 400e6
 # Seconds for which a device that was slow counts as slow: it may have been busy. To measure it
 # again costs no more than `TRIAL` bytes that are waited for.
 SLOW_FOR = 60.0
-# ... and one that was fast as fast: it may have used up what a cloud lends it for a while, or be
-# shared with more. A program that saves each few minutes measures with some saves, not with all.
+# ... and a fast one as fast, since a save last showed it: it may have used up what a cloud lends it
+# for a while, or be shared with more. Direct saves show it without a trial, which made a save of
+# 512 MiB take 0.08 s longer (of 0.4 s, median of ten pairs on a busy machine).
 FAST_FOR = 300.0
 LARGE_FILE = 64 * MiB  # to free a replaced file of less takes 0.1 ms on ext4, no more than a thread
 
@@ -82,14 +83,14 @@ PICKLE_SHARE = 10_000
 
 # -- loads -----------------------------------------------------------------------------------------
 
-LARGE_RECORD = 512 * KiB  # records from here on get memory and reads of their own
-NEAR_RECORDS = 64 * KiB  # small records further apart are not read together
+# What direct reads can put where it belongs is read so from here on: two reads more, of the edges.
+IN_PLACE = 512 * KiB
 NEAR_EXTENTS = 128 * KiB  # bytes not wanted that are read rather than split a read in two
 STRAIGHT_PIECE = 64 * KiB  # pieces from here on are worth a read of their own, without a copy
 # Through the page cache all of a block's records come with one call, each in its memory. 300 in
 # 100 MB took the caller 14 ms so, with reads and copies of their own 35.
 SCATTERED_BLOCK = 16 * MiB
-SCATTERED_UNIT = 16 * MiB  # of neighbours; the larger, the more of their memory is on huge pages
+READ_TOGETHER = 16 * MiB  # of neighbours; the larger, the more of their memory is on huge pages
 # A file that is not in the page cache is read in lanes (`loading.lanes`), blocks of each in order:
 # `torch.load` of 1 GiB took 0.78 s with these (stock 0.87), 0.84 to 0.85 with 3 of 32 or 6 of 16
 # MiB, and 1.05 with six threads on one descriptor.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 __all__ = ["NeedMap", "Share", "block_bytes", "share_out"]
 
-# Bytes of the smallest block: more than the gaps that `loading.read_plan` reads along, so that
+# Bytes of the smallest block: more than the gaps that `loading.planner` reads along, so that
 # nobody reads what others own.
 _FINEST = 256 * 1024
 _MOST_BLOCKS = 32 * 1024

@@ -19,9 +19,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from fastserial.distributed.boxes import Box, Overlap, overlaps
-from fastserial.distributed.covers import Cover, Held
+from fastserial.distributed.covers import Cover, Held, cover_of
 from fastserial.distributed.division import GRAIN
-from fastserial.distributed.ownership import Ownership
+from fastserial.distributed.ownership import owned_blocks
 from fastserial.distributed.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection
 
@@ -162,11 +162,10 @@ class Schedule:
         self.nbytes = 0
         self.tile_bytes = tile_bytes
         self.streams: dict[int, Stream] = {}
-        self._plan, self._specs, self._rank = plan, specs, rank
+        self._plan, self._specs, self._rank, self._size = plan, specs, rank, size
         self._starts = array("q", [offset for _, _, offset, _ in plan.records])
         # Blocks that this rank has as they are in the file: the first bytes and the last.
         self._firsts, self._stops = array("q"), array("q")
-        self._own = Ownership(plan.nbytes, plan.records, plan.writers, specs, size)
         self._fill()
         self._covers: dict[int, tuple[Cover, list[Held]]] = {}
         tiles = [stream.tiles(tile_bytes) for stream in self.streams.values()]
@@ -223,26 +222,24 @@ class Schedule:
 
     def _fill(self) -> None:
         """Enter what this rank writes, and what it sends."""
-        rank, own, nbytes = self._rank, self._own, self._plan.nbytes
+        plan, rank, nbytes = self._plan, self._rank, self._plan.nbytes
         concerns = _Concerns(self._extents())
         places: dict[int, int] = {}
         direct: list[tuple[int, int]] = []
-        # The container is in all units.
-        units = {own.unit_of[rank]} if rank else set(own.unit_of)
-        for ranges in (own.elsewhere, *map(own.within, sorted(units))):
-            for begin, end, owner, as_it_is in ranges:
-                if as_it_is:
-                    if owner == rank:
-                        direct.append((begin * GRAIN, min(end * GRAIN, nbytes)))
-                    continue
-                first, stop = begin * GRAIN, min(end * GRAIN, nbytes)
-                place = places.get(owner, 0)
-                places[owner] = place + stop - first
-                if owner == rank or concerns.meet(first, stop):
-                    stream = self.streams.get(owner)
-                    if stream is None:
-                        stream = self.streams[owner] = Stream()
-                    stream.add(place, first, stop)
+        owned = owned_blocks(nbytes, plan.records, plan.writers, self._specs, self._size)
+        for begin, end, owner, as_it_is in owned:
+            first, stop = begin * GRAIN, min(end * GRAIN, nbytes)
+            if as_it_is:
+                if owner == rank:
+                    direct.append((first, stop))
+                continue
+            place = places.get(owner, 0)
+            places[owner] = place + stop - first
+            if owner == rank or concerns.meet(first, stop):
+                stream = self.streams.get(owner)
+                if stream is None:
+                    stream = self.streams[owner] = Stream()
+                stream.add(place, first, stop)
         for first, stop in sorted(direct):
             self._firsts.append(first)
             self._stops.append(stop)
@@ -267,7 +264,7 @@ class Schedule:
                 near = known[id(spec.held)] = spec.is_held_by(rank)
             if near:
                 item = spec.dtype.itemsize
-                for held in self._own.cover(spec).held:
+                for held in cover_of(spec.shape, spec.held, self._size).held:
                     if rank in held.ranks:
                         yield offset + held.first * item, offset + held.stop * item
         if not rank:
@@ -332,7 +329,7 @@ class Schedule:
         """Return who holds what of a tensor, and what of it this rank holds."""
         found = self._covers.get(id(spec))
         if found is None:
-            cover = self._own.cover(spec)
+            cover = cover_of(spec.shape, spec.held, self._size)
             mine = [held for held in cover.held if self._rank in held.ranks]
             found = self._covers[id(spec)] = cover, mine
         return found

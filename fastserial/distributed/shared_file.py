@@ -10,8 +10,8 @@ from typing import NamedTuple
 from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
 from fastserial.files import linux
+from fastserial.files.compression import compression_of
 from fastserial.files.destination import open_path, required, save_error
-from fastserial.files.linux import compression_of
 from fastserial.interrupts import Descriptors
 
 __all__ = ["NewFile", "OpenedFile", "Place"]

@@ -13,6 +13,8 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fastserial.reasons import ANOTHER_OWNER, Reason
+
 __all__ = ["Attributes", "CannotKeep", "attributes_of", "give"]
 
 # What is refused to us, or not known to the file system; anything else is a fault.
@@ -36,7 +38,11 @@ _EVERYBODY = ["0", "0", "4294967295"]  # a map of all numbers
 
 
 class CannotKeep(Exception):
-    """The new file cannot be given an attribute; the message says which."""
+    """The new file cannot be given an attribute; `reason` says which."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.reason = Reason(text, ANOTHER_OWNER)
 
 
 class Attributes(NamedTuple):

@@ -14,6 +14,7 @@ import os
 from fastserial.config.performance import PAGE
 from fastserial.files import linux
 from fastserial.interrupts import Descriptors
+from fastserial.reasons import RENAMES, Reason
 
 __all__ = ["why_incapable"]
 
@@ -31,10 +32,10 @@ _PASSING = (
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
     errno.ESTALE,
 )  # fmt: skip
-_known: dict[tuple[int, int], str | None] = {}  # by device and mount
+_known: dict[tuple[int, int], Reason | None] = {}  # by device and mount
 
 
-def why_incapable(directory: str, magic: int) -> str | None:
+def why_incapable(directory: str, magic: int) -> Reason | None:
     """Return why no file can be replaced in a directory; None if one can, or if that is not known.
 
     Where the type does not tell, it is tried with two small files, once for each mount in a
@@ -54,7 +55,7 @@ def why_incapable(directory: str, magic: int) -> str | None:
         return None
 
 
-def _tried(directory: str) -> str | None:
+def _tried(directory: str) -> Reason | None:
     """Write two files and rename one over the other.
 
     Raises:
@@ -62,10 +63,10 @@ def _tried(directory: str) -> str | None:
     """
     stem = os.path.join(directory, f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}")
     first, second = f"{stem}-1.tmp", f"{stem}-2.tmp"
-    reason = "the file system only takes the bytes of a file sequentially"
+    reason = Reason("the file system only takes the bytes of a file sequentially", RENAMES)
     try:
         _write_backwards(first)
-        reason = "the file system cannot rename a file over another"
+        reason = Reason("the file system cannot rename a file over another", RENAMES)
         _write_backwards(second)
         os.rename(second, first)
     except OSError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastserial import trace
 from fastserial.errors import REMEDIES, WriteError, write_error
@@ -24,56 +24,16 @@ from fastserial.files.targets import (
     file_target,
     path_target,
 )
+from fastserial.reasons import Reason
 
 __all__ = ["CallersFile", "Destination", "open_destination", "open_path", "required", "save_error"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Destination(Protocol):
-    """Where the bytes of a save go.
-
-    Attributes:
-        target: what was asked for.
-        fd: descriptor of the file.
-        start: place in the file of the first byte (bytes).
-        durable: after `sync`: what was written is on the device.
-        fallback: what the file system could not do, or None.
-        shared: others know the file, and may hold a `lockf` lock on it.
-    """
-
-    @property
-    def target(self) -> Target: ...
-    @property
-    def fd(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def durable(self) -> bool: ...
-    @property
-    def fallback(self) -> str | None: ...
-    @property
-    def shared(self) -> bool: ...
-    @property
-    def outcome(self) -> str:
-        """What an error has left at the target, for its text."""
-
-    def begin(self) -> None:
-        """Get ready for the first byte. Idempotent."""
-
-    def sync(self) -> None:
-        """Put what was written on the device, if the save is to be durable."""
-
-    def commit(self) -> None:
-        """Make what was written the file."""
-
-    def discard(self) -> None:
-        """Take back what can be taken back. Idempotent; nothing after `commit`."""
-
-
 def open_destination(
     given: Any, durable: bool, replace_link: bool = False
-) -> Replacement | CallersFile | StockWay:
+) -> Destination | StockWay:
     """Open what is to be written, or say why only torch may write it.
 
         found = open_destination("model.pt", durable=True)
@@ -119,19 +79,19 @@ def open_path(
     try:
         return Replacement(target, durable, named)
     except (CannotReplace, CannotKeep) as why:
-        reason = str(why)
+        reason = why.reason
     except OSError as error:
         directory = os.path.dirname(target.path) or os.curdir
         full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(directory)
         if target.there is None or not full:
             raise save_error(error, target, None, None) from error
-        reason = "no inode is free for a new file"
+        reason = Reason("no inode is free for a new file", "remove files that nobody needs")
     if os.path.islink(target.path):  # torch would write the file that it leads to
         raise write_error(errno.EPERM, target.name, f"The link cannot be replaced: {reason}")
     return StockWay(reason)
 
 
-_Opened = TypeVar("_Opened", bound="Replacement | CallersFile")
+_Opened = TypeVar("_Opened", bound="Destination")
 
 
 def required(found: _Opened | StockWay, given: Any) -> _Opened:
@@ -189,6 +149,23 @@ class CallersFile:
         if size is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, size)
+
+
+Destination = Replacement | CallersFile
+"""Where the bytes of a save go.
+
+Attributes of both:
+    target: what was asked for.
+    fd: descriptor of the file.
+    start: place in the file of the first byte (bytes).
+    durable: after `sync`: what was written is on the device.
+    fallback: what the file system could not do, or None.
+    shared: others know the file, and may hold a `lockf` lock on it.
+    outcome: what an error has left at the target, for its text.
+
+`begin` comes before the first byte, `sync` and `commit` after the last one; `discard` takes back
+what can be taken back, and does nothing after `commit`.
+"""
 
 
 def save_error(

@@ -3,7 +3,8 @@
 Stock torch leaves what it saved in the page cache. Where that costs no time, on a device that is
 waited for either way, saves do so, too; on a faster device direct I/O is. The first large save to
 a device finds out which it is: its first `TRIAL` bytes go through the page cache, and how long the
-device takes to get them is timed. No answer is for ever: see `FAST_FOR` and `SLOW_FOR`.
+device takes to get them is timed. No answer is for ever (`FAST_FOR`, `SLOW_FOR`); that a device is
+fast holds on as long as direct saves to it are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from fastserial.config.performance import FAST_DEVICE, FAST_FOR, SLOW_FOR, TRIAL
 
-__all__ = ["Trial", "begin_writeback", "is_fast"]
+__all__ = ["Timing", "begin_writeback", "is_fast"]
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.EPERM)
@@ -73,11 +74,11 @@ def begin_writeback(fd: int, offset: int, length: int) -> None:
     _sync(fd, offset, length, _WRITE)
 
 
-class Trial:
-    """The first bytes of one file, which go through the page cache to be timed."""
+class Timing:
+    """How long a device takes for the blocks of one file: on trial, or written directly."""
 
     def __init__(self, fd: int, nbytes: int, synced: bool) -> None:
-        """Begin when the first of them is written.
+        """Begin when the first block is to be written.
 
         Args:
             fd: of the file.
@@ -88,11 +89,11 @@ class Trial:
         self._short = _is_short(nbytes)  # the file may end before there is enough of it
         self._synced = synced
         self._began = perf_counter()
-        self._nbytes = 0  # that are on trial,
+        self._nbytes = 0  # that were taken,
         self._first = self._end = 0  # from here to there: there may be holes between
 
     def take(self, offset: int, length: int) -> None:
-        """Note a range that is to be written on trial."""
+        """Note a range that is to be written."""
         if not self._nbytes:
             self._first = self._end = offset
         self._first = min(self._first, offset)
@@ -101,11 +102,11 @@ class Trial:
 
     @property
     def is_enough(self) -> bool:
-        """Whether so much was taken that `judge` can tell."""
+        """Whether so much was taken that it shows how fast the device is."""
         return self._nbytes >= TRIAL
 
     def conclude(self) -> None:
-        """Judge by a short file that ends now, if its save waits for the device.
+        """Judge by a short file that ends on trial, if its save waits for the device.
 
         Not by little, which takes as long as the call does, nor where others write in between.
 
@@ -135,15 +136,27 @@ class Trial:
         _verdicts[device, self._short] = _Verdict(fast, ended)
         return fast
 
+    def confirm(self) -> None:
+        """Keep that the device is fast if it was for all of a long file, written directly.
+
+        A file that took long says nothing: its bytes may have been late.
+        """
+        if self._short or not self.is_enough:
+            return
+        key, now = (os.fstat(self._fd).st_dev, False), perf_counter()
+        known = _verdicts.get(key)
+        if known is not None and known.fast and self._nbytes > (now - self._began) * FAST_DEVICE:
+            _verdicts[key] = _Verdict(True, now)
+
 
 def _sync(fd: int, offset: int, length: int, flags: int) -> bool:
     """Return False where there is no such call."""
     if _sync_file_range is None:
         return False
-    place = ctypes.c_int64(offset), ctypes.c_int64(length)
-    if _sync_file_range(fd, *place, ctypes.c_uint(flags)) == 0:
+    span = ctypes.c_int64(offset), ctypes.c_int64(length)
+    if _sync_file_range(fd, *span, ctypes.c_uint(flags)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _NOT_HERE:
         return False
-    raise OSError(number, os.strerror(number))  # the sync at the end would not tell it again
+    raise OSError(number, os.strerror(number))  # the sync at the end would not report it again

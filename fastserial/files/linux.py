@@ -8,7 +8,6 @@ then writes zeros to every block.
 from __future__ import annotations
 
 import ctypes
-import enum
 import errno
 import fcntl
 import os
@@ -21,14 +20,13 @@ from typing import NamedTuple
 from fastserial import trace
 from fastserial.config.performance import PAGE
 from fastserial.interrupts import Descriptors
+from fastserial.reasons import SEE_DOCTOR, Reason
 
 __all__ = [
     "NO_PROC",
     "PROC",
-    "Compression",
     "DirectAlignment",
     "DirectFile",
-    "compression_of",
     "direct_alignment",
     "free_bytes",
     "is_append_only",
@@ -40,6 +38,7 @@ __all__ = [
     "kind_of",
     "magic_of",
     "mount_of",
+    "mounted_as",
     "name_max",
     "open_direct",
     "preadv",
@@ -51,7 +50,9 @@ __all__ = [
 
 PROC = 0x9FA0  # what `magic_of` says of procfs
 
-NO_PROC = "/proc is not mounted, and a file cannot be opened anew for direct I/O"
+NO_PROC = Reason(
+    "/proc is not mounted, and a file cannot be opened anew for direct I/O", "mount /proc"
+)
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW = 0x100
@@ -278,11 +279,30 @@ def is_mount_point(path: str, parent_device: int) -> bool:
     return os.stat(path).st_dev != parent_device
 
 
+def mounted_as(fd: int) -> tuple[str, dict[str, str]]:
+    """Return the type of the file system that an open file lies on, and its mount options.
+
+    Raises:
+        OSError, ValueError: /proc is not mounted.
+    """
+    with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    number = fields.get("mnt_id", "").strip()
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            if before.split(" ", 1)[0] == number:
+                kind, _, options = after.split()
+                pairs = (option.partition("=") for option in options.split(","))
+                return kind, {name: value for name, _, value in pairs}
+    return "", {}
+
+
 def kind_of(path: str) -> str:
     """Return the type of the file system that holds `path`, such as `ext4`, or `unknown`."""
     try:
         with Descriptors() as files:
-            return _mount_of(files.open(path, os.O_PATH))[0] or "unknown"
+            return mounted_as(files.open(path, os.O_PATH))[0] or "unknown"
     except (OSError, ValueError):  # no /proc
         return "unknown"
 
@@ -298,7 +318,7 @@ class DirectFile(NamedTuple):
 
     fd: int
     alignment: int = PAGE
-    refusal: str | None = None
+    refusal: Reason | None = None
 
 
 def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> DirectFile:
@@ -312,87 +332,16 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
     """
     wanted = direct_alignment(fd)
     if wanted is None:
-        return DirectFile(-1, PAGE, "the file system has no direct I/O for this file")
+        why = Reason("the file system has no direct I/O for this file", SEE_DOCTOR)
+        return DirectFile(-1, PAGE, why)
     alignment = max(PAGE, wanted.offset, wanted.memory)
     if block_size % alignment:
         what = f"block_size is not a multiple of the device's {alignment} bytes"
-        return DirectFile(-1, alignment, what)
+        return DirectFile(-1, alignment, Reason(what, SEE_DOCTOR))
     try:
         return DirectFile(reopen(fd, flags | os.O_DIRECT, files), alignment)
     except FileNotFoundError:
         return DirectFile(-1, alignment, NO_PROC)
     except OSError as error:
-        return DirectFile(-1, alignment, f"direct I/O refused: {error.strerror}")
-
-
-# Whether a file system compresses a file: then space cannot be reserved ahead for it. Facts used:
-# btrfs compresses neither what is written directly nor what was reserved before (`fallocate`), and
-# reserves the full size. ZFS and bcachefs compress by settings that no mount option need show,
-# whichever way the bytes come; ZFS only compares the size with the free space.
-_UNKNOWN = ("zfs", "bcachefs")
-_FS_IOC_GETFLAGS = 0x80086601 if struct.calcsize("P") == 8 else 0x80046601
-_FS_NOCOMP_FL = 0x400  # chattr +m
-_FS_NOCOW_FL = 0x800000  # chattr +C: overwritten in place, thus never compressed
-_OVERLAYS = 4  # how many overlays may be stacked
-
-
-class Compression(enum.Enum):
-    """How the bytes have to come to be compressed."""
-
-    THROUGH_CACHE = enum.auto()
-    ANY_WAY = enum.auto()
-
-
-def compression_of(fd: int) -> Compression | None:
-    """Return how an open file is compressed, None if it is not, or that is unknown."""
-    if is_compressed(fd):
-        return Compression.THROUGH_CACHE
-    if os.major(os.fstat(fd).st_dev):  # a block device; those below have none
-        return None
-    try:
-        return _of_mount(fd, _OVERLAYS)
-    except (OSError, ValueError):  # no /proc
-        return None
-
-
-def _of_mount(fd: int, overlays: int) -> Compression | None:
-    kind, options = _mount_of(fd)
-    if kind in _UNKNOWN:
-        return Compression.ANY_WAY
-    if kind == "overlay" and overlays:
-        with Descriptors() as files:
-            upper = files.open(options.get("upperdir", ""), os.O_PATH | os.O_DIRECTORY)
-            return _of_mount(upper, overlays - 1)
-    if kind != "btrfs":
-        return None
-    if options.get("compress-force", "none") != "none":
-        wins = _FS_NOCOW_FL
-    elif options.get("compress", "none") != "none":
-        wins = _FS_NOCOW_FL | _FS_NOCOMP_FL
-    else:
-        return None
-    return None if _flags(fd) & wins else Compression.THROUGH_CACHE
-
-
-def _mount_of(fd: int) -> tuple[str, dict[str, str]]:
-    """Return the type of the file system that an open file lies on, and its mount options."""
-    with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    number = fields.get("mnt_id", "").strip()
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-        for line in mounts:
-            before, _, after = line.partition(" - ")
-            if before.split(" ", 1)[0] == number:
-                kind, _, options = after.split()
-                pairs = (option.partition("=") for option in options.split(","))
-                return kind, {name: value for name, _, value in pairs}
-    return "", {}
-
-
-def _flags(fd: int) -> int:
-    """Return the flags of a file (`lsattr`); 0 for what cannot be asked, as an upper directory."""
-    try:
-        found = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(8))
-    except OSError:
-        return 0
-    return int.from_bytes(found[:4], "little")
+        why = Reason(f"direct I/O refused: {error.strerror}", SEE_DOCTOR)
+        return DirectFile(-1, alignment, why)

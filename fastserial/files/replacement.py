@@ -27,6 +27,7 @@ from fastserial.files import linux
 from fastserial.files.attributes import Attributes, CannotKeep, attributes_of, give
 from fastserial.files.targets import PathTarget
 from fastserial.interrupts import Background, Descriptors, finish
+from fastserial.reasons import ANOTHER_OWNER, RENAMES, Reason
 
 __all__ = ["CannotReplace", "Replacement", "free", "temporary_name", "wait_until_free"]
 
@@ -107,8 +108,15 @@ def _lock(fd: int) -> bool:
     return True
 
 
+_LOCAL = "save to a local disk, if the file must survive a power cut"
+
+
 class CannotReplace(Exception):
-    """No new file can take the target's place, as the message says; nothing was changed so far."""
+    """No new file can take the target's place, as `reason` says; nothing was changed so far."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Replacement:
@@ -139,7 +147,7 @@ class Replacement:
         self.named: str | None = None
         self._wants_name = named
         self.committed = False
-        self.fallback: str | None = None
+        self.fallback: Reason | None = None
         self.fd = -1
         there = target.there
         self._seen = there if there is not None and stat.S_ISREG(there.st_mode) else None
@@ -168,7 +176,9 @@ class Replacement:
         if self._seen is None:
             return None
         if self._append_only:
-            raise CannotReplace("nothing in an append-only directory can be replaced")
+            raise CannotReplace(
+                Reason("nothing in an append-only directory can be replaced", RENAMES)
+            )
         try:
             return attributes_of(self._seen, self.target.path)
         except FileNotFoundError:
@@ -188,8 +198,8 @@ class Replacement:
         except OSError as error:
             if error.errno not in _NOT_FOR_US:
                 raise
-            reason = f"no new file can be made beside it ({error.strerror})"
-            raise CannotReplace(reason) from error
+            text = f"no new file can be made beside it ({error.strerror})"
+            raise CannotReplace(Reason(text, ANOTHER_OWNER)) from error
 
     def _create_nameless(self) -> int:
         if self._wants_name or not _can_link():
@@ -205,7 +215,9 @@ class Replacement:
 
     def _create_named(self) -> int:
         if self._append_only:  # its name could never be removed
-            raise CannotReplace("in an append-only directory no temporary name can be removed")
+            raise CannotReplace(
+                Reason("in an append-only directory no temporary name can be removed", RENAMES)
+            )
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         self._sweep(_LOOKAHEAD)
         mode = 0o666 if self._kept is None else 0o600
@@ -307,7 +319,7 @@ class Replacement:
         if self.durable:
             if not linux.synced(self.fd):
                 self.durable = False
-                self.fallback = "the file system cannot sync a file"
+                self.fallback = Reason("the file system cannot sync a file", _LOCAL)
         elif self.named is not None:
             # network file systems report late errors at a close; in one call, as `interrupts` says
             list(map(os.close, map(os.dup, (self.fd,))))
@@ -379,7 +391,7 @@ class Replacement:
     @trace.traced("directory sync")
     def _sync_directory(self) -> None:
         if not linux.synced(self._directory):
-            self.fallback = "the file system cannot sync a directory"
+            self.fallback = Reason("the file system cannot sync a directory", _LOCAL)
 
     def _link_as_target(self) -> bool:
         """Give the nameless file the target's name, if no file has it."""

@@ -15,6 +15,7 @@ from fastserial.files import linux
 from fastserial.files.capabilities import why_incapable
 from fastserial.files.sources import file_name, plain_file
 from fastserial.interrupts import OWN, Descriptors
+from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, Reason
 
 __all__ = [
     "FileTarget",
@@ -59,11 +60,24 @@ class FileTarget(NamedTuple):
 
 Target = PathTarget | FileTarget
 
+_DESCRIPTOR = Reason("an open descriptor, not a file", "give torch.save the file's path")
+_UNREADABLE = Reason(
+    "the directory is not readable, so it cannot be synced", "let this user read the directory"
+)
+_UNWRITABLE = Reason(
+    "this process may not write to the directory, only to the file",
+    "let this user write to the directory",
+)
+_HELD = Reason("this process has the file open or locked", "close the file before it is saved to")
+_APPENDING = Reason(
+    "the file is open for appending", 'open it with "wb", or give torch.save a path'
+)
+
 
 class StockWay(NamedTuple):
     """Only torch's own code may write this target; `reason` says why."""
 
-    reason: str
+    reason: Reason
 
 
 def _follow(name: str) -> tuple[str, os.stat_result | None] | None:
@@ -130,15 +144,17 @@ def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | S
         WriteError: nothing can be written there (missing directory, a directory, no permission).
     """
     if not isinstance(name, str):
-        return StockWay("its path is bytes, not text")
+        return StockWay(Reason("its path is bytes, not text", "give torch.save a str or a Path"))
     if replace_link and os.path.islink(name):
         return PathTarget(name, name, os.lstat(name))
     if not name or "\0" in name or name.endswith("/"):
-        return StockWay("not a file name")
+        return StockWay(Reason("not a file name", "give torch.save the name of a file"))
     try:
         found = _follow(name)
         if found is None:
-            return StockWay("an open descriptor, not a file")
+            return StockWay(
+                Reason("an open descriptor, not a file", "give torch.save the file's path")
+            )
         path, there = found
         directory = os.path.dirname(path) or os.curdir
         parent = os.stat(directory)
@@ -150,22 +166,22 @@ def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | S
         raise _refusal(errno.ENOENT, name)
     magic = linux.magic_of(directory)
     if magic == linux.PROC:
-        return StockWay("not a file on a file system")
+        return StockWay(Reason("not a file on a file system", A_FILE))
     is_open = _allows(directory, os.R_OK | os.W_OK | os.X_OK)
     if there is None:
         if not is_open and not _allows(directory, os.W_OK | os.X_OK):
             raise _denial(directory, name)
         if not is_open:
-            return StockWay("the directory is not readable, so it cannot be synced")
+            return StockWay(_UNREADABLE)
     else:
         if stat.S_ISDIR(there.st_mode):
             raise _refusal(errno.EISDIR, name)
         if not stat.S_ISREG(there.st_mode):
-            return StockWay("not a regular file")
+            return StockWay(Reason("not a regular file", A_FILE))
         if not _allows(path, os.W_OK):
             raise _denial(directory, name)
         if not is_open:
-            return StockWay("this process may not write to the directory, only to the file")
+            return StockWay(_UNWRITABLE)
         reason = _why_kept(path, there, parent)
         if reason is not None:
             return StockWay(reason)
@@ -173,17 +189,17 @@ def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | S
     return PathTarget(name, path, there) if limit is None else StockWay(limit)
 
 
-def _why_kept(path: str, there: os.stat_result, parent: os.stat_result) -> str | None:
+def _why_kept(path: str, there: os.stat_result, parent: os.stat_result) -> Reason | None:
     """Return why no new file may take the place of a file that we may write, None if one may."""
     if os.geteuid() not in (0, there.st_uid):
-        return "the file is another user's"
+        return Reason("the file is another user's", ANOTHER_OWNER)
     if linux.is_mount_point(path, parent.st_dev):
-        return "the file is a mount point"
+        return Reason("the file is a mount point", "mount the directory instead of the file")
     if parent.st_mode & stat.S_ISVTX and there.st_uid not in (os.geteuid(), parent.st_uid):
         # Whether we may write it is for the kernel to say: `fs.protected_regular`.
-        return "the file is another user's, in a sticky directory"
+        return Reason("the file is another user's, in a sticky directory", ANOTHER_OWNER)
     if is_held(there.st_dev, there.st_ino):
-        return "this process has the file open or locked"
+        return _HELD
     return None
 
 
@@ -238,19 +254,19 @@ def file_target(file: Any) -> FileTarget | StockWay:
     """
     raw = _raw_file(file)
     if raw is None:
-        return StockWay("not a plain file object")
+        return StockWay(Reason("not a plain file object", GIVE_A_PATH))
     try:
         if raw.closed or not raw.writable():
-            return StockWay("the file is not open for writing")
+            return StockWay(Reason("the file is not open for writing", 'open it with "wb"'))
         fd = raw.fileno()
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return StockWay("not a regular file")
+            return StockWay(Reason("not a regular file", A_FILE))
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
-            return StockWay("the file is open for appending")
+            return StockWay(_APPENDING)
         raw.flush()
         offset = raw.tell()
     except (OSError, ValueError) as error:
-        return StockWay(f"the file's position is not known: {error}")
+        return StockWay(Reason(f"the file's position is not known: {error}", GIVE_A_PATH))
     return FileTarget(file_name(raw, fd), raw, fd, offset)
 
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import Source
-from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.storages import ITEM_BYTES, StorageEntry, contiguous_stride
+from fastserial.formats.tensors import Outline, TensorEntry
 
 __all__ = [
     "TYPE_NAMES",
-    "SafetensorsEntry",
+    "Header",
     "header_bytes",
     "read_header",
-    "read_metadata",
 ]
 
 _LENGTH_BYTES = 8
@@ -53,50 +53,43 @@ TYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
-class SafetensorsEntry(NamedTuple):
-    """A tensor: `nbytes` bytes at `offset` of the file; `dtype` None if torch has none such."""
+class Header(NamedTuple):
+    """What the header says: the tensors in the order of the file, and free text by name."""
 
-    key: str
-    type_name: str
-    dtype: str | None
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+    outline: Outline
+    metadata: dict[str, str]
 
 
-def read_header(source: Source) -> list[SafetensorsEntry]:
-    """Read the header, in the order of the file.
+def read_header(source: Source) -> Header:
+    """Read the header. A tensor is the only one in a storage of its own.
 
     Raises:
         CorruptCheckpointError: it is damaged, or names bytes that are not in the file.
         OSError: the file cannot be read.
     """
-    header, start = _header(source)
-    entries = [_entry(key, value, start) for key, value in header.items() if key != _METADATA]
-    entries.sort(key=lambda entry: entry.offset)
-    at = start
-    for entry in entries:
-        if entry.offset != at:
-            raise CorruptCheckpointError(
-                "its bytes overlap others, or leave a gap", record=entry.key
-            )
-        at += entry.nbytes
+    header, at = _header(source)
+    free = header.pop(_METADATA, None)
+    outline = Outline()
+    storages = [_storage(key, value, at) for key, value in header.items()]
+    for storage in sorted(storages, key=lambda one: one.offset or 0):
+        key = storage.key
+        if storage.offset != at:
+            raise CorruptCheckpointError("its bytes overlap others, or leave a gap", record=key)
+        at += storage.held
+        outline.storages[key] = storage
+        outline.users[key] = [key]
+        if header[key]["dtype"] not in _DTYPES:
+            outline.unread[key] = f"torch has no dtype {storage.dtype}"
+            continue
+        shape = tuple(header[key]["shape"])
+        if math.prod(shape) * ITEM_BYTES[storage.dtype] != storage.held:
+            raise CorruptCheckpointError("its shape does not fit its bytes", record=key)
+        stride = contiguous_stride(shape)
+        outline.tensors.append(TensorEntry(key, storage.dtype, shape, stride, key, 0, storage.held))
     if at != source.size:
         raise CorruptCheckpointError(f"the tensors end at byte {at}, the file at {source.size}")
-    return entries
-
-
-def read_metadata(source: Source) -> dict[str, str]:
-    """Return the free text in the header, by name.
-
-    Raises:
-        CorruptCheckpointError, OSError: as `read_header`.
-    """
-    header, _ = _header(source)
-    found = header.get(_METADATA)
-    if not isinstance(found, dict):
-        return {}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    items = free.items() if isinstance(free, dict) else ()
+    return Header(outline, {key: text for key, text in items if isinstance(text, str)})
 
 
 def _header(source: Source) -> tuple[dict[str, Any], int]:
@@ -113,7 +106,8 @@ def _header(source: Source) -> tuple[dict[str, Any], int]:
     return header, _LENGTH_BYTES + length
 
 
-def _entry(key: str, value: Any, start: int) -> SafetensorsEntry:
+def _storage(key: str, value: Any, start: int) -> StorageEntry:
+    """Return the bytes of a tensor; `dtype` is the header's word where torch has none such."""
     try:
         name, shape, (first, last) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = [*shape, first, last]
@@ -122,10 +116,9 @@ def _entry(key: str, value: Any, start: int) -> SafetensorsEntry:
         sound = False
     if not sound or last < first:
         raise CorruptCheckpointError("its entry in the header is damaged", record=key)
-    dtype = _DTYPES.get(name)
-    if dtype is not None and math.prod(shape) * ITEM_BYTES[dtype] != last - first:
-        raise CorruptCheckpointError("its shape does not fit its bytes", record=key)
-    return SafetensorsEntry(key, name, dtype, tuple(shape), start + first, last - first)
+    nbytes = last - first
+    dtype = _DTYPES.get(name, name)
+    return StorageEntry(key, dtype, nbytes, "cpu", key, start + first, nbytes)
 
 
 def header_bytes(

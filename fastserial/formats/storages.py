@@ -18,6 +18,7 @@ __all__ = [
     "reach",
     "storage_entry",
     "storage_table",
+    "storage_view",
 ]
 
 _BY_SIZE = {
@@ -63,23 +64,27 @@ _PID_FIELDS = 5
 
 @dataclass(frozen=True, slots=True)
 class StorageEntry:
-    """A storage, as a persistent id describes it.
+    """A storage, as a persistent id describes it, and where its bytes are.
 
     Attributes:
         key: its name in the file (`data/<key>` in a zip).
         dtype: type of its elements; `uint8` where torch keeps bytes only.
-        numel: number of elements.
         nbytes: size (bytes).
         location: the device it came from, such as `cpu` or `cuda:0`.
-        view: legacy files only: (first element, number of elements) of a part of the storage.
+        record: what errors call it.
+        offset: its first byte in the file, None if it is not there as it is.
+        held: bytes of it in the file.
+        crc: CRC-32 of these, None if the file has none.
     """
 
     key: str
     dtype: str
-    numel: int
     nbytes: int
     location: str
-    view: tuple[int, int] | None = None
+    record: str = ""
+    offset: int | None = None
+    held: int = 0
+    crc: int | None = None
 
 
 def dtype_name(symbol: Any) -> str | None:
@@ -116,17 +121,19 @@ def storage_entry(symbol: Persistent) -> StorageEntry | None:
         raise CorruptCheckpointError(f"unknown storage type {storage_type}", record=name)
     if type(numel) is not int or not 0 <= numel < 2**63:
         raise CorruptCheckpointError("a storage without a size", record=name)
-    view = _view(pid[_PID_FIELDS]) if len(pid) > _PID_FIELDS else None
-    return StorageEntry(name, dtype, numel, numel * ITEM_BYTES[dtype], place, view)
+    return StorageEntry(name, dtype, numel * ITEM_BYTES[dtype], place)
 
 
-def _view(symbol: Any) -> tuple[int, int] | None:
-    if type(symbol) is not tuple or len(symbol) != 3:
-        return None
-    _, first, count = symbol
-    if type(first) is not int or type(count) is not int or not 0 <= first < 2**63:
-        return None
-    return first, count
+def storage_view(symbol: Persistent) -> int:
+    """Return the first element of the part of a storage that a persistent id asks for.
+
+    Only legacy files have parts: storages of their own that share memory.
+    """
+    view = symbol.pid[_PID_FIELDS] if len(symbol.pid) > _PID_FIELDS else None
+    if type(view) is not tuple or len(view) != 3:
+        return 0
+    first = view[1]
+    return first if type(first) is int and 0 <= first < 2**63 else 0
 
 
 def storage_table(persistents: Iterable[Persistent]) -> dict[str, StorageEntry]:

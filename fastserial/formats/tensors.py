@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from fastserial.formats.storages import (
     reach,
     storage_entry,
     storage_table,
+    storage_view,
 )
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import PICKLE, record_stream
@@ -276,8 +277,7 @@ def _strided(
         yield from (
             (_join(visit.key, index), item, "tensor") for index, item in enumerate(arguments[4:], 4)
         )
-    if storage.view is not None:
-        offset += storage.view[0]
+    offset += storage_view(symbol)
     entry = _entry(visit.key, dtype, shape, stride, storage.key, offset, kind)
     start, stop = entry.span
     if stop > found.storages[storage.key].nbytes:
@@ -369,8 +369,20 @@ def zip_outline(
     if len({(one.size, one.crc) for one in records}) > 1:
         raise CorruptCheckpointError("several records bear this name, and differ", record=PICKLE)
     try:
-        return outline(decode(record_stream(source, record), limits), limits)
+        found = outline(decode(record_stream(source, record), limits), limits)
     except CheckpointFileError as error:
         if error.record is None:
             error.record = PICKLE
         raise
+    by_name = {one.name: one for one in directory.records}
+    for key, storage in found.storages.items():
+        place = by_name.get(f"data/{key}")
+        if place is not None:
+            found.storages[key] = replace(
+                storage,
+                record=place.name,
+                offset=place.data_offset if place.is_stored else None,
+                held=place.size,
+                crc=place.crc or None,
+            )
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,12 +17,10 @@ from fastserial.formats.pickles import decode
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.storages import storage_table
 from fastserial.formats.zip.records import PICKLE, record_stream, storage_records
-from fastserial.loading.record_checks import RecordChecks
-from fastserial.loading.sinks import BytesSink, ReadExtent, Sink, storage_sink
-from fastserial.loading.units import host_part, is_header
+from fastserial.loading.arriving import Arriving, OnDevice, OnHost, RecordChecks
+from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.devices import has_streams
 from fastserial.memory.huge_pages import HugePages
-from fastserial.memory.storages import new_storage
 
 if TYPE_CHECKING:
     from fastserial.formats.zip.directory import Directory, RecordEntry
@@ -140,30 +138,25 @@ class DeviceRecords:
             OSError: it cannot be read.
         """
         self.wait_seconds = 0.0
-        self._verify = verify
         self._ends = {record.name: record.data_end for record in records}
-        self._checks = RecordChecks(file.name, records)
-        self._found: dict[str, tuple[RecordEntry, torch.UntypedStorage, BytesSink]] = {}
+        self._checks = RecordChecks(file.name, records, verify)
+        self._found: dict[str, Arriving] = {}
         make: Any = torch.UntypedStorage
         host: list[tuple[int, int]] = []
         for record in records:
             place = places.get(record.name)
+            one: Arriving
             if place is not None:
-                storage = cast("torch.UntypedStorage", make(record.size, device=place))
+                one = OnDevice(record, make(record.size, device=place))
             else:
-                storage = host_part(new_storage(record.size), 0, record.size)
-                host.append((storage.data_ptr(), record.size))
-            head = BytesSink(record.data_offset - record.header_offset)
-            self._found[record.name] = record, storage, head
+                one = OnHost(record)
+                host.append((one.storage.data_ptr(), record.size))
+            self._found[record.name] = one
         HugePages().advise_all(host)
-        file.attend([storage for _, storage, _ in self._found.values()])
+        file.attend([one.storage for one in self._found.values()])
         extents: list[ReadExtent] = []
-        for record, storage, head in self._found.values():
-            sink: Sink = storage_sink(storage, file.ring)
-            if verify:
-                sink = self._checks.sink(record, sink)
-            extents.append(ReadExtent(record.header_offset, len(head.data), head))
-            extents.append(ReadExtent(record.data_offset, record.size, sink))
+        for one in self._found.values():
+            extents += one.reads(self._checks, file.ring)
         file.read_into(extents)
 
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
@@ -175,13 +168,8 @@ class DeviceRecords:
         Raises:
             CorruptCheckpointError: the record is damaged (`verify`).
         """
-        if name not in self._found:
-            return None
-        record, storage, head = self._found.pop(name)
-        placed = is_header(memoryview(head.data), record)
-        if self._verify:
-            self._checks.check(record, placed)
-        return storage if placed and record.size == nbytes else None
+        one = self._found.pop(name, None)
+        return None if one is None else self._checks.accept(one, nbytes)
 
     def end_of(self, name: str) -> int:
         """Return the offset of the first byte after a record's data."""

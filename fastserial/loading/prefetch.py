@@ -2,7 +2,7 @@
 
 One read of the central directory says where every record is. A thread reads the records in
 the order of their keys, which is the order in which pickles ask for them and, in files of torch
-2.7 and later, that of the file. `loading.units` says how they get their memory.
+2.7 and later, that of the file. Neighbours get their memory, are read, and arrive together.
 
 All memory is allocated by the thread that unpickles: malloc keeps what was freed for the thread
 that allocated it, and memory that was used before needs no page faults.
@@ -11,32 +11,85 @@ that allocated it, and memory that was used before needs no page faults.
 from __future__ import annotations
 
 import contextvars
+import enum
 import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from fastserial import trace
-from fastserial.config.performance import LOOK_AHEAD
+from fastserial.config.performance import LOOK_AHEAD, NEAR_EXTENTS, READ_TOGETHER
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.interrupts import Background, finish
-from fastserial.loading.block_reader import Block, BlockReader
-from fastserial.loading.prefetch_plan import plan_aligned, plan_scattered
+from fastserial.loading.arriving import OnHost, RecordChecks
+from fastserial.loading.planner import plan_blocks
+from fastserial.loading.pump import Block, Delivery
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.record_checks import RecordChecks
-from fastserial.loading.units import Unit
+from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.huge_pages import HugePages
 
 __all__ = ["Prefetch"]
 
 _log = logging.getLogger("fastserial")
-_NOWHERE: tuple[Any, Any] = (None, None)
+_DIGITS = 20  # of a key that is looked at
+
+
+class _State(enum.Enum):
+    """Of the storages of one batch. The thread named takes the step to the next."""
+
+    PLANNED = enum.auto()  # without memory: the caller's allocates it
+    ALLOCATED = enum.auto()  # the reading one starts to read it
+    READING = enum.auto()  # the engine's deliver its blocks
+    THERE = enum.auto()
+
+
+class _Batch:
+    """Neighbouring records.
+
+    Attributes:
+        records: in the order of the file.
+        order: of reading.
+        nbytes: of their data.
+        state: of their storages.
+        left: blocks that have not arrived.
+    """
+
+    __slots__ = ("_arriving", "left", "nbytes", "order", "records", "state")
+
+    def __init__(self, records: Sequence[RecordEntry], order: int) -> None:
+        self.records = records
+        self.order = order
+        self.nbytes = sum(record.size for record in records)
+        self.state = _State.PLANNED
+        self.left = 0
+        self._arriving: dict[str, OnHost] = {}
+
+    def allocate(self, alignment: int) -> None:
+        """Allocate the storages; `alignment`: of direct reads (bytes), 0 without.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        self._arriving = {record.name: OnHost(record, alignment) for record in self.records}
+        self.state = _State.ALLOCATED
+
+    def memory(self) -> list[tuple[int, int]]:
+        """Return address and length of each storage."""
+        return [(one.storage.data_ptr(), one.record.size) for one in self._arriving.values()]
+
+    def reads(self, checks: RecordChecks) -> list[ReadExtent]:
+        """Return what to read."""
+        return [read for one in self._arriving.values() for read in one.reads(checks)]
+
+    def take(self, record: RecordEntry) -> OnHost:
+        """Return a record that came, once."""
+        return self._arriving.pop(record.name)
 
 
 class Prefetch:
@@ -52,18 +105,19 @@ class Prefetch:
         """
         self.wait_seconds = 0.0
         self._file = file
-        self._blocks: BlockReader = file.blocks
-        self._verify = verify
+        self._pump = file.blocks
+        policy = self._pump.policy
+        self._alignment = 0 if policy.never_direct else policy.alignment
         self._pages = HugePages()
-        self._units = self._planned(records)
+        self._batches = _batches(records)
         self._places = {
-            record.name: (unit, record) for unit in self._units for record in unit.records
+            record.name: (batch, record) for batch in self._batches for record in batch.records
         }
-        self._checks = RecordChecks(file.name, records)
+        self._checks = RecordChecks(file.name, records, verify)
         self._ends = {record.name: record.data_end for record in records}
-        self._next = 0  # unit that the thread reads next
-        self._provided = 0  # units that have memory, but for those that were waited for
-        self._wanted: Unit | None = None
+        self._next = 0  # batch that the thread reads next
+        self._provided = 0  # batches that have memory, but for those that were waited for
+        self._wanted: _Batch | None = None
         self._held = 0  # bytes of records that have memory and were not taken
         self._lock = threading.Lock()  # of the engine's threads, where nothing interrupts
         # Each thread waits for something in its queue, and then looks at what has changed.
@@ -73,14 +127,9 @@ class Prefetch:
         self._finished = self._closed = False
         self._owner: weakref.ref[object] = weakref.ref(self)
         self._thread = Background()
-        file.bar.expect(sum(unit.length for unit in self._units))
-
-    def _planned(self, records: Sequence[RecordEntry]) -> list[Unit]:
-        blocks, config = self._blocks, self._file.config
-        blocks.expect(0, self._file.size, sum(record.size for record in records))
-        if blocks.never_direct and blocks.takes_any_memory:
-            return plan_scattered(records)
-        return plan_aligned(records, blocks.alignment, config.block_size, self._file.size)
+        nbytes = sum(batch.nbytes for batch in self._batches)
+        self._pump.expect(0, file.size, nbytes)
+        file.bar.expect(nbytes)
 
     def start(self, owner: object = None) -> bool:
         """Start reading; False if no thread can be started.
@@ -101,14 +150,14 @@ class Prefetch:
         Raises:
             CorruptCheckpointError: the record is damaged (`verify`), or the file became shorter.
         """
-        unit, record = self._places.pop(name, _NOWHERE)
-        if unit is None or not (unit.is_there or self._wait(unit)):
+        found = self._places.pop(name, None)
+        if found is None:
+            return None
+        batch, record = found
+        if batch.state is not _State.THERE and not self._wait(batch):
             return None
         self._release(record.size)
-        storage: torch.UntypedStorage | None = unit.take(record)
-        if self._verify:
-            self._checks.check(record, storage is not None)
-        return storage if storage is not None and storage.nbytes() == nbytes else None
+        return self._checks.accept(batch.take(record), nbytes)
 
     @property
     def error(self) -> BaseException | None:
@@ -126,61 +175,58 @@ class Prefetch:
         finish(self._thread.join)
         self._checks.give_up()
         self._places.clear()
-        self._units.clear()
+        self._batches.clear()
 
     # -- the caller's thread -------------------------------------------------------------------
 
     def _provide(self) -> None:
         """Allocate memory for what comes next, as far as the look-ahead goes."""
-        units = self._units
-        while self._provided < len(units):
-            unit = units[self._provided]
-            if not unit.provided:
-                if self._held and self._held + unit.length > LOOK_AHEAD:
+        while self._provided < len(self._batches):
+            batch = self._batches[self._provided]
+            if batch.state is _State.PLANNED:
+                if self._held and self._held + batch.nbytes > LOOK_AHEAD:
                     break
                 try:
-                    unit.allocate()
+                    self._allocate(batch)
                 except RuntimeError:  # no memory: it is an error once it is needed
                     break
-                self._held += unit.nbytes
             self._provided += 1
         self._nudges.put(None)
 
-    def _wait(self, unit: Unit) -> bool:
-        """Wait for a unit; False: it will not come, and torch's own way may say why."""
+    def _allocate(self, batch: _Batch) -> None:
+        batch.allocate(self._alignment)
+        self._held += batch.nbytes
+
+    def _wait(self, batch: _Batch) -> bool:
+        """Wait for a batch; False: it will not come, and torch's own way may say why."""
         began = perf_counter()
-        if not unit.provided:
-            unit.allocate()
-            self._held += unit.nbytes
-        self._wanted = unit
+        if batch.state is _State.PLANNED:
+            self._allocate(batch)
+        self._wanted = batch
         self._nudges.put(None)
-        while not unit.is_there and not self._finished:
+        while batch.state is not _State.THERE and not self._finished:
             self._arrivals.get()
         self._wanted = None
         ended = perf_counter()
         self.wait_seconds += ended - began
         trace.tell("wait for a storage", began, ended)
-        if not unit.is_there and isinstance(self._error, CorruptCheckpointError):
+        there = batch.state is _State.THERE
+        if not there and isinstance(self._error, CorruptCheckpointError):
             raise self._error
-        return unit.is_there
+        return there
 
     def _release(self, nbytes: int) -> None:
         self._held -= nbytes
-        if self._provided < len(self._units):
+        if self._provided < len(self._batches):
             self._provide()
 
-    # -- the thread ----------------------------------------------------------------------------
+    # -- the thread that reads -----------------------------------------------------------------
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            for block in self._blocks.ordered(self._in_order()):
-                if self._is_over():
-                    break
-                self._blocks.put(block)
-            if not self._is_over():
-                self._blocks.drain()
-        except BaseException as caught:  # handed to the thread that unpickles
+            self._pump.pour(self._blocks(), self._is_over)
+        except BaseException as caught:  # for the thread that unpickles
             error = caught
             if isinstance(error, CorruptCheckpointError):
                 error.path = error.path or self._file.name
@@ -192,45 +238,83 @@ class Prefetch:
         self._arrivals.put(None)
         self._file.close()
 
-    def _in_order(self) -> Iterator[Block | None]:
+    def _blocks(self) -> Iterator[Block | None]:
         """Yield the blocks to read, None where memory must be waited for."""
-        size = self._blocks.best_size
         while not self._is_over():
-            unit = self._chosen()
-            if unit is None:
+            batch = self._chosen()
+            if batch is None:
                 return
-            if unit.provided:
-                unit.started = True
-                yield from unit.blocks(self._blocks, size, self, self._pages)
+            if batch.state is _State.PLANNED:
+                yield None
+                if self._pump.in_flight:
+                    self._pump.reap()
+                else:
+                    self._nudges.get()
                 continue
-            yield None
-            if self._blocks.in_flight:
-                self._blocks.reap()
-            else:
-                self._nudges.get()
+            batch.state = _State.READING
+            self._pump.flush()  # the disk has something to do meanwhile
+            self._pages.advise_all(batch.memory())
+            blocks = list(plan_blocks(batch.reads(self._checks), self._pump))
+            batch.left = len(blocks)
+            for block in blocks:
+                block.deliver = partial(self._arrived, batch, block.deliver)
+                yield block
 
-    def _chosen(self) -> Unit | None:
-        """Return the unit to read next: the one waited for, or the next; None: there is none."""
-        unit = self._wanted
-        if unit is not None and not unit.started:
-            return unit
-        while self._next < len(self._units) and self._units[self._next].started:
+    def _chosen(self) -> _Batch | None:
+        """Return the batch to read next: the one waited for, or the next; None: there is none."""
+        unread = _State.PLANNED, _State.ALLOCATED
+        batch = self._wanted
+        if batch is not None and batch.state in unread:
+            return batch
+        while self._next < len(self._batches) and self._batches[self._next].state not in unread:
             self._next += 1
-        return self._units[self._next] if self._next < len(self._units) else None
+        return self._batches[self._next] if self._next < len(self._batches) else None
 
     def _is_over(self) -> bool:
         return self._closed or self._owner() is None
 
     # -- the engine's threads ------------------------------------------------------------------
 
-    def note(self, unit: Unit, nbytes: int) -> None:
-        """Take note that so many bytes of a unit's range are in their places."""
+    def _arrived(self, batch: _Batch, deliver: Delivery, view: memoryview, address: int) -> None:
+        """Deliver a block, and take note of it."""
+        deliver(view, address)
         with self._lock:
-            unit.arrived += nbytes
-        if unit.is_there:
-            self._arrivals.put(None)
+            batch.left -= 1
+            if batch.left:
+                return
+            batch.state = _State.THERE
+        self._arrivals.put(None)
 
-    def see(self, record: RecordEntry, start: int, view: memoryview) -> None:
-        """Look at the bytes of a record from byte `start` on, in order to check them."""
-        if self._verify:
-            self._checks.see(record, start, view)
+
+def _batches(records: Sequence[RecordEntry]) -> list[_Batch]:
+    """Return records in batches, in the order of reading.
+
+    That is the order of their keys, in which pickles ask for them, and in files of torch 2.7 and
+    later the order of the file.
+    """
+    keyed = sorted(
+        ((_order(record, index), record) for index, record in enumerate(records)),
+        key=lambda item: item[1].header_offset,
+    )
+    found: list[_Batch] = []
+    group: list[RecordEntry] = []
+    order = 0
+    for number, record in keyed:
+        if group:
+            hole = record.header_offset - group[-1].data_end
+            length = record.data_end - group[0].header_offset
+            if not 0 <= hole <= NEAR_EXTENTS or length > READ_TOGETHER:
+                found.append(_Batch(group, order))
+                group = []
+        order = min(order, number) if group else number
+        group.append(record)
+    if group:
+        found.append(_Batch(group, order))
+    return sorted(found, key=lambda batch: batch.order)
+
+
+def _order(record: RecordEntry, index: int) -> int:
+    try:
+        return int(record.name[len("data/") :][:_DIGITS])
+    except ValueError:
+        return index

@@ -14,9 +14,9 @@ from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.sources import file_name, stamp
 from fastserial.interrupts import Descriptors, finish
-from fastserial.loading.block_reader import BlockReader, ReadCounts
 from fastserial.loading.crew import Crew
-from fastserial.loading.read_plan import plan_blocks
+from fastserial.loading.planner import plan_blocks
+from fastserial.loading.pump import Pump, ReadCounts
 from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.storages import is_on_host, synchronize
 from fastserial.progress import progress_bar
@@ -74,9 +74,7 @@ class FastFileReader:
 
     def _start(self, crew: Crew | None) -> None:
         self.bar = progress_bar(self.config.progress, self.name)
-        self.blocks = BlockReader(
-            self.fd, self.size, self.config, self.bar.update, self._files, crew
-        )
+        self.blocks = Pump(self.fd, self.size, self.config, self.bar.update, self._files, crew)
 
     @property
     def closed(self) -> bool:
@@ -143,11 +141,8 @@ class FastFileReader:
         first = min(extent.offset for extent in extents)
         stop = max(extent.offset + extent.length for extent in extents)
         blocks.expect(first, stop, sum(extent.length for extent in extents))
-        plan = plan_blocks(extents, blocks, self.config.block_size, self.size)
         try:
-            for block in blocks.ordered(plan):
-                blocks.put(block)
-            blocks.drain()
+            blocks.pour(plan_blocks(extents, blocks))
             if self.ring is not None:
                 self.ring.settle()
         except BaseException:
@@ -155,7 +150,6 @@ class FastFileReader:
             # into the same storages instead, or their owner.
             blocks.close()
             raise
-        blocks.expect_nothing()
 
     def check_unchanged(self) -> None:
         """Raise if the file was written to since it was opened.

@@ -10,10 +10,11 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
-from fastserial.loading.block_reader import Block, BlockReader
+from fastserial.loading.pump import STAGED, Block, Pump
 
 __all__ = ["scan"]
 
@@ -58,13 +59,15 @@ def scan(
                 visit(offset + skip, view[skip:])
 
         length = min(size, end - offset)
-        return Block(offset, length, deliver, None, lambda error: fail(offset, length, error))
+        direct = pump.policy.goes_direct(offset, length)
+        lost = partial(fail, offset, length)
+        return Block(offset, length, deliver, STAGED, direct, lost)
 
-    reader = BlockReader(fd, end, config)
+    pump = Pump(fd, end, config)
     try:
         with contextlib.suppress(CorruptCheckpointError):  # it became shorter
             for offset in range(first, end, size):
-                reader.put(block(offset))
-            reader.drain()
+                pump.put(block(offset))
+            pump.drain()
     finally:
-        reader.close()
+        pump.close()

@@ -15,7 +15,7 @@ from fastserial.config.performance import SHORT_LOAD, MiB
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
-from fastserial.loading.block_reader import ReadCounts
+from fastserial.loading.pump import ReadCounts
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.zip_reader import FastZipReader, StorageSource
 from fastserial.memory.held_settings import paused_collection

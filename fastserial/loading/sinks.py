@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import CorruptCheckpointError
-from fastserial.memory.buffers import Buffer, host_buffer
+from fastserial.memory.buffers import Buffer, host_buffer, own_buffer
 from fastserial.memory.storages import HostMemory, is_on_host, memmove
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ class Sink(Protocol):
         """Take `view`, which lies at host address `address`: the extent's bytes from `start` on."""
 
     def place(self, start: int, length: int) -> Buffer | None:
-        """Return host memory that these bytes may be read into before they are delivered."""
+        """Return host memory that these bytes may be read into before they are delivered.
+
+        They may begin before the extent and end after it, if the sink has memory there.
+        """
 
 
 class ReadExtent:
@@ -50,15 +53,25 @@ class ReadExtent:
 
 
 class HostSink(HostMemory):
-    """Host memory that takes the bytes of an extent."""
+    """Host memory that takes the bytes of an extent.
 
-    __slots__ = ()
+    Before and after it there are `spare` bytes that may be written, too: by direct reads, which
+    move whole blocks only.
+    """
+
+    __slots__ = ("_spare",)
+
+    def __init__(self, address: int, nbytes: int, owner: object, spare: int = 0) -> None:
+        super().__init__(address, nbytes, owner)
+        self._spare = spare
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         if address != self.address + start:  # else it was read straight to its place
             memmove(self.address + start, address, len(view))
 
     def place(self, start: int, length: int) -> Buffer | None:
+        if start < -self._spare or start + length > self.nbytes + self._spare:
+            return None
         return host_buffer(self.address + start, length)
 
 
@@ -100,19 +113,19 @@ class DeviceSink:
         return None
 
 
-class BytesSink:
-    """Keeps the bytes, in `data`."""
+class BytesSink(HostSink):
+    """Keeps some bytes, in `data`."""
 
-    __slots__ = ("data",)
+    __slots__ = ("_buffer", "data")
 
     def __init__(self, length: int) -> None:
-        self.data = bytearray(length)
-
-    def deliver(self, view: memoryview, address: int, start: int) -> None:
-        self.data[start : start + len(view)] = view
+        self._buffer = own_buffer(length)
+        self.data = self._buffer.view
+        super().__init__(self._buffer.address, length, self.data)
 
     def place(self, start: int, length: int) -> Buffer | None:
-        return None
+        whole = length == self.nbytes
+        return self._buffer if whole else super().place(start, length)
 
 
 class ExpectedSink:
@@ -133,17 +146,24 @@ class ExpectedSink:
 
 
 class CheckedSink:
-    """Passes on the bytes of a record, and enters their CRC-32 in a ledger."""
+    """Passes on the bytes of a record, and enters their CRC-32 in a ledger.
 
-    __slots__ = ("_ledger", "_record", "_sink")
+    They begin at byte `first` of the record; if that is negative, with what lies before it.
+    """
 
-    def __init__(self, sink: Sink, ledger: CrcLedger, record: int) -> None:
+    __slots__ = ("_first", "_ledger", "_record", "_sink")
+
+    def __init__(self, sink: Sink, ledger: CrcLedger, record: int, first: int = 0) -> None:
         self._sink = sink
         self._ledger = ledger
         self._record = record
+        self._first = first
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
-        self._ledger.add(self._record, start, len(view), crc32(view))
+        at = self._first + start
+        own = view[-at:] if at < 0 else view
+        if len(own):
+            self._ledger.add(self._record, max(0, at), len(own), crc32(own))
         self._sink.deliver(view, address, start)
 
     def place(self, start: int, length: int) -> Buffer | None:

@@ -182,7 +182,7 @@ def _prepare(
         found = save_hooks.zip_writer(name, prefix)
     if isinstance(found, StockWay):
         return found
-    writer, archive = found
+    writer, archive, _ = found
     try:
         taken = Snapshot(name, kind, budget, Reached(), steady)
         layout = _lay_out(obj, archive, taken, arguments)

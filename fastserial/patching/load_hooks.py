@@ -31,8 +31,13 @@ from fastserial.loading.session import LoadSession, current_session
 from fastserial.loading.unpickler import unpickler_module
 from fastserial.loading.zip_reader import FastZipReader
 from fastserial.memory.devices import device_names
+from fastserial.reasons import ASKED, QUICKER, Reason
 
 __all__ = ["load_legacy_storages", "open_source", "unpickler_module", "zip_reader"]
+
+_NO_PLAIN_FILE = Reason(
+    "not a plain file on a file system", "load from a path, or a plain file object"
+)
 
 _log = logging.getLogger("fastserial")
 
@@ -69,28 +74,29 @@ def zip_reader(stock: Any, map_location: Any, overall_storage: Any) -> Any:
     return stock
 
 
-def _torchs_own(map_location: Any, overall_storage: Any) -> str | None:
+def _torchs_own(map_location: Any, overall_storage: Any) -> Reason | None:
     """Return why no storage is to be read by us, or None."""
     serialization: Any = torch.serialization
     guards: Any = torch._guards
     if overall_storage is not None:
-        return "mmap=True maps the file"
+        return Reason("mmap=True maps the file", ASKED)
     if guards.detect_fake_mode(None) is not None:
-        return "fake tensors need no bytes"
+        return Reason("fake tensors need no bytes", ASKED)
     if getattr(serialization._serialization_tls, "skip_data", False):
-        return "skip_data asks for no bytes"
+        return Reason("skip_data asks for no bytes", ASKED)
     if isinstance(map_location, str | torch.device) and str(map_location).startswith("meta"):
-        return "meta tensors need no bytes"
+        return Reason("meta tensors need no bytes", ASKED)
     return None
 
 
 def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     source, config = load.source, load.config
     if source is None:
-        load.fallback = "not a plain file on a file system"
+        load.fallback = _NO_PLAIN_FILE
         return stock
     if source.start:
-        load.fallback = "the archive does not start at byte 0"
+        what = "the archive does not start at byte 0"
+        load.fallback = Reason(what, "load from a file of its own")
         return stock
     began = perf_counter()
     count = len(stock.get_all_records())
@@ -99,7 +105,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     if source.size < count * FEW_BYTES and sized and not config.verify_on_load:
         # its records cost torch less than finding them costs us
         _read_soon(source, 0)
-        load.fallback = "many small records"
+        load.fallback = Reason("many small records", QUICKER)
         load.pause.begin()  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
     directory = read_places(DescriptorSource(source.fd, size=source.size), stock)
@@ -110,7 +116,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     load.verified = verify and all_checksums(directory)
     records = storage_records(directory)
     if source.size <= config.small_file or not records:
-        load.fallback = "a small file" if records else "no storages"
+        load.fallback = Reason("a small file" if records else "no storages", QUICKER)
     else:
         places = _places(load, source, stock, directory, map_location)
         _read_ahead(load, source, records, places)
@@ -168,7 +174,8 @@ def _read_ahead(
         load.prefetch = prefetch = Prefetch(reader, records, verify)
         load.ours = prefetch.start(load)
         if not load.ours:
-            load.fallback = "no thread to read ahead with"
+            what = "no thread to read ahead with"
+            load.fallback = Reason(what, "raise the limit on threads (`ulimit -u`)")
     except Exception as error:  # no such engine, no thread: what is read is verified all the same
         load.fallback = str(error)
 
@@ -200,12 +207,12 @@ def load_legacy_storages(
     load.container = "legacy"
     source = load.source
     if source is None or offset is None:
-        load.fallback = "not a plain file on a file system"
+        load.fallback = _NO_PLAIN_FILE
     elif source.size - offset <= load.config.small_file:
-        load.fallback = "a small file"
+        load.fallback = Reason("a small file", QUICKER)
     elif source.size - offset < len(keys) * FEW_LEGACY_BYTES:
         _read_soon(source, offset)
-        load.fallback = "many small storages"
+        load.fallback = Reason("many small storages", QUICKER)
     else:
         try:
             end = read_storages(load.open_reader(source), storages, keys, offset)

@@ -26,6 +26,7 @@ from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import device_types
 from fastserial.patching import load_hooks
 from fastserial.patching.self_check import self_check
+from fastserial.reasons import ASKED, Reason
 from fastserial.reports import SAVES
 from fastserial.saving import torch_writer
 from fastserial.saving.archive import ZipArchive
@@ -59,13 +60,12 @@ def open_zip_writer(target: Any) -> AbstractContextManager[Any] | None:
     Raises:
         WriteError: the target cannot be written.
     """
-    if isinstance(target, FastFileWriter):
-        return ZipArchive(target, "archive", owns_writer=False)
     found = zip_writer(target)
     if isinstance(found, StockWay):
         _count(found, target)
         return None
-    return ZipArchive(*found, owns_writer=True)
+    writer, archive, alignment = found
+    return ZipArchive(writer, archive, writer is not target, alignment)
 
 
 def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
@@ -85,32 +85,39 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
     return found
 
 
-def zip_writer(target: Any, prefix: str | None = None) -> tuple[FastFileWriter, str] | StockWay:
+def zip_writer(
+    target: Any, prefix: str | None = None
+) -> tuple[FastFileWriter, str, int] | StockWay:
     """Return what a zip container is written to, or why torch has to write it.
 
     Args:
-        target: a path or a file object.
+        target: a path, a file object, or a writer.
         prefix: what is put before the records' names; by default the file's name, as torch does.
             With one, a symbolic link at the path is replaced, as by programs that pickle into
             memory and rename a file over the path (Lightning), not the file that it leads to.
 
     Returns:
-        The writer, and what is put before the records' names.
+        The writer, what is put before the records' names, and the alignment of their data (bytes).
 
     Raises:
         WriteError: the target cannot be written.
     """
-    if not 0 < torch_writer.alignment() <= MAX_ALIGNMENT:
-        return StockWay("the storage_alignment does not fit the format")
+    alignment = torch_writer.alignment()
+    if not 0 < alignment <= MAX_ALIGNMENT:
+        what = "the storage_alignment does not fit the format"
+        return StockWay(Reason(what, "set a smaller storage_alignment"))
     archive = "archive"
+    if isinstance(target, FastFileWriter):
+        return target, archive, alignment
     if isinstance(target, str | os.PathLike):
         archive = archive_name(os.fsdecode(target)) if prefix is None else prefix
         if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
-            return StockWay("not a file name that torch can put into an archive")
+            what = "not a file name that torch can put into an archive"
+            return StockWay(Reason(what, "give torch.save the name of a file"))
     elif torch.serialization._serialization_tls.skip_data:
-        return StockWay("skip_data leaves the storages out")
+        return StockWay(Reason("skip_data leaves the storages out", ASKED))
     writer = open_writer(target, "zip", prefix is not None)
-    return writer if isinstance(writer, StockWay) else (writer, archive)
+    return writer if isinstance(writer, StockWay) else (writer, archive, alignment)
 
 
 def legacy_writer(target: Any) -> FastFileWriter | StockWay:
@@ -176,7 +183,8 @@ def open_writer(
     except WriteError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        return StockWay("too few file descriptors are left")  # torch needs only one
+        raise_it = "raise the limit (`ulimit -n`)"  # torch needs only one
+        return StockWay(Reason("too few file descriptors are left", raise_it))
     if isinstance(found, StockWay):
         return found
     return FastFileWriter(found, config, container=container)

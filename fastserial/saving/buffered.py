@@ -1,4 +1,4 @@
-"""The way through the page cache for little data: no engine, no pool, hardly a copy.
+"""Writing through the page cache, for little data: no engine, no pool, hardly a copy.
 
 Large host storages go to the kernel from where they are; what is between them is gathered.
 """

@@ -1,4 +1,4 @@
-"""Telling that another thread keeps the interpreter's lock, from how long blocks take to fill.
+"""Finding out that another thread keeps the interpreter's lock, from how long blocks take to fill.
 
 A thread that computes in Python gives the lock up when it was asked for 5 ms long
 (`sys.getswitchinterval`). Each copy and each checksum lets go of it, and has to ask for it again.
@@ -28,13 +28,13 @@ class Crowding:
 
     def __init__(self) -> None:
         self._found = False
-        self._told = False
+        self._decided = False
         self._late: deque[float] = deque(maxlen=CROWDED_BLOCKS)
         self._quick = quick_switches()
 
     def saw(self, block: Block) -> None:
         """Note how long a full block took to fill."""
-        if self._told:
+        if self._decided:
             return
         steps = max(1, block.length // block.chunk)
         late = block.fill_seconds - steps * sys.getswitchinterval() / 2
@@ -52,7 +52,7 @@ class Crowding:
         """
         found, self._found = self._found, False
         if found:
-            self._told = True
+            self._decided = True
             self._quick.begin()
         return found
 
@@ -69,7 +69,7 @@ def _waits() -> bool:
 
     A thread that waits for the lock sleeps once more than it asked to. One that waits for a
     processor only, among busy processes, does not. Where the kernel does not count that, nothing
-    is told.
+    is found.
     """
     try:
         slept = getrusage(RUSAGE_THREAD).ru_nvcsw

@@ -34,7 +34,7 @@ class DeviceBlocks:
         self.ring: Ring | None = None
         self._transfer = on_host(config)
         self._config = config
-        self._places: set[torch.device] = set()
+        self._devices: set[torch.device] = set()
         self._path: DirectMemory | None = None  # of device memory, past the host
 
     @property
@@ -46,26 +46,26 @@ class DeviceBlocks:
         """Note that parts from devices are copied where they are written."""
         self._transfer = Transfer("cpu_gpu", why)
 
-    def join(self, places: Collection[torch.device], begun: bool) -> None:
+    def join(self, devices: Collection[torch.device], begun: bool) -> None:
         """Get ready for parts from devices, as they are after what is queued there now.
 
         Args:
-            places: the devices.
+            devices: that they come from.
             begun: there are buffers already.
         """
-        self._places.update(places)
+        self._devices.update(devices)
         if self.ring is not None:
-            self.ring.join(places)
+            self.ring.join(devices)
             if self._path is not None:
-                self._path.join(places)
+                self._path.join(devices)
         elif begun:
             self.copy_at_once("the file began with blocks of the host")
 
     def open_ring(self, engine: Engine) -> Ring | None:
         """Return staging buffers for parts from devices; None: there are no such parts."""
-        if self._places:
+        if self._devices:
             any_memory = engine.capabilities.any_memory
-            self.ring, self._transfer = open_ring(self._config, self._places, any_memory)
+            self.ring, self._transfer = open_ring(self._config, self._devices, any_memory)
         return self.ring
 
     def open_path(self, engine: Engine, fd: int, refusal: str | None) -> bool:
@@ -85,13 +85,11 @@ class DeviceBlocks:
 
         flags = os.O_WRONLY | fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_SYNC
         self._path, self._transfer = offer(
-            self._config, self._transfer, self.ring, engine, self._places, fd, flags, refusal
+            self._config, self._transfer, self.ring, engine, self._devices, fd, flags, refusal
         )
         return self._path is not None
 
-    def fetch(
-        self, parts: Sequence[Part], length: int, offset: int, buffer: Buffer
-    ) -> tuple[Move | None, bool]:
+    def fetch(self, parts: Sequence[Part], length: int, offset: int, buffer: Buffer) -> Move | None:
         """Start what comes from devices to a buffer.
 
         Args:
@@ -100,23 +98,22 @@ class DeviceBlocks:
             buffer: one that was taken.
 
         Returns:
-            What moves the block, None if that is the engine; and whether the bytes come to the
-            buffer.
+            What moves the block; None: the engine does.
 
         Raises:
             StorageChangedError: a storage was resized.
         """
         if self.ring is None:
-            return None, True
+            return None
         path = self._path
         lone = lone_memory(parts) if path is not None else None
         if path is not None and lone is not None:
             memory, shown = lone
             if path.takes(memory.device, offset, length):
                 first = parts[0].start
-                return path.write(buffer, memory, first, length, offset, shown), shown
+                return path.write(buffer, memory, first, length, offset, shown)
         self.ring.fetch(buffer, fetches(parts))
-        return None, True
+        return None
 
     def close(self) -> None:
         """Wait for what goes past the host; the ring is closed after this. Idempotent."""

@@ -7,7 +7,7 @@ needs checksums that other writers know is written once their ledgers are merged
 A block is at most `block_size` bytes and ends at a multiple of `block_size` in the file. It is
 filled from the parts it covers while others are written (FastPersist's double buffering), by the
 `Route` of the moment. On a direct one what is not aligned, the first and the last page of a range,
-goes through the page cache; no page is written both ways.
+goes through the page cache; no page is written both directly and through it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import EngineError
 from fastserial.files import linux
-from fastserial.files.device_speed import Trial, begin_writeback
+from fastserial.files.device_speed import Timing, begin_writeback
 from fastserial.formats.extents import Data, Extent, Hole
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import BufferPool
@@ -79,19 +79,19 @@ class ExtentWriter:
         self._reserve_at: int | None = None  # None: nothing is to be reserved
         self._nbytes = 0  # given so far
         self._route: Route | None = None  # of blocks, once there is one
-        self._trial: Trial | None = None  # as long as the route is on trial
-        self._queue: RequestQueue | None = None
+        self._queue: RequestQueue | None = None  # ... and its engine,
+        self._timing: Timing | None = None  # ... and how long the device takes
         self._devices = DeviceBlocks(config)
         self._crowding = Crowding()
         self._parts: list[Part] = []  # of the block that is not full yet
         self._ledgers: set[CrcLedger] = set()
 
     def expect(self, nbytes: int, reserve_at: int | None = None) -> None:
-        """Tell how many bytes there will be, as far as known.
+        """Note how many bytes there will be, as far as known.
 
         Args:
             nbytes: of all that is written.
-            reserve_at: place in the file of the first of them (bytes), if their space is to be
+            reserve_at: offset in the file of the first of them (bytes), if their space is to be
                 reserved before the first block; None: there are holes, or others reserve it.
 
         Raises:
@@ -110,14 +110,14 @@ class ExtentWriter:
             extents: fastest in file order. A late one comes after what it needs, unless the
                 ledger knows its checksums already.
             ledger: of the layout's checksums.
-            base: place in the file of the layout's first byte (bytes).
+            base: offset in the file of the layout's first byte (bytes).
         """
         with paused_collection():
             parts = [
                 Part(base + extent.offset, extent.source, extent.start, extent.length, ledger)
                 for extent in extents
             ]
-        places = {
+        devices = {
             part.source.memory.device
             for part in parts
             if type(part.source) is Data and type(part.source.memory) is StorageMemory
@@ -127,12 +127,12 @@ class ExtentWriter:
         config = self._config
         large = self._nbytes > config.small_file or config.direct is True
         if not large:
-            if places:
+            if devices:
                 self._devices.copy_at_once("a small file")
             self._write_without_engine(parts, nbytes)
             return
-        if places:
-            self._devices.join(places, self._queue is not None)
+        if devices:
+            self._devices.join(devices, self._queue is not None)
         if ledger is not None:
             self._ledgers.add(ledger)
         with trace.step("cut into blocks"):
@@ -156,8 +156,11 @@ class ExtentWriter:
         if self._parts:
             self._dispatch()
         self._drain()
-        if self._trial is not None:
-            self._trial.conclude()
+        if self._timing is not None and self._route is not None:
+            if self._route.kind == "trial":
+                self._timing.conclude()
+            elif self._route.kind == "direct":
+                self._timing.confirm()
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
@@ -223,12 +226,12 @@ class ExtentWriter:
         if length > route.block_size:  # copies have no bounds of their own
             raise EngineError(f"{length} bytes do not fit a block of {route.block_size}")
         offset = parts[0].offset
-        if self._trial is not None:
-            self._trial.take(offset, length)
+        if self._timing is not None:
+            self._timing.take(offset, length)
         aligned = length - length % route.alignment
         direct = route.kind == "direct" and aligned > 0 and offset % route.alignment == 0
         buffer = queue.pool.take()
-        move, shown = self._devices.fetch(parts, length, offset, buffer)
+        move = self._devices.fetch(parts, length, offset, buffer)
         queue.add(
             Request(
                 Op.WRITE,
@@ -237,7 +240,7 @@ class ExtentWriter:
                 aligned if direct else length,
                 buffer,
                 prepare,
-                Block(parts, length, self._file, route.chunk, self._devices.ring, shown),
+                Block(parts, length, self._file, route.chunk, self._devices.ring),
                 move=move,
             )
         )
@@ -259,8 +262,7 @@ class ExtentWriter:
         refusal = None if self._file.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
         if self._devices.open_path(self._queue.engine, self._file.fd, refusal):
             route = route.past_the_host()
-        if route.kind == "trial":
-            self._trial = Trial(self._file.fd, self._expected or 0, route.writeback)
+        self._timing = Timing(self._file.fd, self._expected or 0, route.writeback)
         return self._take(route)
 
     def _reserve(self, route: Route) -> None:
@@ -280,10 +282,9 @@ class ExtentWriter:
         while not queue.pool.free:
             self._reap(queue)
         route = self._route or route  # direct I/O may have been refused meanwhile
-        if self._trial is not None and self._trial.is_enough:
+        if route.kind == "trial" and self._timing is not None and self._timing.is_enough:
             self._drain()
-            route = self._take(route.after_trial(self._trial.judge()))
-            self._trial = None
+            route = self._take(route.after_trial(self._timing.judge()))
         if self._crowding.found() and self._devices.ring is None:
             route = self._alone(queue, route)
         return route

@@ -53,7 +53,7 @@ class Part(NamedTuple):
     """A piece of an extent that is still to be written, and where its checksums are kept.
 
     Attributes:
-        offset: place in the file (bytes).
+        offset: in the file (bytes).
         source, start, length: `length` bytes of the source, from its byte `start` on.
         ledger: collects and gives the CRC-32s.
     """
@@ -74,7 +74,6 @@ class Block:
         files: keeps the descriptors open.
         chunk: bytes that are copied and checksummed in turn.
         ring: brings device memory to the buffer; None: there is none, or it goes past the host.
-        shown: the buffer gets the block's bytes, also if they go past the host.
         fill_seconds: what filling it took.
     """
 
@@ -83,7 +82,6 @@ class Block:
     files: object
     chunk: int = FILL_CHUNK
     ring: Ring | None = None
-    shown: bool = True
     fill_seconds: float = 0.0
 
 
@@ -246,7 +244,7 @@ def is_borrowed(part: Part) -> bool:
 
 
 def held(part: Part) -> Iterator[Part]:
-    """Copy what a part needs: in pieces, since Python keeps its lock while it makes room."""
+    """Copy what a part needs: in pieces, since Python keeps its lock while it allocates."""
     offset, source, start, length, ledger = part
     for done in range(0, length, FILL_CHUNK):
         size = min(FILL_CHUNK, length - done)

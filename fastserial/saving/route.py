@@ -1,6 +1,6 @@
 """By which route the blocks of a file get to its device: decided in one place, before the first.
 
-What is learnt on the way gives a second route, which the next block takes: a device on trial was
+What is learnt meanwhile gives a second route, which the next block takes: a device on trial was
 fast or not, direct I/O is refused, there is no memory for an engine, another thread keeps the
 interpreter busy.
 """
@@ -17,16 +17,24 @@ from fastserial.config.performance import FILL_CHUNK, PAGE
 from fastserial.engines import EngineFactory, capabilities_of
 from fastserial.files import linux
 from fastserial.files.caching import fits
+from fastserial.files.compression import Compression, compression_of
 from fastserial.files.device_speed import is_fast
-from fastserial.files.linux import Compression, compression_of, open_direct
+from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors
+from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 
 __all__ = ["OutputFile", "Route", "choose_route"]
 
-_LOCKED = "the file is locked (lockf): opening it once more would end the lock"
-_COMPRESSED = "the file system compresses this file, but not direct writes"
-_REFUSED = "direct I/O refused at the first write: Invalid argument"
-_CROWDED = "another thread keeps the interpreter busy: blocks one by one"
+_LOCKED = Reason(
+    "the file is locked (lockf): opening it once more would end the lock",
+    "end the lock before the file is saved to",
+)
+_COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
+_REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
+_CROWDED = Reason(
+    "another thread keeps the interpreter busy: blocks one by one",
+    "give that thread a process of its own",
+)
 
 
 class OutputFile:
@@ -48,7 +56,7 @@ class OutputFile:
         self.direct_fd = -1
         self._files = Descriptors()
 
-    def open_direct(self, block_size: int) -> tuple[int, str | None]:
+    def open_direct(self, block_size: int) -> tuple[int, Reason | None]:
         """Open it for direct I/O, too; return the alignment (bytes), and why that cannot be."""
         synced = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_SYNC  # or O_DSYNC, part of it
         found = open_direct(self.fd, os.O_WRONLY | synced, block_size, self._files)
@@ -88,7 +96,7 @@ class Route:
     alignment: int = PAGE
     writeback: bool = False
     reserve: bool = False
-    fallback: str | None = None
+    fallback: Reason | None = None
 
     def after_trial(self, fast: bool) -> Route:
         """Return the route once the device was measured."""
@@ -104,7 +112,7 @@ class Route:
 
     def without_engine(self, why: object) -> Route:
         """Return the route that needs no memory: block by block, by the calling thread."""
-        fallback = f"through the page cache, block by block: {why}"
+        fallback = Reason(f"through the page cache, block by block: {why}", SEE_DOCTOR)
         return replace(self, kind="cached", engine=None, fallback=fallback)
 
     def alone(self) -> Route:

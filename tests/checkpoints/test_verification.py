@@ -310,7 +310,7 @@ def test_hostile_lists_of_storages(kind: str, tmp_path: Path) -> None:
     for _ in range(100):
         endless = (endless, endless)
     data = stock_bytes([torch.ones(3)], _use_new_zipfile_serialization=False)
-    (key,) = (storage.key for storage in read_legacy(BytesSource(data)).storages)
+    (key,) = read_legacy(BytesSource(data)).storages
     keys: list[Any] = {
         "endless": [key, endless],
         "number": [key, 1 << 50_000],

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ast
+import copy
+import dataclasses
 import io
 import json
-import subprocess
-import sys
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from support.children import child
 
 import fastserial
 from fastserial import reports
-from fastserial.diagnosis.totals import REMEDIES
+from fastserial.reasons import Reason
 
 LARGE = {"x": torch.zeros(4_000_000)}
 SMALL = {"x": torch.zeros(10)}
@@ -67,7 +66,7 @@ def test_each_counts_once(tmp_path: Path) -> None:
     assert found.saves.seconds > 0
     assert (found.loads.count, found.loads.by_torch) == (3, 0)
     assert 3 * 16_000_000 <= found.loads.nbytes <= sizes["a"] + sizes["b"] + sizes["d"]
-    assert json.loads(json.dumps(found.as_dict()))["saves"]["count"] == 6
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["saves"]["count"] == 6
 
 
 def test_torchs_own_way_is_told_with_its_reason_and_the_remedy(tmp_path: Path) -> None:
@@ -118,59 +117,9 @@ def test_reasons_do_not_pile_up() -> None:
     assert sum(counts.reasons.values()) == counts.by_torch == 1000
 
 
-def _reasons() -> Iterator[tuple[str, str]]:
-    """The beginnings of all reasons that the package gives, with their files."""
-    package = Path(fastserial.__file__).parent
-    for path in [*package.glob("files/*.py"), *package.glob("patching/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            values: list[ast.expr] = []
-            if isinstance(node, ast.Call) and node.args:
-                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                if name in ("StockWay", "CannotReplace", "CannotKeep", "add_torchs"):
-                    values = [node.args[0]]
-            elif isinstance(node, ast.Assign):
-                if getattr(node.targets[0], "attr", "") == "fallback":
-                    values = [node.value]
-            elif isinstance(node, ast.FunctionDef) and node.name == "_torchs_own":
-                values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
-            for value in values:
-                parts = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-                for part in parts:
-                    if isinstance(part, ast.JoinedStr):
-                        part = part.values[0]
-                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                        yield part.value, path.name
-
-
-def test_every_reason_has_a_remedy() -> None:
-    found = dict(_reasons())
-    assert len(found) > 20
-    without = [why for why in found if not any(why.startswith(start) for start in REMEDIES)]
-    assert without == ["torch sees other records"]  # nothing that a user could do
-
-
-def test_it_is_printed_at_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After saves beside the program have ended; a forked child counts its own."""
-    monkeypatch.setenv("FASTSERIAL_SUMMARY", "1")
-    monkeypatch.setenv("RANK", "3")
-    errors = tmp_path / "errors"
-    with open(errors, "wb") as stderr:
-        assert child("totals.py", tmp_path, stderr=stderr) == {"in_child": 0}
-    first, saves, why, loads = errors.read_text().splitlines()
-    assert first == "fastserial (rank 3): installed"
-    assert saves.startswith("  saves: 3, 2 by fastserial: 30.5MiB (32.0MB) in ")
-    assert saves.endswith(", 1 torch's own way")
-    assert why.startswith("    1 torch's own way: not a plain file object -> ")
-    assert loads.startswith("  loads: 1, 1 by fastserial: 15.3MiB (16.0MB) in ")
-
-
-def test_it_is_not_printed_unasked() -> None:
-    program = "import fastserial; fastserial.install()"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PATH": "", "FASTSERIAL_SUMMARY": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (done.stdout, done.stderr) == ("", "")
+def test_a_reason_is_text_that_knows_its_remedy() -> None:
+    reason = Reason("the file is locked", "end the lock")
+    assert (reason, reason.remedy) == ("the file is locked", "end the lock")
+    for same in (copy.deepcopy(reason), pickle.loads(pickle.dumps(reason))):
+        assert (same, same.remedy) == (reason, reason.remedy)
+    assert json.dumps([reason]) == '["the file is locked"]'

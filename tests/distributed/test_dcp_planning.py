@@ -293,7 +293,11 @@ def test_ranks_with_planners_of_two_kinds_are_an_error() -> None:
 def test_a_planner_that_was_used_is_pickled_without_the_state(tmp_path: Path) -> None:
     planner = FastSavePlanner(flatten_state_dict=False)
     dcp.save({"a": torch.ones(3)}, storage_writer=FastStorageWriter(tmp_path), planner=planner)
-    planner._fingerprint = [weakref.ref(planner)]  # as of DTensors
+    planner.set_up_planner({"a": torch.ones(3)})
+    planner.create_local_plan()
+    assert planner._mine is not None
+    assert planner._mine.fingerprint is not None
+    planner._mine.fingerprint.append(weakref.ref(planner))  # as of DTensors
     found = pickle.loads(pickle.dumps(planner))
     assert not found.flatten_state_dict
     dcp.save({"a": torch.ones(4)}, storage_writer=FastStorageWriter(tmp_path), planner=found)

@@ -30,7 +30,7 @@ from fastserial.engines.gds.memory import DirectMemory
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError
-from fastserial.loading.block_reader import Block, BlockReader
+from fastserial.loading.pump import Block, OnDevice, Pump
 from fastserial.memory import batch, devices, transfers
 from fastserial.memory.buffers import Buffer
 from fastserial.memory.ring import Ring
@@ -447,12 +447,12 @@ def test_a_reader_that_nobody_closed(tmp_path: Path, plug: Plug, word: str) -> N
     fake = plug(0)
     target = torch.zeros(300_000, dtype=torch.uint8)
     with path.open("rb") as file, fastserial.options(**SMALL, transfer=word):
-        blocks = BlockReader(file.fileno(), path.stat().st_size, current())
+        blocks = Pump(file.fileno(), path.stat().st_size, current())
         ring = Ring(devices.pin(3 * BLOCK), 3, BLOCK)
         ring.join([HERE])
         blocks.stage_in(ring, [HERE], HOST_ONLY)
         assert blocks.transfer.word == word
-        blocks.put(Block(BLOCK, BLOCK, lambda *_: None, device=target[:BLOCK]))
+        blocks.put(Block(BLOCK, BLOCK, lambda *_: None, OnDevice(target[:BLOCK])))
         blocks._batch.clear()
         del blocks, ring
         gc.collect()

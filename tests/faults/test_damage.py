@@ -93,13 +93,11 @@ def same_content(file: Damaged, whole: dict[str, bytes]) -> bool:
         return False
 
 
-class _Blind(zip_check._Pass):
+class _Blind(zip_check._Checksums):
     """Takes every record for one with the right checksum."""
 
-    def _complete(self, piece: int, parts: list[tuple[int, int, int | bytes]]) -> None:
-        super()._complete(piece, parts)
-        if piece % 2:
-            self.crcs[piece // 2] = self.records[piece // 2].crc
+    def crc_of(self, index: int) -> int | None:
+        return self.records[index].crc
 
 
 def test_damage_goes_unseen_without_checksums(
@@ -112,7 +110,7 @@ def test_damage_goes_unseen_without_checksums(
     for file in files:
         path.write_bytes(file.data)
         with monkeypatch.context() as patch:
-            patch.setattr(zip_check, "_Pass", _Blind)
+            patch.setattr(zip_check, "_Checksums", _Blind)
             blind = verify(path, _SMALL).ok
         if blind and not same_content(file, whole):
             hidden.append(path.read_bytes())

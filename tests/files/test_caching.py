@@ -152,6 +152,23 @@ def test_a_device_that_was_fast_is_measured_again(
     assert verdicts() == [False]
 
 
+@pytest.mark.parametrize("speed", [0.0, float("inf")])
+def test_a_device_is_fast_as_long_as_direct_saves_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None, speed: float
+) -> None:
+    """No save has to be on trial for that; one that is slow says nothing, it may have waited."""
+    if not has_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
+    assert saved(tmp_path / "fast.pt").direct
+    (key, known), *_ = device_speed._verdicts.items()
+    monkeypatch.setattr(device_speed, "FAST_DEVICE", speed)
+    assert saved(tmp_path / "soon.pt").direct
+    assert saved(tmp_path / "short.pt", [noise(MIB // 2)]).direct
+    assert verdicts() == [True]
+    assert (device_speed._verdicts[key].at > known.at) is (speed == 0.0)
+
+
 def test_short_files_are_judged_by_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
@@ -180,7 +197,7 @@ def test_nothing_is_judged_by_little_or_by_what_others_write(
     assert not verdicts()
     with (tmp_path / "ranks.pt").open("wb") as file:
         for last, judged in ((3 * MIB, False), (MIB // 2, True)):
-            trial = device_speed.Trial(file.fileno(), MIB, synced=True)
+            trial = device_speed.Timing(file.fileno(), MIB, synced=True)
             trial.take(0, MIB // 2)
             trial.take(last, MIB // 4)
             trial.conclude()
@@ -226,7 +243,7 @@ def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
         )  # for one second fast, for two slow
         fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | flags)
         try:
-            trial = device_speed.Trial(fd, 0, synced=False)
+            trial = device_speed.Timing(fd, 0, synced=False)
             trial.take(0, 2 * MIB)
             took.append(trial.judge())
         finally:

@@ -93,6 +93,17 @@ def test_a_new_file_looks_for_one_name_only(target: Path, monkeypatch: pytest.Mo
     assert not left.exists()
 
 
+def test_later_names_are_looked_at_once_in_a_process(target: Path) -> None:
+    left = target.parent / temporary_name("x.pt", 3)
+    write(target, b"new")
+    left.write_bytes(b"left by two saves at once")
+    write(target, b"newer")
+    assert left.exists()
+    (target.parent / temporary_name("x.pt", 0)).write_bytes(b"left")
+    write(target, b"newest")
+    assert os.listdir(target.parent) == ["x.pt"]
+
+
 def test_a_failing_save_removes_them_too(target: Path) -> None:
     (target.parent / temporary_name("x.pt", 0)).write_bytes(b"left")
     with contextlib.suppress(ZeroDivisionError), FastFileWriter(target):

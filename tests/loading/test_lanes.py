@@ -15,7 +15,7 @@ from support.identity import digest, fast, stock
 
 import fastserial
 from fastserial.files import linux
-from fastserial.loading import block_reader, lanes
+from fastserial.loading import lanes, policy
 from fastserial.loading.lanes import in_turns, lane_of
 from fastserial.patching import load_hooks
 
@@ -98,4 +98,4 @@ def test_cold_loads(
         report = fastserial.last_load_report()
     assert report is not None
     assert (report.engine, report.direct_bytes) == ("threads", 0)
-    assert len(opened) == 1 + min(descriptors, block_reader.LANES)
+    assert len(opened) == 1 + min(descriptors, policy.LANES)

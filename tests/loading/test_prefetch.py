@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,12 @@ from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places, storage_records
+from fastserial.loading import arriving, planner
 from fastserial.loading import prefetch as prefetch_module
-from fastserial.loading import prefetch_plan, units
 from fastserial.loading.prefetch import Prefetch
+from fastserial.loading.prefetch import _State as State
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.units import AsItLies, Scattered
+from fastserial.loading.sinks import HostSink
 from fastserial.memory import huge_pages
 from fastserial.reports import last_load_report
 
@@ -90,7 +92,7 @@ def test_any_order(path: Path, order: str, verify: bool, options: dict[str, Any]
 
 def test_records_that_nobody_asks_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 1)  # else it may be done before we look
-    monkeypatch.setattr(prefetch_plan, "SCATTERED_UNIT", 1)
+    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", 1)
     before = len(os.listdir("/proc/self/task"))
     with opened(path) as (ahead, records):
         assert ahead.take("data/4", records["data/4"].size) is not None
@@ -102,21 +104,22 @@ def test_records_that_nobody_asks_for(path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
 def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_module, "LOOK_AHEAD", 3 * MIB)
-    monkeypatch.setattr(prefetch_plan, "SCATTERED_UNIT", MIB)
+    monkeypatch.setattr(prefetch_module, "READ_TOGETHER", MIB)
     path = tmp_path / "f.pt"
     with stock():
         torch.save([noise(MIB) for _ in range(20)], path)
     waiting: list[int] = []
-    note = Prefetch.note
+    arrived = Prefetch._arrived
 
     def there(ahead: Prefetch) -> int:
-        return sum(unit.is_there for unit, _ in list(ahead._places.values()))
+        batches = [batch for batch, _ in list(ahead._places.values())]
+        return sum(batch.state is State.THERE for batch in batches)
 
     def noted(self: Prefetch, *arguments: Any) -> None:
-        note(self, *arguments)
+        arrived(self, *arguments)
         waiting.append(there(self))
 
-    monkeypatch.setattr(Prefetch, "note", noted)
+    monkeypatch.setattr(Prefetch, "_arrived", noted)
     with opened(path, direct=False) as (ahead, records):
         while there(ahead) < 2:  # or pytest's time limit ends it
             time.sleep(0.01)
@@ -128,15 +131,44 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("options", [{"direct": True}, {"direct": False}])
-def test_memory_is_handed_on(path: Path, options: dict[str, Any]) -> None:
+def test_memory_is_the_callers(path: Path, options: dict[str, Any]) -> None:
     """A storage that was taken and dropped frees its memory at once."""
-    with opened(path, **options) as (ahead, records):
-        storage = ahead.take("data/9", records["data/9"].size)
-        unit = next(unit for unit in ahead._units if records["data/9"] in unit.records)
-        assert isinstance(unit, Scattered if options.get("direct") is False else AsItLies)
-        kept = unit._storages if isinstance(unit, Scattered) else unit._memory or {}
-        assert "data/9" not in kept
+    with opened(path, **options) as (ahead, _):
+        batch, record = ahead._places["data/9"]
+        storage = ahead.take("data/9", record.size)
         assert storage is not None
+        seen = weakref.ref(storage)
+        assert "data/9" not in batch._arriving
+        del storage
+        assert seen() is None
+
+
+def test_direct_reads_come_where_they_belong(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a large record; of the others a copy is made."""
+    large = 4096
+    monkeypatch.setattr(planner, "IN_PLACE", large)
+    monkeypatch.setattr(arriving, "IN_PLACE", large)
+    moved: list[int] = []
+    deliver = HostSink.deliver
+
+    def counted(self: HostSink, view: memoryview, address: int, start: int) -> None:
+        if address != self.address + start:
+            moved.append(len(view))
+        deliver(self, view, address, start)
+
+    monkeypatch.setattr(HostSink, "deliver", counted)
+    data = path.read_bytes()
+    with opened(path, direct=True, block_size=65536) as (ahead, records):
+        if ahead._pump.fallback is not None:
+            pytest.skip("no direct I/O here")
+        for name, record in records.items():
+            storage = ahead.take(name, record.size)
+            assert storage is not None
+            assert content(storage) == data[record.data_offset : record.data_end]
+        assert ahead._pump.counts.cached < 65536
+    small = sum(record.size for record in records.values() if record.size < large)
+    heads = sum(record.data_offset - record.header_offset for record in records.values())
+    assert small <= sum(moved) <= small + heads
 
 
 def test_other_sizes_than_the_records(path: Path) -> None:
@@ -194,7 +226,7 @@ def test_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> torch.UntypedStorage:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(units, "new_storage", refuse)
+    monkeypatch.setattr(arriving, "new_storage", refuse)
     with opened(path) as (ahead, records), pytest.raises(RuntimeError, match="allocate"):
         ahead.take("data/0", records["data/0"].size)
 

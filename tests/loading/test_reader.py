@@ -23,7 +23,7 @@ from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.files import caching, linux
 from fastserial.loading import crew
-from fastserial.loading.block_reader import Block, BlockReader
+from fastserial.loading.pump import Block, Pump
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, PartsSink, ReadExtent
 from fastserial.memory.storages import new_storage
@@ -305,7 +305,7 @@ def test_delivery_fails(path: Path) -> None:
         raise ZeroDivisionError
 
     with path.open("rb") as file:
-        blocks = BlockReader(file.fileno(), SIZE, Config(block_size=65536))
+        blocks = Pump(file.fileno(), SIZE, Config(block_size=65536))
         try:
             with pytest.raises(ZeroDivisionError):
                 for at in range(0, 65536 * 20, 65536):

@@ -87,13 +87,14 @@ def resizable(value: Any) -> list[bool | None]:
 @contextlib.contextmanager
 def forced(monkeypatch: pytest.MonkeyPatch, large: int) -> Iterator[None]:
     """No way out for many small records, and memory of their own from `large` bytes on."""
-    from fastserial.loading import prefetch_plan
+    from fastserial.loading import arriving, planner
     from fastserial.patching import load_hooks
 
     with monkeypatch.context() as patch:
         patch.setattr(load_hooks, "FEW_BYTES", 0)
         patch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
-        patch.setattr(prefetch_plan, "LARGE_RECORD", large)
+        for module in (arriving, planner):
+            patch.setattr(module, "IN_PLACE", large)
         yield
 
 

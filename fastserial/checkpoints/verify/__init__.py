@@ -14,15 +14,14 @@ from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.checkpoints.verify.cold import evict
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
-from fastserial.checkpoints.verify.folder import FolderResult, verify_folder
-from fastserial.checkpoints.verify.legacy import verify_legacy
+from fastserial.checkpoints.verify.folder import verify_folder
 from fastserial.checkpoints.verify.rank_folder import verify_rank_folder
-from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
-from fastserial.checkpoints.verify.safetensors import verify_safetensors
-from fastserial.checkpoints.verify.zip import Feed, ZipResult, verify_zip
+from fastserial.checkpoints.verify.report import Findings, Problem, Result, Status, VerifyReport
+from fastserial.checkpoints.verify.structure import verify_legacy, verify_safetensors
+from fastserial.checkpoints.verify.zip import Feed, verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError, UnreadableCheckpointError
-from fastserial.files.sources import FileStamp, stamp
+from fastserial.files.sources import stamp
 from fastserial.formats.detect import Format, detect, format_of_head
 from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
@@ -67,11 +66,9 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
     """Check a checkpoint, by its descriptor if it is open."""
     began = perf_counter()
     findings = Findings()
-    kind: str | None = None
-    result: ZipResult | FolderResult = ZipResult()
+    result = Result()
     size = 0
     reason: str | None = None
-    changed = False
     try:
         with Descriptors() as files:
             if cold:
@@ -80,30 +77,28 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
             if fd is None:
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
-            size = before.st_size
+            size, seen = before.st_size, stamp(fd, before)
             found, source = detect(fd, name), DescriptorSource(fd)
-            seen: FileStamp | None = stamp(fd, before)
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
-                kind = "zip"
-                result = zip_result = verify_zip(source, findings, _feed(fd, name, settings))
-                reason = zip_result.cannot_tell or zip_result.no_checkpoint or reason
+                result.format = Format.ZIP.value
+                result = verify_zip(source, findings, _feed(fd, name, settings))
             elif found is Format.LEGACY:
-                kind = "legacy"
+                result.format = found.value
                 result.records = verify_legacy(source, findings)
             elif found is Format.SAFETENSORS:
-                kind = "safetensors"
+                result.format = found.value
                 result.records = verify_safetensors(source, findings)
             elif found is Format.OTHER and is_file_list(name):
-                kind = FILE_LIST
+                result.format = FILE_LIST
                 result.records = verify_file_list(fd, name, findings)
             elif found is Format.FOLDER and (checked := _folder(name, settings, findings)):
-                result = checked
-                kind, size, seen = checked.format, checked.nbytes, None
-                changed, reason = checked.changed, checked.reason or reason
+                result, size = checked, checked.nbytes
             else:
-                reason = _REASONS.get(found, found.value)
-            changed = changed or (seen is not None and not seen.holds_for(fd))
-        if changed:
+                result.reason = _REASONS.get(found, found.value)
+            if found is not Format.FOLDER:
+                result.changed = not seen.holds_for(fd)
+        reason = result.reason or reason
+        if result.changed:
             reason = "it changed while it was read: verify it again"
     except CorruptCheckpointError as error:
         findings.add(Problem("truncated", error.message, error.record, error.offset))
@@ -113,12 +108,12 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
         reason = error.strerror or str(error)
     status: Status = "damaged" if findings.found else "ok"
     if reason is not None:
-        status = "unreadable" if status == "ok" or changed else status
+        status = "unreadable" if status == "ok" or result.changed else status
         findings.note(reason)
     return VerifyReport(
         path=name,
         status=status,
-        format=kind,
+        format=result.format,
         bytes=size,
         seconds=perf_counter() - began,
         records=result.records,
@@ -152,7 +147,7 @@ def _feed(fd: int, name: str, config: Config) -> Feed:
     return feed
 
 
-def _folder(name: str, config: Config, findings: Findings) -> FolderResult | None:
+def _folder(name: str, config: Config, findings: Findings) -> Result | None:
     """Check a folder; None if it is no checkpoint."""
     if is_dcp_folder(name):
         return verify_folder(name, config, findings)

@@ -92,7 +92,7 @@ def _check_shard(folder: str, name: str, keys: list[str], findings: Findings) ->
     try:
         with Descriptors() as opened:
             fd = opened.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
-            there = {entry.key for entry in read_header(DescriptorSource(fd))}
+            there = read_header(DescriptorSource(fd)).outline.storages
     except (OSError, CorruptCheckpointError):
         return  # the file has a report of its own
     lacking = [key for key in keys if key not in there]

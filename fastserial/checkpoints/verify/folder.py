@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 
 from fastserial.checkpoints.dcp_folder import list_folder, needed_files, read_metadata
-from fastserial.checkpoints.verify.report import Findings, Problem
+from fastserial.checkpoints.verify.report import Findings, Problem, Result
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.checksums import crc32, crc32_combine, crc_mismatch
 from fastserial.config import Config
@@ -23,37 +22,14 @@ from fastserial.interrupts import Descriptors
 from fastserial.loading.scan import scan
 from fastserial.progress import ProgressBar, progress_bar
 
-__all__ = ["FolderResult", "verify_folder"]
+__all__ = ["verify_folder"]
 
 _SMALL = 1024 * 1024  # bytes of an item that is read at once
 _DESCRIPTOR_BYTES = 8
 _SHOWN = 3
 
 
-@dataclass(slots=True)
-class FolderResult:
-    """What came of a folder.
-
-    Attributes:
-        format: such as `dcp`, None if there is no `.metadata` that can be read.
-        records: how many items there are.
-        checked_bytes: bytes whose CRC-32 was compared, also where it differs.
-        unchecked: items without one.
-        nbytes: of all files.
-        changed: another checkpoint was completed meanwhile.
-        reason: why it cannot be told whether it is whole, None if it can.
-    """
-
-    format: str | None = None
-    records: int = 0
-    checked_bytes: int = 0
-    unchecked: int = 0
-    nbytes: int = 0
-    changed: bool = False
-    reason: str | None = None
-
-
-def verify_folder(path: str, config: Config, findings: Findings) -> FolderResult:
+def verify_folder(path: str, config: Config, findings: Findings) -> Result:
     """Check the metadata, and the CRC-32 and the structure of all items.
 
     Raises:
@@ -61,7 +37,7 @@ def verify_folder(path: str, config: Config, findings: Findings) -> FolderResult
         PickleLimitError: its metadata takes too long to read.
     """
     found = list_folder(path)
-    result = FolderResult()
+    result = Result()
     before = _versions(path, found.metadata)
     for name in (*found.metadata, *found.shards):
         with contextlib.suppress(FileNotFoundError):
@@ -125,7 +101,7 @@ class _Folder:
         metadata: Metadata,
         config: Config,
         findings: Findings,
-        result: FolderResult,
+        result: Result,
     ) -> None:
         self._path = path
         self._metadata = metadata
@@ -303,8 +279,8 @@ class _Folder:
         zip_result = None
         try:
             zip_result = verify_zip(source, found, feed)
-            if zip_result.cannot_tell is not None:
-                self._result.reason = f"{item.name}: {zip_result.cannot_tell}"
+            if zip_result.reason is not None:
+                self._result.reason = f"{item.name}: {zip_result.reason}"
             elif not found.found:
                 self._compare(source, item)
         except CorruptCheckpointError as error:

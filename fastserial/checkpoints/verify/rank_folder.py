@@ -9,8 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from fastserial.checkpoints.rank_folder import LOCAL_TENSOR, RANK_FOLDER, RankFolder, ranks_said
-from fastserial.checkpoints.verify.folder import FolderResult
-from fastserial.checkpoints.verify.report import Findings, Problem, VerifyReport
+from fastserial.checkpoints.verify.report import Findings, Problem, Result, VerifyReport
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry, zip_outline
@@ -22,7 +21,7 @@ __all__ = ["verify_rank_folder"]
 
 def verify_rank_folder(
     path: str, found: RankFolder, check: Callable[[str], VerifyReport], findings: Findings
-) -> FolderResult:
+) -> Result:
     """Check each file, and look whether there are as many as their DTensors need.
 
     Args:
@@ -35,7 +34,7 @@ def verify_rank_folder(
         OSError: `metadata.pkl` cannot be read.
         PickleLimitError: it takes too long to read.
     """
-    result = FolderResult(format=RANK_FOLDER)
+    result = Result(RANK_FOLDER)
     notes: dict[str, list[str]] = {}
     for name in found.files:
         report = check(os.path.join(path, name))

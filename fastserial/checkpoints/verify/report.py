@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fastserial.printable import BoundedRepr
 
-__all__ = ["Findings", "Problem", "Status", "VerifyReport"]
+__all__ = ["Findings", "Problem", "Result", "Status", "VerifyReport"]
 
 Status = Literal["ok", "damaged", "unreadable"]
 _MOST = 1000
@@ -52,6 +52,29 @@ class Findings:
     def note(self, text: str) -> None:
         """Enter something worth saying that is no damage."""
         self.notes.append(text)
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a checkpoint, beside findings.
+
+    Attributes:
+        format: such as `zip`, None if it is not known.
+        records: how many records, storages, tensors, items or files there are.
+        checked_bytes: bytes whose CRC-32 was compared, also where it differs.
+        unchecked: records or items without one.
+        nbytes: of all files of a folder.
+        changed: another checkpoint was completed meanwhile.
+        reason: why it cannot be told whether it is whole, None if it can.
+    """
+
+    format: str | None = None
+    records: int = 0
+    checked_bytes: int = 0
+    unchecked: int = 0
+    nbytes: int = 0
+    changed: bool = False
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

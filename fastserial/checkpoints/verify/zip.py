@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 from fastserial.checkpoints.verify.ends import (
     check_end,
@@ -18,13 +16,14 @@ from fastserial.checkpoints.verify.ends import (
 )
 from fastserial.checkpoints.verify.gaps import LONGEST_GAP, check_gap, check_gap_loosely
 from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
-from fastserial.checkpoints.verify.report import Findings, Problem
-from fastserial.checksums import crc32, crc32_combine, crc_mismatch
+from fastserial.checkpoints.verify.report import Findings, Problem, Result
+from fastserial.checksums import CrcLedger, crc32, crc_mismatch
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
     CheckpointFileError,
     CorruptCheckpointError,
     PickleLimitError,
+    TransferAbandonedError,
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
@@ -36,7 +35,7 @@ from fastserial.formats.zip.layout import ID_RECORD
 from fastserial.formats.zip.records import PICKLE
 from fastserial.formats.zip.structs import DEFLATED, DESCRIPTOR_SIGNATURE
 
-__all__ = ["Feed", "ZipResult", "verify_zip"]
+__all__ = ["Feed", "verify_zip"]
 
 _HEAD = 8
 _LONGEST_TAIL = 128 * 1024
@@ -45,56 +44,42 @@ _LONGEST_TAIL = 128 * 1024
 Feed = Callable[[int, Callable[[int, memoryview], None], Callable[[int, int, OSError], None]], None]
 
 
-@dataclass(slots=True)
-class ZipResult:
-    """What came of a zip.
-
-    Attributes:
-        records: how many there are.
-        checked_bytes: bytes whose CRC-32 was compared, also where it differs.
-        unchecked: records without one.
-        no_checkpoint: why it is none, if it is none.
-        cannot_tell: why it cannot be checked, if it cannot.
-    """
-
-    records: int = 0
-    checked_bytes: int = 0
-    unchecked: int = 0
-    no_checkpoint: str | None = None
-    cannot_tell: str | None = None
-
-
-def verify_zip(source: Source, findings: Findings, feed: Feed) -> ZipResult:
+def verify_zip(source: Source, findings: Findings, feed: Feed) -> Result:
     """Check every record's CRC-32 and the whole structure of a zip archive.
 
     Args:
         feed: gives all bytes of the records, in large pieces.
 
     Raises:
+        TruncatedCheckpointError: the file becomes shorter.
         OSError: the file's directory cannot be read.
     """
+    result = Result("zip")
     try:
         directory = read_directory(source, headers=False)
         torch_made = is_torch_made(source, directory)
         if not torch_made:
             directory = read_directory(source)
     except UnreadableCheckpointError as error:  # it may be whole: that cannot be told
-        return ZipResult(cannot_tell=error.message)
+        result.reason = error.message
+        return result
     except CorruptCheckpointError as error:
         kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "directory"
         findings.add(Problem(kind, error.message, error.record, error.offset))
-        return ZipResult()
+        return result
+    records = directory.in_file_order()
+    result.records = len(records)
+    remarks: list[str] = []
     if torch_made:
         for problem in check_entries(directory):
             findings.add(problem)
-    remarks: list[str] = []
     for problem in check_end(directory, _tail(source, directory), torch_made, remarks.append):
         findings.add(problem)
-    check = _Pass(directory, torch_made)
-    end = directory.end.directory_offset
-    feed(end, check.visit, check.fail)
-    result = _conclude(source, directory, check, torch_made, findings)
-    for text, count in Counter((*check.remarks, *remarks)).items():
+    check = _Checksums(records)
+    feed(directory.end.directory_offset, check.visit, check.fail)
+    check.problems += _check_gaps(source, directory, torch_made, remarks.append)
+    _conclude(source, directory, check, torch_made, findings, result)
+    for text, count in Counter(remarks).items():
         findings.note(text if count == 1 else f"{text} ({count} times)")
     return result
 
@@ -106,35 +91,37 @@ def _tail(source: Source, directory: Directory) -> bytes:
     return source.read_at(start, directory.size - start)
 
 
-class _Pass:
-    """Takes blocks in any order from several threads: data is checksummed, gaps are kept."""
+class _Checksums:
+    """Takes blocks of the file in any order from several threads.
 
-    def __init__(self, directory: Directory, torch_made: bool) -> None:
-        self.records = directory.in_file_order()
-        self.torch_made = torch_made
+    Attributes:
+        records: in the order of the file.
+        problems: blocks that could not be read.
+        heads: first 8 bytes of the records that begin like a data descriptor, by index.
+        failed: the records, by index, that such a block is of.
+    """
+
+    def __init__(self, records: list[RecordEntry]) -> None:
+        self.records = records
         self.problems: list[Problem] = []
-        self.remarks: list[str] = []
-        self.crcs: dict[int, int] = {}
         self.heads: dict[int, bytes] = {}
         self.failed: set[int] = set()
-        # Pieces alternate: gap 0, record 0, gap 1, record 1, ..., last gap.
-        self._bounds = [0]
-        for record in self.records:
-            self._bounds += (record.data_offset, record.data_end)
-        self._bounds.append(directory.end.directory_offset)
-        self._lock = threading.Lock()
-        self._partial: dict[int, list[tuple[int, int, int | bytes]]] = {}
-        self._arrived: dict[int, int] = {}
+        self._starts = [record.data_offset for record in records]
+        sizes = [record.compressed_size for record in records]
+        self._ledger = CrcLedger(sizes, [None] * len(sizes))
 
     def visit(self, offset: int, view: memoryview) -> None:
         end = offset + len(view)
-        bounds = self._bounds
-        piece = bisect.bisect_right(bounds, offset) - 1
-        while piece < len(bounds) - 1 and bounds[piece] < end:
-            first, last = max(offset, bounds[piece]), min(end, bounds[piece + 1])
+        index = max(0, bisect.bisect_right(self._starts, offset) - 1)
+        while index < len(self.records) and self._starts[index] < end:
+            record = self.records[index]
+            first, last = max(offset, record.data_offset), min(end, record.data_end)
             if first < last:
-                self._take(piece, first, view[first - offset : last - offset])
-            piece += 1
+                part = view[first - offset : last - offset]
+                if first == record.data_offset and part[:4] == DESCRIPTOR_SIGNATURE:
+                    self.heads[index] = bytes(part[:_HEAD])
+                self._ledger.add(index, first - record.data_offset, len(part), crc32(part))
+            index += 1
 
     def fail(self, offset: int, length: int, error: OSError) -> None:
         end = offset + length
@@ -151,58 +138,49 @@ class _Pass:
                 Problem("read", f"{length} bytes cannot be read: {error.strerror}", None, offset)
             )
 
-    def _take(self, piece: int, offset: int, view: memoryview) -> None:
-        start, end = self._bounds[piece], self._bounds[piece + 1]
-        if piece % 2:
-            if offset == start and len(view) >= _HEAD and view[:4] == DESCRIPTOR_SIGNATURE:
-                self.heads[piece // 2] = bytes(view[:_HEAD])
-            part: int | bytes = crc32(view)
-        else:
-            part = bytes(view) if end - start <= LONGEST_GAP else b""
-        if len(view) == end - start:
-            self._complete(piece, [(offset, len(view), part)])
-            return
-        with self._lock:
-            parts = self._partial.setdefault(piece, [])
-            parts.append((offset, len(view), part))
-            self._arrived[piece] = self._arrived.get(piece, 0) + len(view)
-            if self._arrived[piece] < end - start:
-                return
-            del self._partial[piece]
-        parts.sort(key=lambda entry: entry[0])
-        self._complete(piece, parts)
+    def crc_of(self, index: int) -> int | None:
+        """Return the CRC-32 of a record's bytes in the file, None if not all of them came."""
+        self._ledger.fail()  # nothing comes any more
+        try:
+            return self._ledger.wait(index) if self.records[index].compressed_size else 0
+        except TransferAbandonedError:
+            return None
 
-    def _complete(self, piece: int, parts: list[tuple[int, int, int | bytes]]) -> None:
-        if piece % 2:
-            crc = 0
-            for _, length, part in parts:
-                crc = crc32_combine(crc, part, length)  # type: ignore[arg-type]
-            self.crcs[piece // 2] = crc
-            return
-        records, after = self.records, piece // 2
-        previous = records[after - 1] if after else None
-        following = records[after] if after < len(records) else None
-        start = self._bounds[piece]
-        data = b"".join(part for _, _, part in parts if isinstance(part, bytes))
-        length = self._bounds[piece + 1] - start
-        if length <= LONGEST_GAP:
-            self.problems += (
-                check_gap(previous, following, data, start)
-                if self.torch_made
-                else check_gap_loosely(previous, following, data, start, self.remarks.append)
-            )
-        elif self.torch_made:
-            self.problems.append(
-                Problem("unaccounted", f"{length} bytes belong to no record", None, start)
-            )
+
+def _check_gaps(
+    source: Source, directory: Directory, torch_made: bool, remark: Callable[[str], None]
+) -> Iterator[Problem]:
+    """Check the bytes before, between and after the data of records."""
+    records = directory.in_file_order()
+    pairs = zip((None, *records), (*records, None), strict=True)
+    for before, after in pairs:
+        start = before.data_end if before is not None else 0
+        end = after.data_offset if after is not None else directory.end.directory_offset
+        if end - start > LONGEST_GAP and torch_made:
+            yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
+        elif end - start > LONGEST_GAP:
+            remark(f"{end - start} bytes at {start} belong to no record")
         else:
-            self.remarks.append(f"{length} bytes at {start} belong to no record")
+            try:
+                data = source.read_at(start, end - start)
+            except OSError as error:
+                text = f"{end - start} bytes cannot be read: {error.strerror}"
+                yield Problem("read", text, None, start)
+                continue
+            if torch_made:
+                yield from check_gap(before, after, data, start)
+            else:
+                yield from check_gap_loosely(before, after, data, start, remark)
 
 
 def _conclude(
-    source: Source, directory: Directory, check: _Pass, torch_made: bool, findings: Findings
-) -> ZipResult:
-    result = ZipResult(records=len(check.records))
+    source: Source,
+    directory: Directory,
+    check: _Checksums,
+    torch_made: bool,
+    findings: Findings,
+    result: Result,
+) -> None:
     id_problem = _check_id(source, check) if torch_made else None
     outline = _outline(source, directory, findings)
     structural = sorted(check.problems, key=lambda problem: problem.offset or 0)
@@ -214,9 +192,8 @@ def _conclude(
         if not record.is_readable:
             result.unchecked += 1
             continue
-        crc = check.crcs.get(index)
-        if record.method == DEFLATED:
-            crc = _inflated_crc(source, record)
+        deflated = record.method == DEFLATED
+        crc = _inflated_crc(source, record) if deflated else check.crc_of(index)
         mismatch = crc_mismatch(crc, record.crc)
         if mismatch is None:
             result.checked_bytes += record.size
@@ -239,9 +216,9 @@ def _conclude(
     if id_problem is not None:
         findings.add(id_problem)
     if outline is not None and not any(problem.record == PICKLE for problem in mismatches):
-        _check_storages(directory, outline, findings)
+        _check_storages(outline, findings)
     _check_names(directory, findings)
-    result.no_checkpoint = check_purpose(source, directory, findings)
+    result.reason = check_purpose(source, directory, findings)
     closed = sum(not record.is_readable for record in check.records)
     if closed:
         findings.note(
@@ -251,7 +228,6 @@ def _conclude(
         findings.note(f"{without} records were saved without checksums: structure only")
     if not torch_made:
         findings.note("not laid out by torch: its structure was checked less closely")
-    return result
 
 
 def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
@@ -261,7 +237,7 @@ def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
     return Problem(problem.kind, problem.message, problem.record, problem.offset, tuple(users))
 
 
-def _check_id(source: Source, check: _Pass) -> Problem | None:
+def _check_id(source: Source, check: _Checksums) -> Problem | None:
     """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs."""
     record = next((record for record in check.records if record.name == ID_RECORD), None)
     if record is None or record.size != 40:
@@ -310,18 +286,16 @@ def _check_names(directory: Directory, findings: Findings) -> None:
             findings.note(f"several records bear the name {record.name}")
 
 
-def _check_storages(directory: Directory, outline: Outline, findings: Findings) -> None:
+def _check_storages(outline: Outline, findings: Findings) -> None:
     """Compare the records' sizes with those of the storages that the pickle speaks of."""
-    sizes = {record.name: record.size for record in directory.records}
     for key, entry in outline.storages.items():
-        name = f"data/{key}"
-        size = sizes.get(name)
-        if size is not None and size >= entry.nbytes:
+        name, size = f"data/{key}", entry.held
+        if entry.record and size >= entry.nbytes:
             if size - entry.nbytes >= ITEM_BYTES[entry.dtype]:  # it grew while it was pickled
                 findings.note(f"{name} has {size} bytes, the pickle says {entry.nbytes}")
             continue
         message = "the pickle refers to it, but it is missing"
-        if size is not None:
+        if entry.record:
             message = f"has only {size} bytes, the pickle says {entry.nbytes}"
         findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
 

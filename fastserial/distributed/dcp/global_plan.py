@@ -37,12 +37,10 @@ class Told(NamedTuple):
         local: its rows.
         paths: where in the nested state the keys are that are not at its top; None: it was not
             flattened.
-        sums: checksums of its plain tensors, in the order of `LocalRows.replicas`.
     """
 
     local: LocalRows
     paths: dict[str, Path] | None
-    sums: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -176,7 +174,7 @@ class _Made:
 
 def _pieces(told: Sequence[Told]) -> list[_Piece]:
     found: dict[tuple[str, tuple[int, ...] | None], _Piece] = {}
-    for rank, (local, *_) in enumerate(told):
+    for rank, (local, _) in enumerate(told):
         for number, row in enumerate(local.rows):
             properties = local.properties[row.properties] if row.kind != BYTES else None
             place = row.key, None if properties is None else row.offsets

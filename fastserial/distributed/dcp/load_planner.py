@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fastserial.distributed.boxes import Box
-from fastserial.distributed.dcp.kept_plans import ALONE, group_of_step
 from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wants, pass_on, turns
 from fastserial.distributed.dcp.local_rows import REPLICA, SHARD, kind_of, parts_of
 from fastserial.distributed.group import traffic_of
@@ -45,12 +44,11 @@ class FastLoadPlanner(DefaultLoadPlanner):
         Args:
             args, kwargs: of `DefaultLoadPlanner`.
             broadcast: pieces of 1 MiB and more that several ranks want are read by one of them
-                and sent on, with `FastStorageReader`. `"auto"`: if the ranks are on several nodes;
-                on one the page cache is faster.
+                and sent on, with `FastStorageReader`, in a load by all ranks of the job. `"auto"`:
+                if these are on several nodes; on one the page cache is faster.
         """
         super().__init__(*args, **kwargs)
         self._broadcast = broadcast
-        self._group: Any = None
         self._shared: list[ReadItem] = []
         self._turns: list[Turn] | None = None
         self._stock_rules = not set(kwargs) <= _KNOWN  # of a later torch: it knows what they mean
@@ -68,9 +66,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
         with paused_collection():
             items = None if self._stock_rules else self._items()
         self._own = own = super().create_local_plan() if items is None else LoadPlan(items)
-        self._group = group_of_step()
         self._shared, self._turns = [], None
-        if not self._broadcast or self._group in (None, ALONE):
+        if not self._broadcast or _ranks_of_job() < 2:
             return LoadPlan([])
         pieces: list[Want] = []
         for item in own.items:
@@ -95,7 +92,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans as they are, or with what each rank reads for others."""
         told = [plan.planner_data for plan in global_plan]
-        able = all(
+        # A planner is not told the group. As many as there are in the job are all of them.
+        able = len(told) == _ranks_of_job() and all(
             isinstance(wants, Wants) and getattr(plan.storage_data, "takes_turns", False)
             for wants, plan in zip(told, global_plan, strict=True)
         )
@@ -116,7 +114,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         self._turns = told if isinstance(told, list) else None
         items = own.items
         if self._turns is not None:
-            rank = dist.get_group_rank(self._group, dist.get_rank())
+            rank = dist.get_rank()
             received = {id(self._shared[turn.want]) for turn in self._turns if turn.reader != rank}
             items = [item for item in items if id(item) not in received]
         return replace(own, items=items, storage_data=new_plan.storage_data)
@@ -132,7 +130,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if mine is None:
             yield
             return
-        traffic = traffic_of(self._group, _TIMEOUT)
+        traffic = traffic_of(None, _TIMEOUT)
         with traffic.together():
             yield
             items = self._shared
@@ -194,6 +192,10 @@ class FastLoadPlanner(DefaultLoadPlanner):
             for box in boxes
         ]
         return list(create_read_items_for_chunk_list(key, entry, chunks))
+
+
+def _ranks_of_job() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _bytes_item(key: str) -> ReadItem:

@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from fastserial.config import current
 from fastserial.distributed.boxes import Box
 from fastserial.distributed.copies import checksums, differing, ranks_in_words
-from fastserial.distributed.dcp.deferred_metadata import deferred
 from fastserial.distributed.dcp.fingerprint import fingerprint
 from fastserial.distributed.dcp.flattening import flattened
 from fastserial.distributed.dcp.global_plan import Told, global_plan, stock_owners, told_of
-from fastserial.distributed.dcp.kept_plans import Kept, kept_with
+from fastserial.distributed.dcp.kept_plans import Kept
 from fastserial.distributed.dcp.local_rows import (
     OTHER,
     REPLICA,
@@ -36,66 +35,95 @@ from fastserial.distributed.dcp.local_rows import (
     kind_of,
     parts_of,
 )
+from fastserial.distributed.dcp.metadata_file import SentMetadata
 from fastserial.distributed.pieces import oddity
 from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastSavePlanner"]
 
+_MOST = 4  # plans that are kept
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "lookup_object")
 
 
-class _AsBefore(NamedTuple):
-    """Instead of rows: those of any plan with these numbers. Instead of parts: of the only one.
+class _Message(NamedTuple):
+    """What a rank tells the coordinator.
 
-    The checksums are as in `Told`.
+    Attributes:
+        numbers: of the kept plans that were made of just what it has, the latest last.
+        told: the pickle of what it has (`Told`).
+        sums: checksums of its plain tensors, in the order of `LocalRows.replicas`.
     """
 
     numbers: tuple[int, ...]
-    sums: Sequence[int] = ()
+    told: bytes
+    sums: Sequence[int]
 
 
 class _Orders(NamedTuple):
-    """What a rank is to write, and the number of the plan."""
+    """The number of the plan, and what a rank is to write; None: what that plan says already."""
 
     number: int
-    parts: list[Part]
+    parts: list[Part] | None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle columns: a third of the time that so many parts take."""
-        return _from_columns, (self.number, list(zip(*self.parts, strict=True)))
+        columns = None if self.parts is None else list(zip(*self.parts, strict=True))
+        return _from_columns, (self.number, columns)
 
 
-def _from_columns(number: int, columns: list[Any]) -> _Orders:
-    return _Orders(number, list(map(Part._make, zip(*columns, strict=True))))
+def _from_columns(number: int, columns: list[Any] | None) -> _Orders:
+    parts = None if columns is None else list(map(Part._make, zip(*columns, strict=True)))
+    return _Orders(number, parts)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Own:
-    """A plan, as each rank keeps it."""
+    """What this rank has, and its part of a plan.
 
-    fingerprint: list[Any]
+    Attributes:
+        fingerprint, settings: what decides the rest; of `None` it is not known.
+        told, pickled: what it tells, and that as it is sent.
+        replicas: see `LocalRows.replicas`.
+        items: that it writes.
+    """
+
+    fingerprint: list[Any] | None
     settings: Any
     told: Told
+    pickled: bytes
     replicas: list[str]
-    items: list[WriteItem]
+    items: Sequence[WriteItem] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _OfAll:
-    """A plan, as the coordinator keeps it: who gets the metadata may change it, in any depth."""
+    """A plan, as the coordinator keeps it: who gets the metadata may change it, in any depth.
 
-    told: list[Told]
+    Attributes:
+        told: by all ranks, as it came.
+        replicas: of each rank.
+        apart: see `global_plan`.
+        keys: as they are: those of the index are the same objects, and pickled once.
+        entries: a pickle of the metadata's.
+        paths: where in the nested state the keys are.
+    """
+
+    told: list[bytes]
     replicas: list[list[str]]
-    apart: dict[str, int]  # see `global_plan`
-    keys: list[str]  # as they are: those of the index are the same objects, and pickled once
+    apart: dict[str, int]
+    keys: list[str]
     entries: bytes
     paths: dict[str, Any] | None
 
     def metadata(self) -> Metadata:
         with paused_collection():
             entries = dict(zip(self.keys, pickle.loads(self.entries), strict=True))
-        return Metadata(entries, planner_data=None if self.paths is None else dict(self.paths))
+        return SentMetadata(entries, planner_data=None if self.paths is None else dict(self.paths))
+
+
+_own: Kept[_Own] = Kept(_MOST)
+_of_all: Kept[_OfAll] = Kept(_MOST)
 
 
 class FastSavePlanner(DefaultSavePlanner):
@@ -116,17 +144,13 @@ class FastSavePlanner(DefaultSavePlanner):
         if self._plans_as_stock:
             text = f"{type(self).__name__} changes plans: they are those of DefaultSavePlanner"
             warnings.warn(text, UserWarning, stacklevel=2)
-        self._fingerprint: list[Any] | None = None
-        self._told: Told | None = None
-        self._replicas: list[str] = []
-        self._kept: Kept[_Own] | None = None
-        self._own: dict[int, _Own] = {}  # the plans that this rank asked for
+        self._mine: _Own | None = None  # what this rank has, while it is planned
+        self._as_before: dict[int, _Own] = {}  # kept plans of just that, by their numbers
         self._meshes: dict[int, tuple[int, ...]] = {}  # what is known of the meshes of this save
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is only for the save that was going on."""
-        empty = {"_fingerprint": None, "_told": None, "_kept": None}
-        return {**vars(self), **empty, "_own": {}, "_meshes": {}}
+        return {**vars(self), "_mine": None, "_as_before": {}, "_meshes": {}}
 
     @cached_property
     def _plans_as_stock(self) -> bool:
@@ -163,49 +187,42 @@ class FastSavePlanner(DefaultSavePlanner):
         if self._plans_as_stock:
             return super().create_local_plan()
         self._meshes = {}
-        self._kept = kept = kept_with(_Own)
-        if kept is not None and kept.asked:
-            kept.clear()  # the last save failed before its plan was made
-        last = kept.latest() if kept is not None else None
         with paused_collection():
-            self._fingerprint = fingerprint(self.state_dict, last.fingerprint if last else None)
-        self._own = self._as_before(kept)
-        if kept is not None:
-            kept.asked = bool(self._own)
-        if self._own:
-            self._replicas = next(iter(self._own.values())).replicas
-            self.plan = SavePlan([], planner_data=_AsBefore(tuple(self._own), self._sums()))
-            return self.plan
-        mappings = self.mappings if self.flatten_state_dict else None
-        with paused_collection():
-            self._told = told_of(LocalRows.of(self.state_dict), mappings)
-            if any(row.kind == OTHER for row in self._told.local.rows):
-                self._fingerprint = None  # who knows when torch would plan otherwise
-        self._replicas = self._told.local.replicas()
-        self.plan = SavePlan([], planner_data=self._told._replace(sums=self._sums()))
+            self._mine = mine = self._found()
+        sums = self._sums(mine.replicas)
+        numbers = tuple(self._as_before)
+        self.plan = SavePlan([], planner_data=_Message(numbers, mine.pickled, sums))
         return self.plan
 
-    def _sums(self) -> list[int]:
+    def _found(self) -> _Own:
+        """Return what this rank has, and find the plans of just that."""
+        last, settings = _own.latest(), self._settings()
+        found = fingerprint(self.state_dict, last.fingerprint if last is not None else None)
+        self._as_before = {}
+        if found is not None:
+            self._as_before = {
+                number: own
+                for number, own in _own.items()
+                if own.fingerprint == found and own.settings == settings
+            }
+        if self._as_before:
+            before = next(reversed(self._as_before.values()))
+            return replace(before, fingerprint=found)  # compared faster, of the same objects
+        told = told_of(
+            LocalRows.of(self.state_dict), self.mappings if self.flatten_state_dict else None
+        )
+        if any(row.kind == OTHER for row in told.local.rows):
+            found = None  # who knows when torch would plan otherwise
+        return _Own(found, settings, told, pickle.dumps(told), told.local.replicas())
+
+    def _sums(self, replicas: Sequence[str]) -> list[int]:
         """Return the checksums of the plain tensors that may be cut."""
         if not dist.is_initialized() or self.dedup_save_to_lowest_rank:
-            return [0] * len(self._replicas)  # nothing is
-        tensors = [self.state_dict[key] for key in self._replicas]
+            return [0] * len(replicas)  # nothing is
+        tensors = [self.state_dict[key] for key in replicas]
         plain = [one for one in tensors if oddity(one) is None]
         found = iter(checksums(plain, current().compare == "all"))
         return [next(found) if oddity(one) is None else 0 for one in tensors]
-
-    def _as_before(self, kept: Kept[_Own] | None) -> dict[int, _Own]:
-        """Return the plans for just such a state, by their numbers."""
-        found: dict[int, _Own] = {}
-        if kept is None or self._fingerprint is None:
-            return found
-        settings = self._settings()
-        for number, own in kept.items():
-            if own.fingerprint == self._fingerprint and own.settings == settings:
-                own.fingerprint = self._fingerprint  # compared faster where objects are the same
-                self._told = own.told
-                found[number] = own
-        return found
 
     def _settings(self) -> Any:
         """Return what decides the plan besides the tensors."""
@@ -216,31 +233,35 @@ class FastSavePlanner(DefaultSavePlanner):
         """Return what each rank writes. On the coordinator.
 
         Raises:
-            ValueError: the ranks' parts of a tensor do not make up the tensor, a rank goes by a
-                plan that is not known here, or it has another kind of planner.
+            ValueError: the ranks' parts of a tensor do not make up the tensor, or a rank has
+                another kind of planner.
         """
         if self._plans_as_stock:
             for rank, plan in enumerate(all_plans):
-                if isinstance(plan.planner_data, (Told, _AsBefore)):
+                if isinstance(plan.planner_data, _Message):
                     raise ValueError(_other_planner(rank))
             return super().create_global_plan(all_plans)
-        kept = kept_with(_OfAll, of_all=True)
-        messages = [plan.planner_data for plan in all_plans]
+        for rank, plan in enumerate(all_plans):
+            if not isinstance(plan.planner_data, _Message):
+                raise ValueError(_other_planner(rank))
+        messages: list[_Message] = [plan.planner_data for plan in all_plans]
+        texts = [message.told for message in messages]
         number = _number_of_all(messages)
-        found = kept.get(number) if kept is not None and number is not None else None
-        if found is not None and len(found.told) != len(all_plans):
+        found = _of_all.get(number)
+        if found is not None and found.told != texts:
             found = None
-        told = found.told if found is not None else self._told_by_all(messages, kept)
+        told = [] if found is not None else self._unpickled(texts)
         replicas = found.replicas if found else [one.local.replicas() for one in told]
         known = found.apart if found is not None else {}
-        sums = [message.sums for message in messages]
         mixed = differing(
-            [dict(zip(*one, strict=True)) for one in zip(replicas, sums, strict=True)]
+            [
+                dict(zip(keys, message.sums, strict=True))
+                for keys, message in zip(replicas, messages, strict=True)
+            ]
         )
-        answers: list[Any]
-        if found is not None and number is not None and mixed.keys() <= known.keys():
-            answers = [_AsBefore((number,))] * len(all_plans)
-        else:
+        parts: Sequence[list[Part] | None] = [None] * len(all_plans)
+        if found is None or not mixed.keys() <= known.keys():
+            told = told or self._unpickled(texts)
             apart = {**known, **(stock_owners(told, mixed.keys()) if mixed else {})}
             _warn(mixed, apart)
             with paused_collection():
@@ -248,35 +269,24 @@ class FastSavePlanner(DefaultSavePlanner):
                 entries = metadata.state_dict_metadata
                 pickled = pickle.dumps(list(entries.values()))
             paths = metadata.planner_data
-            found = _OfAll(told, replicas, apart, list(entries), pickled, paths)
+            found = _OfAll(texts, replicas, apart, list(entries), pickled, paths)
             number = secrets.randbits(62)
-            if kept is not None:
-                kept.put(number, found)
-            answers = [_Orders(number, part) for part in parts]
+            _of_all.put(number, found)
         plans = [
-            replace(plan, planner_data=answer)
-            for plan, answer in zip(all_plans, answers, strict=True)
+            replace(plan, planner_data=_Orders(number, part))
+            for plan, part in zip(all_plans, parts, strict=True)
         ]
-        self.metadata = deferred(found.metadata)
+        self.metadata = found.metadata()
         return plans, self.metadata
 
-    def _told_by_all(self, messages: list[Any], kept: Kept[_OfAll] | None) -> list[Told]:
-        told: list[Told] = []
-        for rank, message in enumerate(messages):
-            if isinstance(message, Told):
-                told.append(message)
-                continue
-            if not isinstance(message, _AsBefore):
-                raise ValueError(_other_planner(rank))
-            number = message.numbers[-1]
-            found = kept.get(number) if kept is not None else None
-            if found is not None and rank < len(found.told):
-                told.append(found.told[rank])
-            elif len(messages) == 1 and number in self._own:  # threads that save alone have many
-                told.append(self._own[number].told)
-            else:
-                raise ValueError(f"the plan that rank {rank} goes by is not known here; save again")
-        return told
+    def _unpickled(self, texts: Sequence[bytes]) -> list[Told]:
+        """Return what the ranks tell; of this one, alone, what it has: keys are pickled once."""
+        mine = self._mine
+        with paused_collection():
+            return [
+                mine.told if mine is not None and mine.pickled is text else pickle.loads(text)
+                for text in texts
+            ]
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return what this rank writes.
@@ -286,24 +296,18 @@ class FastSavePlanner(DefaultSavePlanner):
         """
         if self._plans_as_stock:
             return super().finish_plan(new_plan)
-        message, kept, asked = new_plan.planner_data, self._kept, self._own
-        self._kept, self._own = None, {}
-        if kept is not None:
-            kept.asked = False
-        if isinstance(message, _AsBefore) and message.numbers[0] in asked:
-            items = asked[message.numbers[0]].items
-            if kept is not None:
-                kept.get(message.numbers[0])
-        elif isinstance(message, _Orders) and self._told is not None:
-            with paused_collection():
-                items = self._told.local.items(message.parts)
-            if kept is not None and self._fingerprint is not None:
-                settings, replicas = self._settings(), self._replicas
-                own = _Own(self._fingerprint, settings, self._told, replicas, items)
-                kept.put(message.number, own)
-        else:
+        orders, mine, as_before = new_plan.planner_data, self._mine, self._as_before
+        self._mine, self._as_before = None, {}
+        if not isinstance(orders, _Orders) or mine is None:
             raise ValueError(_other_planner(None))
-        self.plan = replace(new_plan, items=list(items), planner_data=self.mappings)
+        if orders.parts is None:
+            mine = replace(mine, items=as_before[orders.number].items)
+        else:
+            with paused_collection():
+                mine = replace(mine, items=mine.told.local.items(orders.parts))
+        if mine.fingerprint is not None:
+            _own.put(orders.number, mine)
+        self.plan = replace(new_plan, items=list(mine.items), planner_data=self.mappings)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -344,12 +348,10 @@ def _other_planner(rank: int | None) -> str:
     return f"{whose} has another kind of planner; use FastSavePlanner on all ranks, or on none"
 
 
-def _number_of_all(messages: list[Any]) -> int | None:
-    """Return the latest plan that is right for all ranks, None if there is none."""
-    if not all(isinstance(message, _AsBefore) for message in messages):
-        return None
+def _number_of_all(messages: Sequence[_Message]) -> int:
+    """Return the latest plan that is right for all ranks, -1 if there is none."""
     common = set(messages[0].numbers).intersection(*(message.numbers for message in messages))
-    return next((number for number in reversed(messages[0].numbers) if number in common), None)
+    return next((number for number in reversed(messages[0].numbers) if number in common), -1)
 
 
 def _warn(mixed: Mapping[str, list[int]], apart: Mapping[str, int]) -> None:

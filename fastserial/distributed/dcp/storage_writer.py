@@ -29,13 +29,11 @@ from torch.futures import Future
 
 from fastserial.config import current
 from fastserial.config.performance import SCATTERED_CHUNK
-from fastserial.distributed.dcp.deferred_metadata import send_as
 from fastserial.distributed.dcp.folder import METADATA, Folder, metadata_name
 from fastserial.distributed.dcp.metadata_file import encoded
 from fastserial.distributed.dcp.save_planner import FastSavePlanner
 from fastserial.distributed.dcp.shard_layout import ShardLayout
 from fastserial.distributed.dcp.staging import snapshot
-from fastserial.distributed.dcp.steps import is_called_by_dcp
 from fastserial.errors import write_error
 from fastserial.files.durable import replace_bytes
 from fastserial.memory.held_settings import paused_collection
@@ -151,14 +149,13 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             }
         metadata.storage_meta = self.storage_meta()
         name = metadata_name(self._alone)
-        data = encoded(metadata, self._packed)
-        replace_bytes(os.path.join(self.path, name), data.contents, self._durable)
+        # who overrides this may change the metadata afterwards
+        data = encoded(metadata, self._packed, type(self).finish is FastStorageWriter.finish)
+        replace_bytes(os.path.join(self.path, name), data, self._durable)
         folder = Folder(self.path)
         if self._alone is None:
             folder.drop_lone_metadata()
         folder.sweep(self._alone)
-        if is_called_by_dcp():  # who is between may change it before it is sent
-            send_as(metadata, data.pickled)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what identifies this save."""

@@ -7,34 +7,19 @@ but the bytes of the storages can be checked. There are no checksums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.layout import COUNT
 from fastserial.formats.pickles import Decoded, Limits, Mapping, decode
 from fastserial.formats.source import Source
-from fastserial.formats.storages import StorageEntry, storage_table
+from fastserial.formats.storages import ITEM_BYTES, StorageEntry, storage_table
 
-__all__ = ["MAGIC", "LegacyFile", "LegacyStorage", "read_legacy"]
+__all__ = ["MAGIC", "LegacyFile", "read_legacy"]
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
-
-
-@dataclass(frozen=True, slots=True)
-class LegacyStorage:
-    """A storage's place in a legacy file: offset of its first byte and size (bytes)."""
-
-    key: str
-    data_offset: int
-    nbytes: int
-    entry: StorageEntry
-
-    @property
-    def data_end(self) -> int:
-        """First byte after the data."""
-        return self.data_offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +30,15 @@ class LegacyFile:
         little_endian: byte order of the storages.
         decoded: the pickle of the object.
         object_offset: where that starts (bytes).
-        storages: in the order of the file, which is that of the sorted keys.
+        storages: by key, in the order of the file, which is that of the sorted keys.
         end: first byte after the last storage.
-        size: size of the file (bytes).
     """
 
     little_endian: bool
     decoded: Decoded
     object_offset: int
-    storages: list[LegacyStorage]
+    storages: dict[str, StorageEntry]
     end: int
-    size: int
 
 
 def read_legacy(source: Source, limits: Limits | None = None) -> LegacyFile:
@@ -83,7 +66,7 @@ def read_legacy(source: Source, limits: Limits | None = None) -> LegacyFile:
     table = storage_table(decoded.persistents)
     keys = _keys(decode(stream, limits).value, table)
     storages, end = _places(source, keys, table, little, stream.tell())
-    return LegacyFile(little, decoded, object_offset, storages, end, source.size)
+    return LegacyFile(little, decoded, object_offset, storages, end)
 
 
 def _byte_order(system: object) -> bool:
@@ -122,8 +105,8 @@ def _places(
     table: dict[str, StorageEntry],
     little_endian: bool,
     start: int,
-) -> tuple[list[LegacyStorage], int]:
-    storages: list[LegacyStorage] = []
+) -> tuple[dict[str, StorageEntry], int]:
+    storages: dict[str, StorageEntry] = {}
     size = source.size
     at = start
     for key in keys:
@@ -134,9 +117,10 @@ def _places(
             )
         raw = source.read_at(at, COUNT.size)
         count = int.from_bytes(raw, "little" if little_endian else "big", signed=True)
-        if count != entry.numel:
+        numel = entry.nbytes // ITEM_BYTES[entry.dtype]
+        if count != numel:
             raise CorruptCheckpointError(
-                f"the file says {count} elements, its tensors {entry.numel}",
+                f"the file says {count} elements, its tensors {numel}",
                 record=key,
                 offset=at,
             )
@@ -147,6 +131,6 @@ def _places(
                 record=key,
                 offset=at,
             )
-        storages.append(LegacyStorage(key, at, entry.nbytes, entry))
+        storages[key] = replace(entry, record=key, offset=at, held=entry.nbytes)
         at += entry.nbytes
     return storages, at

@@ -1,0 +1,157 @@
+"""How a range of a file is read: through the page cache, directly, or past the host."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from fastserial.config import Config
+from fastserial.config.performance import LANES, MOSTLY_CACHED
+from fastserial.engines import Engine
+from fastserial.files import linux
+from fastserial.files.caching import cached_fraction, reads_through_cache
+from fastserial.files.linux import DirectFile, open_direct
+from fastserial.interrupts import Descriptors, finish
+from fastserial.loading.lanes import lane_of
+from fastserial.reasons import SEE_DOCTOR, Reason
+from fastserial.reports import HOST_ONLY, Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastserial.engines.gds.memory import DirectMemory
+    from fastserial.memory.ring import Ring
+
+__all__ = ["ReadPolicy"]
+
+_log = logging.getLogger("fastserial")
+
+
+class ReadPolicy:
+    """Decides for one file, and has the descriptors that the decisions need.
+
+    Attributes:
+        alignment: of offset, length and memory of direct reads (bytes).
+        fallback: why there is no direct I/O although it is wanted, or None.
+        past_host: what reads to devices past the host, or None.
+        lanes: descriptors that share the reading of a cold file through the page cache.
+    """
+
+    def __init__(self, fd: int, size: int, config: Config) -> None:
+        """Decide for a file of `size` bytes behind descriptor `fd`, which stays the caller's."""
+        self._fd = fd
+        self._config = config
+        self._files = Descriptors()
+        self._lane_files = Descriptors()
+        self._refused = False
+        self._transfer = HOST_ONLY
+        self.past_host: DirectMemory | None = None
+        self.lanes: list[int] = []
+        direct = self._open_direct(size)
+        self.alignment, self.fallback = direct.alignment, direct.refusal
+        self.direct_fd = direct.fd  # stays open after a refusal: requests in flight name it
+
+    def _open_direct(self, size: int) -> DirectFile:
+        config = self._config
+        small = size <= config.small_file
+        if config.never_direct or (small and config.direct is not True):
+            return DirectFile(-1)
+        if reads_through_cache(config, size):
+            return DirectFile(-1)
+        return open_direct(self._fd, os.O_RDONLY, config.block_size, self._files)
+
+    # -- a range -------------------------------------------------------------------------------
+
+    @property
+    def never_direct(self) -> bool:
+        """Whether every range goes through the page cache."""
+        return self.direct_fd < 0
+
+    def goes_direct(self, offset: int, length: int) -> bool:
+        """Return whether these bytes are to be read directly: they are not in the page cache."""
+        if self.never_direct or self._refused:
+            return False
+        return not self._is_cached(offset, length)
+
+    def goes_past_the_host(self, device: torch.device, offset: int, length: int) -> bool:
+        """Return whether these bytes are to be read to a device past the host."""
+        if self.past_host is None or not self.past_host.takes(device, offset, length):
+            return False
+        return not self._is_cached(offset, length)
+
+    def _is_cached(self, offset: int, length: int) -> bool:
+        """Return whether bytes are better read through the page cache: most are in it."""
+        if self._config.direct is True:
+            return False
+        fraction = cached_fraction(self._fd, offset, length)
+        return fraction is not None and fraction >= MOSTLY_CACHED
+
+    def descriptor(self, offset: int) -> int:
+        """Return what to read a byte of the file from through the page cache."""
+        return self.lanes[lane_of(offset, len(self.lanes))] if self.lanes else self._fd
+
+    def refuse_direct(self) -> None:
+        """Go on through the page cache: the file system took the flag, but not the read."""
+        self._refused = True
+        if self.fallback is None:
+            what = "direct I/O refused at the first read: Invalid argument"
+            self.fallback = Reason(what, SEE_DOCTOR)
+            _log.debug("%s; going on through the page cache", self.fallback)
+
+    # -- reads in the order of the file --------------------------------------------------------
+
+    def open_lanes(self, first: int, stop: int, nbytes: int) -> None:
+        """Get ready for `nbytes` bytes of range [first, stop), read in the order of the file.
+
+        If they are not in the page cache, several descriptors share them, until `close_lanes`.
+        """
+        if not self.never_direct or nbytes <= self._config.small_file:
+            return
+        if (cached_fraction(self._fd, first, stop - first) or 0.0) >= MOSTLY_CACHED:
+            return
+        with contextlib.suppress(OSError):  # without /proc, or with no descriptor left
+            while len(self.lanes) < min(self._config.queue_depth, LANES):
+                self.lanes.append(linux.reopen(self._fd, os.O_RDONLY, self._lane_files))
+
+    def close_lanes(self) -> None:
+        """Go back to one descriptor; nothing is in flight."""
+        self.lanes = []
+        self._lane_files.close()
+
+    # -- devices -------------------------------------------------------------------------------
+
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer type taken for what goes to devices, and why."""
+        return self._transfer if self.past_host is None else self.past_host.transfer
+
+    def serve_devices(
+        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer, engine: Engine
+    ) -> None:
+        """Read to devices past the host, if that was asked for and can be had.
+
+        Args:
+            ring: what passes through the host, if anything does.
+            places: the devices.
+            taken: the transfer type of what passes through the host.
+            engine: what reads.
+        """
+        from fastserial.engines.gds.memory import offer  # not without a device
+
+        refusal = "direct I/O is switched off" if self._config.never_direct else None
+        self.past_host, self._transfer = offer(
+            self._config, taken, ring, engine, places, self._fd, os.O_RDONLY, refusal
+        )
+
+    def close(self) -> None:
+        """Close all descriptors; nothing is in flight. Idempotent."""
+        past_host = self.past_host
+        finish(
+            *([past_host.close] if past_host is not None else []),
+            self._lane_files.close,
+            self._files.close,
+        )
+        self.direct_fd = -1

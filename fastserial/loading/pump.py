@@ -1,0 +1,407 @@
+"""Blocks of one file from an engine into memory, several at a time.
+
+The pump submits what it is given, reaps what is done, and recovers: a direct read that fails is
+done again through the page cache. A block arrives in a staging buffer, or in memory of its own, and
+is then delivered: copied to where it belongs and checksummed, by the thread that read it, while
+other blocks are on their way.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastserial import trace
+from fastserial.config import Config
+from fastserial.config.performance import SCATTERED_BLOCK, STRAIGHT_BLOCKS
+from fastserial.engines import Completion, Op, Request
+from fastserial.errors import CorruptCheckpointError
+from fastserial.files.linux import preadv
+from fastserial.interrupts import finish
+from fastserial.loading.crew import Crew, Hand, engage
+from fastserial.loading.lanes import in_turns
+from fastserial.loading.policy import ReadPolicy
+from fastserial.memory.buffers import Buffer, BufferPool
+from fastserial.reports import Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastserial.memory.ring import Ring
+
+__all__ = ["STAGED", "Block", "InMemory", "InPieces", "Into", "OnDevice", "Pump", "ReadCounts"]
+
+Delivery = Callable[[memoryview, int], None]
+_NOTHING = Buffer(-1, memoryview(b""), 0)
+
+
+class Into:
+    """Where the bytes of a block come to before it is delivered."""
+
+    __slots__ = ()
+
+
+class _Staged(Into):
+    """A staging buffer, there during the delivery only."""
+
+    __slots__ = ()
+
+
+STAGED = _Staged()
+
+
+@dataclass(slots=True)
+class InMemory(Into):
+    """Memory where they belong (`Pump.takes_any_memory`)."""
+
+    buffer: Buffer
+
+
+@dataclass(slots=True)
+class InPieces(Into):
+    """Pieces of memory, one after the other (`Pump.takes_any_memory`, not for direct reads)."""
+
+    views: Sequence[memoryview]
+
+
+@dataclass(slots=True)
+class OnDevice(Into):
+    """Device memory, one-dimensional uint8, past the host (`ReadPolicy.goes_past_the_host`).
+
+    If that fails they come to a staging buffer, and are delivered; else they are not.
+    """
+
+    memory: torch.Tensor
+
+
+@dataclass(slots=True)
+class Block:
+    """One read.
+
+    Attributes:
+        offset, length: place in the file (bytes). For direct I/O both are multiples of
+            `ReadPolicy.alignment`, or the block ends where the file does.
+        deliver: called once with the bytes and their address, on any thread; with no bytes if
+            they came in pieces.
+        into: where they come to before.
+        direct: read it directly.
+        fail: called instead if the bytes cannot be read, and the other blocks go on; None: that
+            ends the pump.
+    """
+
+    offset: int
+    length: int
+    deliver: Delivery
+    into: Into = STAGED
+    direct: bool = False
+    fail: Callable[[OSError], None] | None = None
+
+
+@dataclass(slots=True)
+class ReadCounts:
+    """Bytes read so far, directly and not, and the latencies (seconds) of the reads."""
+
+    direct: int = 0
+    cached: int = 0
+    submit_seconds: list[float] = field(default_factory=list)
+    complete_seconds: list[float] = field(default_factory=list)
+
+
+class Pump:
+    """Reads blocks of a file. Used by one thread; blocks are delivered on the engine's threads.
+
+    The first error ends it: then only `close` may follow.
+
+    Attributes:
+        policy: how ranges of the file are read.
+        counts: what was read.
+        ring: pinned staging buffers, after `stage_in`.
+        size: bytes of the file.
+        block_size: bytes of a staging buffer.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        size: int,
+        config: Config,
+        on_progress: Callable[[int], None] | None = None,
+        owner: object = None,
+        crew: Crew | None = None,
+    ) -> None:
+        """Read from descriptor `fd`, which stays the caller's, up to byte `size`.
+
+        Args:
+            owner: kept as long as the descriptor is read from.
+            crew: where the engine comes from; by default it is a new one.
+
+        Raises:
+            EngineUnavailableError: the configured engine cannot read here.
+        """
+        self.counts = ReadCounts()
+        self.ring: Ring | None = None
+        self.size = size
+        self.block_size = config.block_size
+        self._fd = fd
+        self._config = config
+        self._on_progress = on_progress
+        self._owner = owner
+        self._in_flight = 0
+        self._batch: list[Request] = []
+        self._crew = crew
+        self._hand: Hand | None = engage(config) if crew is None else crew.take(config)
+        try:
+            self.policy = ReadPolicy(fd, size, config)
+        except BaseException:
+            self._hand.close()
+            raise
+
+    @property
+    def _working(self) -> Hand:
+        if self._hand is None:
+            raise ValueError("I/O operation on closed file.")
+        return self._hand
+
+    @property
+    def engine_name(self) -> str:
+        return self._working.engine.name
+
+    @property
+    def takes_any_memory(self) -> bool:
+        """Whether blocks may come to memory of their own."""
+        return self._working.engine.capabilities.any_memory
+
+    @property
+    def range_size(self) -> int:
+        """Bytes of the ranges of the file of which each is read by itself."""
+        policy = self.policy
+        if not self.takes_any_memory or policy.lanes or policy.past_host is not None:
+            return self.block_size
+        if policy.never_direct:
+            return SCATTERED_BLOCK
+        return self.block_size * STRAIGHT_BLOCKS
+
+    @property
+    def fallback(self) -> str | None:
+        """Why there is no direct I/O although it is wanted."""
+        return self.policy.fallback
+
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer type taken for blocks to devices, and why."""
+        return self.policy.transfer
+
+    def rest(self) -> None:
+        """Give the engine back to the crew until `wake`; nothing is in flight."""
+        hand, self._hand = self._hand, None
+        if hand is not None and self._crew is not None:
+            self._crew.give(self._config, hand)
+
+    def wake(self) -> None:
+        """Take an engine of the crew again.
+
+        Raises:
+            EngineUnavailableError: the configured engine cannot read here.
+        """
+        if self._hand is None and self._crew is not None:
+            self._hand = self._crew.take(self._config)
+
+    def stage_in(
+        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
+    ) -> None:
+        """Use the buffers of a ring as staging buffers from here on; it is closed with this.
+
+        Args:
+            ring: where blocks for devices pass through that do not go past the host, if any do.
+            places: the devices.
+            taken: the transfer type of those blocks.
+        """
+        self.ring = ring
+        self.policy.serve_devices(ring, places, taken, self._working.engine)
+
+    def join(self, places: Collection[torch.device]) -> None:
+        """Get ready for blocks for more devices, or later ones, after `stage_in`."""
+        if self.ring is not None:
+            self.ring.join(places)
+        if self.policy.past_host is not None:
+            self.policy.past_host.join(places)
+
+    # -- many blocks ---------------------------------------------------------------------------
+
+    def expect(self, first: int, stop: int, nbytes: int) -> None:
+        """Get ready for `nbytes` bytes of range [first, stop), read in the order of the file."""
+        if self.takes_any_memory:
+            self.policy.open_lanes(first, stop, nbytes)
+
+    def pour(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
+        """Read blocks that come in the order of the file; returns when all have been delivered.
+
+        Args:
+            blocks: None among them: nothing more is known now, what is held back must be read.
+            until: once it returns True, no more is read.
+
+        Raises:
+            OSError: a read failed.
+            CorruptCheckpointError: the file is shorter than it was.
+        """
+        for block in self._ordered(blocks):
+            if until is not None and until():
+                return
+            self.put(block)
+        if until is None or not until():
+            self.drain()
+            self.policy.close_lanes()
+
+    def _ordered(self, blocks: Iterable[Block | None]) -> Iterator[Block]:
+        """Return blocks in the order in which they are to be read."""
+        lanes = len(self.policy.lanes)
+        if lanes:
+            return in_turns(blocks, lanes)
+        return (block for block in blocks if block is not None)
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks given that have not been reaped."""
+        return self._in_flight + len(self._batch)
+
+    def put(self, block: Block) -> None:
+        """Queue a block; waits for others if the queue is full.
+
+        Raises:
+            OSError: a read failed.
+            CorruptCheckpointError: the file is shorter than it was.
+        """
+        depth = len(self.policy.lanes) or self._config.queue_depth
+        while self.in_flight >= depth:
+            self.reap()
+        self._batch.append(self._request(block))
+
+    def drain(self) -> None:
+        """Wait until all blocks have delivered."""
+        while self.in_flight:
+            self.reap()
+
+    def flush(self) -> None:
+        """Start what is queued."""
+        if self._batch:
+            batch, self._batch = self._batch, []
+            self._in_flight += len(batch)
+            self._working.engine.submit(batch)
+
+    def reap(self) -> None:
+        """Wait for at least one block."""
+        self.flush()
+        for completion in self._working.engine.wait(1):
+            self._in_flight -= 1
+            self._complete(completion)
+
+    def close(self) -> None:
+        """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
+        engine = [self._hand.close] if self._hand is not None else []
+        finish(*engine, self.policy.close, self._free)
+
+    def _free(self) -> None:
+        self._batch = []
+        self._in_flight = 0
+        self._owner = None
+        if self.ring is not None:
+            self.ring.close()
+
+    # -- one block -----------------------------------------------------------------------------
+
+    def _request(self, block: Block) -> Request:
+        policy, length = self.policy, block.length
+        fd = policy.descriptor(block.offset)
+        pieces: Sequence[memoryview] | None = None
+        move: Callable[[Request], int] | None = None
+        match block.into:
+            case InPieces(views):
+                buffer, pieces = _NOTHING, views
+            case InMemory(memory):
+                buffer = memory
+            case OnDevice(target) if policy.past_host is not None:
+                buffer = self._staging_buffer()
+                move = policy.past_host.read(buffer, target, block.offset)
+            case _:
+                buffer = self._staging_buffer()
+        aligned = length - length % policy.alignment
+        if block.direct and aligned and not (block.offset | buffer.address) % policy.alignment:
+            fd, length = policy.direct_fd, aligned
+        return Request(
+            Op.READ, fd, block.offset, length, buffer,
+            tag=block, finish=self._finish, pieces=pieces, move=move,
+        )  # fmt: skip
+
+    @property
+    def _pool(self) -> BufferPool:
+        return self._working.pool if self.ring is None else self.ring
+
+    def _staging_buffer(self) -> Buffer:
+        pool = self._pool
+        while not pool.free:
+            self.reap()
+        return pool.take()
+
+    def _finish(self, request: Request, moved: int) -> None:
+        """Read what is not aligned at the file's end, and deliver the block."""
+        block: Block = request.tag
+        if request.move is not None:
+            return  # the device has all of it
+        request.length = block.length
+        while moved < block.length:
+            got = preadv(self._fd, request.rest(moved), block.offset + moved)
+            if got == 0:
+                raise CorruptCheckpointError(
+                    "the file became shorter while it was read", offset=block.offset + moved
+                )
+            moved += got
+        with trace.step("deliver"):
+            block.deliver(request.view, request.buffer.address)
+
+    def _complete(self, completion: Completion) -> None:
+        request, error = completion.request, completion.error
+        block: Block = request.tag
+        direct = request.fd == self.policy.direct_fd or request.move is not None
+        if error is not None:
+            self._recover(request, error, direct)
+            direct = False
+        if not isinstance(block.into, InMemory | InPieces):
+            self._pool.give(request.buffer)
+        self._count(request, direct)
+        if self._on_progress is not None:
+            self._on_progress(block.length)
+
+    def _recover(self, request: Request, error: BaseException, direct: bool) -> None:
+        """Read a block through the page cache after direct I/O failed, or say that it is lost."""
+        fail = request.tag.fail
+        # `done` is set: it was not the read that failed, but the delivery
+        if not isinstance(error, OSError) or (request.times[2] and fail is None):
+            raise error
+        refused = direct and error.errno == errno.EINVAL
+        if refused:
+            self.policy.refuse_direct()
+        elif fail is None:
+            raise error
+        try:
+            if not direct:
+                raise error
+            self._finish(request, 0)
+        except OSError as lost:
+            if fail is None:
+                raise
+            fail(lost)
+
+    def _count(self, request: Request, direct: bool) -> None:
+        counts, length = self.counts, request.tag.length
+        if direct:
+            counts.direct += length
+        else:
+            counts.cached += length
+        queued, started, done = request.times
+        if trace.listener is not None:
+            trace.block(request.times)
+        if done:
+            counts.submit_seconds.append(started - queued)
+            counts.complete_seconds.append(done - started)

@@ -1,0 +1,262 @@
+"""The route of a file's blocks: decided before the first one, changed between two of them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpus import MIB
+
+from fastserial.config import MAX_BLOCK, Config
+from fastserial.engines import Completion, Op, Request, capabilities_of
+from fastserial.engines.base import Capabilities
+from fastserial.engines.null import NullEngine
+from fastserial.engines.threads import ThreadsEngine
+from fastserial.files import caching, device_speed
+from fastserial.formats.extents import Extent, Literal
+from fastserial.memory.buffers import BufferPool
+from fastserial.saving import route as routes
+from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.route import OutputFile, Route, choose_route
+
+BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3, "threads": 2}
+
+
+@pytest.fixture
+def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A new file on a device that nobody measured."""
+    monkeypatch.setattr(device_speed, "_verdicts", {})
+    found = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    yield found
+    os.close(found)
+
+
+def chosen(
+    fd: int, expected: int | None = None, may_be_locked: bool = False, **options: Any
+) -> Route:
+    file = OutputFile(fd, may_be_locked)
+    try:
+        return choose_route(file, Config(**options), expected)
+    finally:
+        file.close()
+
+
+def need_direct(fd: int) -> None:
+    if chosen(fd, direct=True).kind != "direct":
+        pytest.skip("no direct I/O here")
+
+
+def measured(fd: int, fast: bool, short: bool = False) -> None:
+    verdict = device_speed._Verdict(fast, time.perf_counter())
+    device_speed._verdicts[os.fstat(fd).st_dev, short] = verdict
+
+
+class OwnMemory(ThreadsEngine):
+    """As an engine that only moves its own buffers."""
+
+    capabilities = Capabilities(any_memory=False)
+
+
+def test_options_decide(fd: int) -> None:
+    need_direct(fd)
+    assert chosen(fd, direct=True).kind == "direct"
+    assert chosen(fd, cache="drop").kind == "direct"
+    assert chosen(fd, cache="keep").kind == "cached"
+    assert chosen(fd, cache="drop", direct=False).kind == "cached"
+    assert chosen(fd, transfer="cpu_cached_gpu").kind == "cached"
+    assert chosen(fd, engine=OwnMemory).kind == "direct"
+    assert chosen(fd).kind == "trial"
+
+
+def test_so_does_what_the_device_was(fd: int) -> None:
+    need_direct(fd)
+    measured(fd, fast=False)
+    assert chosen(fd).kind == "cached"
+    measured(fd, fast=True, short=True)
+    assert chosen(fd, MIB).kind == "direct"
+    assert chosen(fd, 64 * MIB).kind == "cached"
+    measured(fd, fast=True)
+    assert chosen(fd, 64 * MIB).kind == "direct"
+
+
+def test_what_does_not_fit_in_memory_goes_past_the_cache(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_direct(fd)
+    monkeypatch.setattr(caching, "available_bytes", lambda: 100 * MIB)
+    assert chosen(fd, 99 * MIB).kind == "trial"
+    assert chosen(fd, 101 * MIB).kind == "direct"
+    assert chosen(fd, 101 * MIB, cache="keep").kind == "cached"
+
+
+def test_a_short_file_starts_no_more_than_it_uses(fd: int) -> None:
+    sizes = {"block_size": MIB, "queue_depth": 6, "threads": 4}
+    for nbytes, depth, threads in ((None, 6, 4), (0, 1, 1), (5 * MIB, 5, 4), (2 * MIB + 1, 3, 3)):
+        route = chosen(fd, nbytes, **sizes)
+        assert (route.queue_depth, route.threads) == (depth, threads)
+        assert route.block_size == MIB
+
+
+def test_the_device_begins_at_once_where_the_save_waits_for_it(fd: int) -> None:
+    need_direct(fd)
+    assert chosen(fd, cache="keep").writeback
+    assert not chosen(fd, cache="keep", durable=False).writeback
+    assert not chosen(fd, cache="keep", may_be_locked=True).writeback
+    assert not chosen(fd, direct=False).writeback
+
+
+@pytest.mark.parametrize("compression", list(routes.Compression))
+def test_a_file_that_is_compressed(
+    fd: int, monkeypatch: pytest.MonkeyPatch, compression: routes.Compression
+) -> None:
+    """Nothing is reserved, and it goes as it is compressed, unless direct I/O is asked for."""
+    need_direct(fd)
+    assert chosen(fd).reserve
+    assert not chosen(fd, preallocate=False).reserve
+    monkeypatch.setattr(routes, "compression_of", lambda fd: compression)
+    route = chosen(fd, cache="drop")
+    assert not route.reserve
+    if compression is routes.Compression.THROUGH_CACHE:
+        assert route.kind == "cached"
+        assert "compresses" in str(route.fallback)
+    else:
+        assert (route.kind, route.fallback) == ("direct", None)
+    assert (chosen(fd, direct=True).kind, chosen(fd, direct=True).reserve) == ("direct", True)
+
+
+def test_a_lock_is_asked_for_only_where_somebody_may_have_one(fd: int) -> None:
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    assert "lockf" in str(chosen(fd, direct=True, may_be_locked=True).fallback)
+    assert chosen(fd, direct=False, may_be_locked=True).fallback is None
+
+
+def test_a_route_is_a_value(fd: int) -> None:
+    route = chosen(fd, block_size=2 * MIB, queue_depth=6, cache="keep")
+    with pytest.raises(FrozenInstanceError):
+        route.kind = "direct"  # type: ignore[misc]
+    alone = route.alone()
+    assert (alone.queue_depth, alone.threads) == (1, 0)
+    assert alone.block_size == alone.chunk == 12 * MIB
+    assert alone.kind == route.kind
+    assert chosen(fd, block_size=MAX_BLOCK).alone().block_size == MAX_BLOCK
+
+
+def test_what_engines_can_do() -> None:
+    assert capabilities_of("threads") == ThreadsEngine.capabilities
+    assert capabilities_of(NullEngine) == NullEngine.capabilities
+    assert capabilities_of(partial(OwnMemory, prepare_here=True)) == OwnMemory.capabilities
+    assert capabilities_of(lambda threads: ThreadsEngine(threads)) == Capabilities()
+
+
+@pytest.mark.parametrize("prepare_here", [True, False])
+def test_without_threads_the_submitting_one_moves_the_blocks(fd: int, prepare_here: bool) -> None:
+    ran: list[int] = []
+    engine = ThreadsEngine(0, prepare_here)
+    pool = engine.allocate(1, 4096)
+    engine.open(pool.buffers, 1)
+    buffer = pool.take()
+    buffer.view[:3] = b"abc"
+    request = Request(Op.WRITE, fd, 5, 3, buffer, lambda _: ran.append(threading.get_ident()))
+    engine.submit([request])
+    assert [done.transferred for done in engine.wait(1)] == [3]
+    engine.close()
+    assert ran == [threading.get_ident()]
+    assert os.pread(fd, 9, 0) == bytes(5) + b"abc"
+
+
+def write(fd: int, data: bytes, config: Config) -> ExtentWriter:
+    out = ExtentWriter(fd, config)
+    try:
+        out.expect(len(data), 0)
+        half = len(data) // 2
+        out.write([Extent(0, half, Literal(data[:half]))])
+        out.write([Extent(half, len(data) - half, Literal(data[half:]))])
+        out.finish()
+    finally:
+        out.close()
+    assert os.pread(fd, len(data) + 1, 0) == data
+    return out
+
+
+@pytest.mark.parametrize("error", [MemoryError("none"), OSError(errno.ENOMEM, "none")])
+def test_without_memory_for_an_engine(
+    fd: int, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def allocate(engine: ThreadsEngine, count: int, nbytes: int) -> BufferPool:
+        tried.append(count)
+        raise error
+
+    tried: list[int] = []
+    monkeypatch.setattr(ThreadsEngine, "allocate", allocate)
+    outcome = write(fd, os.urandom(1_000_000), Config(**BLOCKS)).outcome
+    assert tried == [3]
+    assert "block by block: " in str(outcome.fallback)
+    assert (outcome.engine, outcome.direct) == ("buffered", False)
+    assert outcome.plain_bytes == 1_000_000
+
+
+def test_an_error_of_an_engine_is_no_want_of_memory(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[BufferPool] = []
+
+    def open_engine(engine: ThreadsEngine, buffers: Any, queue_depth: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    def allocate(engine: ThreadsEngine, count: int, nbytes: int) -> BufferPool:
+        pools.append(BufferPool(count, nbytes))
+        return pools[-1]
+
+    monkeypatch.setattr(ThreadsEngine, "open", open_engine)
+    monkeypatch.setattr(ThreadsEngine, "allocate", allocate)
+    with pytest.raises(OSError, match="broken"):
+        write(fd, bytes(1_000_000), Config(**BLOCKS))
+    assert [pool.free for pool in pools] == [0]  # it was given back
+
+
+def test_direct_writes_that_are_refused_all_go_through_the_cache(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_direct(fd)
+
+    def refuse(request: Request) -> Completion:
+        if request.fd != fd:
+            refused.append(request)
+            return Completion(request, 0, OSError(errno.EINVAL, "Invalid argument"))
+        return serve(request)
+
+    serve, refused = ThreadsEngine._serve, list[Request]()
+    monkeypatch.setattr(ThreadsEngine, "_serve", staticmethod(refuse))
+    outcome = write(fd, os.urandom(2_000_000), Config(**BLOCKS, direct=True)).outcome
+    assert 1 <= len(refused) <= 2 * BLOCKS["queue_depth"]
+    assert not outcome.direct
+    assert "refused" in str(outcome.fallback)
+    assert outcome.engine_bytes + outcome.plain_bytes == 2_000_000
+
+
+def test_space_is_reserved_anew_for_what_comes_later(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(routes.linux, "preallocate", lambda *place: reserved.append(place))
+    out = ExtentWriter(fd, Config(**{**BLOCKS, "small_file": 1000}))
+    try:
+        out.expect(900, 7)
+        out.expect(200_000, 7)
+        assert reserved == []  # before it is known how
+        out.write([Extent(7, 200_000, Literal(bytes(200_000)))])
+        assert reserved == [(fd, 7, 200_000)]
+        out.expect(300_000, 7)
+        out.expect(400_000)  # which has holes
+        assert reserved == [(fd, 7, 200_000), (fd, 7, 300_000)]
+    finally:
+        out.close()
