@@ -17,6 +17,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -389,7 +390,8 @@ class _Runner:
         if report is None:
             raise BenchError(f"{path} was not written")
         taken = Transfer(report.transfer, report.transfer_why)
-        return used.sample(report.bytes, report.complete, _fallback(config, taken, report.fallback))
+        fallback = _fallback(config, taken, report.fallback)
+        return replace(used, nbytes=report.bytes, latency=report.complete, fallback=fallback)
 
     def _read(self, path: Path, transfer: str, config: Config) -> Sample:
         """Read a file that is not in the page cache, and compare.
@@ -413,7 +415,7 @@ class _Runner:
             raise BenchError(f"what was read with {config} is not what was written")
         latency = Latency.of(reader.blocks.counts.complete_seconds)
         fallback = _fallback(config, reader.transfer, reader.blocks.fallback)
-        return used.sample(target.nbytes, latency, fallback)
+        return replace(used, nbytes=target.nbytes, latency=latency, fallback=fallback)
 
 
 def _fallback(config: Config, taken: Transfer, fallback: str | None) -> str | None:
