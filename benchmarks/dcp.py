@@ -224,23 +224,21 @@ def _kinds(case: str) -> list[_Kind]:
             _stock_kind(f"{_STOCK}, CRC off", crc=False),
             _stock_kind(f"{_STOCK}, 2 threads, CRC off", crc=False, thread_count=2),
             _stock_kind(f"{_STOCK}, copies ahead", per_thread_copy_ahead=_COPY_AHEAD),
-            _our_kind("dcp"),
-            _our_kind("packed"),
+            _our_kind(),
         ]
     if case != _PLANNING:
-        ours = [_our_kind(form, anew) for form in ("dcp", "packed") for anew in (True, False)]
-        return [_stock_kind(_STOCK), *ours]
+        return [_stock_kind(_STOCK), _our_kind(anew=True), _our_kind()]
     kinds = [_stock_kind(_STOCK)]
     if "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters:
         caching = partial(DefaultSavePlanner, enable_plan_caching=True)
         kinds.append(_stock_kind(f"{_STOCK}, plan caching", planner=caching))
-    return [*kinds, _our_kind("dcp", anew=True), _our_kind("dcp")]
+    return [*kinds, _our_kind(anew=True), _our_kind()]
 
 
-def _our_kind(form: Any, anew: bool = False) -> _Kind:
+def _our_kind(anew: bool = False) -> _Kind:
     return _Kind(
-        f'fastserial, "{form}"{", first save" * anew}',
-        lambda path: FastStorageWriter(path, format=form),
+        f"fastserial{', first save' * anew}",
+        FastStorageWriter,
         FastStorageReader,
         FastSavePlanner,
         FastLoadPlanner,

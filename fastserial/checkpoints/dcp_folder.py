@@ -14,7 +14,7 @@ from fastserial.errors import (
     CorruptCheckpointError,
     PickleLimitError,
 )
-from fastserial.formats.dcp import HEADS, METADATA_NAME, Metadata, parse
+from fastserial.formats.dcp import METADATA_NAME, Metadata, parse
 from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
@@ -87,10 +87,10 @@ def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
 def _looks_like_metadata(path: str) -> bool:
     try:
         with Descriptors() as files:
-            head = os.pread(files.open(path, os.O_RDONLY | os.O_NONBLOCK), len(HEADS[-1]), 0)
+            head = os.pread(files.open(path, os.O_RDONLY | os.O_NONBLOCK), 1, 0)
     except OSError:
         return False
-    return head.startswith(HEADS)
+    return head == b"\x80"  # of a pickle
 
 
 def read_metadata(path: str, name: str) -> Metadata:

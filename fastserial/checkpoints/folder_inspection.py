@@ -50,7 +50,7 @@ def inspect_folder(path: str) -> Inspection:
                 notes.append(f"tensor {key}{of}: {text}")
     return Inspection(
         path=path,
-        format="dcp packed" if first.packed else "dcp",
+        format="dcp",
         bytes=sum(size or 0 for size in sizes.values()),
         hints=tuple(_hints(first, len(items), len(needed), len(found))),
         archive_name=None,

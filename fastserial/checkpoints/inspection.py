@@ -50,7 +50,7 @@ class Inspection(BoundedRepr):
 
     Attributes:
         path: the file or folder.
-        format: `zip`, `legacy`, `safetensors`, `dcp`, `dcp packed` or `torch_checkpointing`.
+        format: `zip`, `legacy`, `safetensors`, `dcp` or `torch_checkpointing`.
         bytes: size of the file, or of the folder's files.
         hints: what the file says about the torch that wrote it.
         archive_name: the folder in the names of the records (zip).

@@ -23,7 +23,6 @@ class Target(str, Enum):
     legacy = "legacy"
     safetensors = "safetensors"
     dcp = "dcp"
-    packed = "packed"
 
 
 def convert(
@@ -54,7 +53,7 @@ def convert(
 ) -> None:
     """Write a checkpoint in another container. Runs no code of untrusted pickles.
 
-    `dcp` and `packed` are folders for torch.distributed.checkpoint.
+    `dcp` is a folder for torch.distributed.checkpoint.
 
     Exit status: 0, 1 if the source is damaged, 2 if it cannot be read or represented there; what
     was at the target is intact then.

@@ -98,7 +98,7 @@ def files_of(path: Path) -> Iterator[str]:
         yield str(path)
 
 
-_UNITS = {"dcp": "item", "dcp packed": "item", "safetensors": "tensor", "file list": "file"}
+_UNITS = {"dcp": "item", "safetensors": "tensor", "file list": "file"}
 _COLORS = {"ok": "green", "damaged": "red", "unreadable": "yellow"}
 
 

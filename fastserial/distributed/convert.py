@@ -17,8 +17,7 @@ from fastserial.patching.install import patched
 
 __all__ = ["Container", "Converted", "convert"]
 
-Container = Literal["zip", "legacy", "safetensors", "dcp", "packed"]
-_FOLDERS = ("dcp", "packed")
+Container = Literal["zip", "legacy", "safetensors", "dcp"]
 _SHOWN = 5  # names of files
 
 
@@ -44,8 +43,8 @@ def convert(
             folder; a folder of torch.distributed.checkpoint or of torch_checkpointing, whose items
             are the first level of the result.
         target: the new file or folder.
-        to: its container; by default safetensors or zip, by the target's name. `dcp` and `packed`
-            are the formats of `FastStorageWriter`.
+        to: its container; by default safetensors or zip, by the target's name. `dcp` is a folder,
+            as `FastStorageWriter` writes it.
         key: convert the part of it under this key, such as `model`; nested keys and places in
             lists joined by dots, as `inspect` shows them.
         copy_shared: write tensors that share memory, which safetensors cannot tell, several times.
@@ -82,7 +81,7 @@ def convert(
             refuse_damaged(os.path.join(name, file), config=config)
     elif verify and from_folder:
         refuse_damaged(name, config=config)
-    folders = from_folder or container in _FOLDERS
+    folders = from_folder or container == "dcp"
     if folders and os.path.abspath(name) == os.path.abspath(path):
         raise ConvertError(f"{path}: source and target are the same")
     if folder is not None and os.path.realpath(name) == os.path.dirname(os.path.realpath(path)):
@@ -92,10 +91,10 @@ def convert(
         key = ""
     try:
         settings = config or current()
-        if container in _FOLDERS:
+        if container == "dcp":
             from fastserial.distributed.dcp.convert import write_folder
 
-            return write_folder(opened, name, path, container, key, settings)
+            return write_folder(opened, name, path, key, settings)
         return write_source(
             opened,
             path,

@@ -18,10 +18,10 @@ import torch
 
 from fastserial.checkpoints.mapped import Mapped, map_checkpoint
 from fastserial.checksums import crc32
-from fastserial.distributed.walk import sequence_like
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
+from fastserial.nests import sequence_like
 
 __all__ = [
     "FileIndex",

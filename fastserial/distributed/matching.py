@@ -11,12 +11,12 @@ import torch
 from fastserial.distributed.file_index import FileTensor, is_plain_tuple
 from fastserial.distributed.pieces import Holding, as_dtensor, holding
 from fastserial.distributed.states import LiveState
-from fastserial.distributed.walk import is_leaf, is_live, live, sequence_like
+from fastserial.distributed.walk import is_leaf, is_live, live
 from fastserial.errors import LoadMismatchError
+from fastserial.nests import Path, is_container, sequence_like, walk
 
 __all__ = ["Job", "Match", "Path", "file_leaves", "path_name", "unused"]
 
-Path = tuple[Any, ...]
 _Put = Callable[[Any], None]
 _LISTS = (list, tuple)
 
@@ -60,7 +60,7 @@ class Match:
         Raises:
             TypeError: it is nothing that could be filled.
         """
-        if not (is_leaf(into) or is_live(into) or isinstance(into, Mapping | list | tuple)):
+        if not (is_leaf(into) or is_live(into) or is_container(into)):
             raise TypeError(
                 "load fills tensors, modules, optimizers, or dictionaries and lists of them, "
                 f"not a {type(into).__name__}"
@@ -295,18 +295,10 @@ def _are_values(into: Any, there: Any) -> bool:
 
 def _holds_tensors(value: Any) -> bool:
     """Tell whether a tensor, module or optimizer is in a container."""
-    seen: set[int] = set()
-    below = [value]
-    for container in below:  # which grows
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
-        for item in container.values() if isinstance(container, Mapping) else container:
-            if isinstance(item, FileTensor) or is_leaf(item) or is_live(item):
-                return True
-            if isinstance(item, Mapping | list | tuple):
-                below.append(item)
-    return False
+    return any(
+        isinstance(item, FileTensor) or is_leaf(item) or is_live(item)
+        for _, item in walk(value, once=True, objects=True)
+    )
 
 
 def _fits(parameter: torch.Tensor, state: Any) -> bool:

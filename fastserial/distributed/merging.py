@@ -19,8 +19,8 @@ from fastserial.distributed.flat_shard import FlatShard
 from fastserial.distributed.group import Traffic
 from fastserial.distributed.joined import Described, Joined
 from fastserial.distributed.pieces import Mesh, as_dtensor, holding, oddity
-from fastserial.distributed.walk import sequence_like
 from fastserial.errors import LoadMismatchError
+from fastserial.nests import sequence_like
 
 __all__ = ["merged"]
 

@@ -17,9 +17,9 @@ from fastserial.checkpoints.mapped_source import MappedSource
 from fastserial.checkpoints.rank_folder import RANK_FOLDER, RankFolder
 from fastserial.distributed.assembled import Assembled
 from fastserial.distributed.rank_tensors import RankTensors
-from fastserial.distributed.walk import sequence_like
 from fastserial.errors import ConvertError
 from fastserial.memory.storages import Memory
+from fastserial.nests import sequence_like
 
 __all__ = ["RankSource"]
 

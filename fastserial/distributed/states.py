@@ -10,7 +10,7 @@ with zeros, and training would not be what it is without a checkpoint. It is lef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fastserial.distributed.pieces import as_dtensor
 from fastserial.errors import ConfigError
+from fastserial.nests import walk
 
 __all__ = ["LiveState", "module_of", "state_of_module", "state_of_optimizer"]
 
@@ -89,8 +90,8 @@ def module_of(optimizer: Optimizer, modules: list[nn.Module], nest: object) -> n
             return module
     joined = nn.Module()
     where = ""
-    for path, found in _flat(nest, (), set()):
-        name = "/".join(path)  # a dot would be one between a module and its parameter
+    for path, found in walk(nest, once=True, objects=True):
+        name = "/".join(map(str, path))  # a dot would be one between a module and its parameter
         if found is optimizer:
             where = name
         name += "_" * hasattr(joined, name)  # such as `train`
@@ -109,19 +110,6 @@ def module_of(optimizer: Optimizer, modules: list[nn.Module], nest: object) -> n
                 'optimizer: {"model": model, "log_alpha": log_alpha, "optimizer": optimizer}'
             )
     return joined
-
-
-def _flat(
-    value: Any, path: tuple[str, ...], seen: set[int]
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what is in a nest's dictionaries, lists and tuples, with its keys."""
-    if isinstance(value, nn.Module) or not isinstance(value, Mapping | list | tuple):
-        yield path, value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _flat(item, (*path, str(key)), seen)
 
 
 class LiveState:

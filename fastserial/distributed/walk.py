@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from fastserial.distributed.joined import Joined
 from fastserial.distributed.pieces import as_dtensor
 from fastserial.distributed.states import module_of, state_of_module, state_of_optimizer
 from fastserial.errors import ConfigError
+from fastserial.nests import is_container, is_object, items_of, rebuilt, walk, with_items
 from fastserial.overlap.watch import all_storages
 
 __all__ = [
@@ -25,11 +25,9 @@ __all__ = [
     "leaves",
     "live",
     "optimizers",
-    "sequence_like",
     "states",
 ]
 
-_CONTAINERS = (Mapping, list, tuple)
 # Dictionaries whose keys name things. A Counter is a value as a whole, as is a dictionary without
 # tensors that has other keys than these, or more than anybody would give names to.
 _NAMING = (dict, OrderedDict)
@@ -106,7 +104,7 @@ def leaves(obj: object) -> Leaves:
     found = Leaves()
     if is_leaf(obj):
         found.add("", ["the object"], [obj])
-    elif isinstance(obj, _CONTAINERS):
+    elif is_container(obj):
         _collect("", obj, set(), {}, found)
     return found
 
@@ -163,9 +161,8 @@ def _kinds_of(values: Collection[Any], kinds: dict[type, int]) -> set[int]:
 def _kind_of(value: object) -> int:
     if is_leaf(value):
         return _LEAF
-    kind = _CONTAINER * isinstance(value, _CONTAINERS) + _LIVE * is_live(value)
-    stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return kind or _STATEFUL * (stateful and not isinstance(value, type))
+    kind = _CONTAINER * is_container(value) + _LIVE * is_live(value)
+    return kind or _STATEFUL * is_object(value)
 
 
 def _items(container: Any) -> tuple[list[Any], list[Any]]:
@@ -209,19 +206,12 @@ def live(value: object) -> list[Any]:
 
 def _stateful(nest: Any, wanted: Any) -> str:
     """Return why an object in a nest cannot be saved or filled, with the path to it."""
-    path = ""
-    below: list[tuple[str, Any]] = [("the object", nest)]
-    seen: set[int] = set()
-    for name, value in below:  # which grows
-        if value is wanted:
-            path = name
-            break
-        if isinstance(value, _CONTAINERS) and id(value) not in seen:
-            seen.add(id(value))
-            before = f"{name}." if value is not nest else ""
-            below += [(f"{before}{key}", item) for key, item in zip(*_items(value), strict=True)]
+    path = next(
+        (path for path, value in walk(nest, once=True, objects=True) if value is wanted), ()
+    )
+    name = ".".join(map(str, path)) or "the object"
     return (
-        f"{path} is a {type(wanted).__name__}, of which ranks save and load the state only: give "
+        f"{name} is a {type(wanted).__name__}, of which ranks save and load the state only: give "
         "its state_dict(), and call its load_state_dict() with what was loaded"
     )
 
@@ -265,32 +255,16 @@ def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:
     """
     if id(value) in made:
         return made[id(value)]
-    if not isinstance(value, _CONTAINERS):
+    if not is_container(value):
         return value
     if id(value) in done:
         return done[id(value)]
     done[id(value)] = value
-    if isinstance(value, Mapping):
-        items = {key: _replaced(item, made, done) for key, item in value.items()}
-        if any(items[key] is not item for key, item in value.items()):
-            changed: Any = copy.copy(value)
-            for key, item in items.items():
-                changed[key] = item
-            done[id(value)] = changed
-        return done[id(value)]
-    rebuilt = [_replaced(item, made, done) for item in value]
-    if any(new is not old for new, old in zip(rebuilt, value, strict=True)):
-        done[id(value)] = sequence_like(value, rebuilt)
+    before = [item for _, item in items_of(value)]
+    items = [_replaced(item, made, done) for item in before]
+    if any(new is not old for new, old in zip(items, before, strict=True)):
+        done[id(value)] = with_items(value, items)
     return done[id(value)]
-
-
-def sequence_like(value: Any, items: list[Any]) -> Any:
-    """Return a list or tuple of a value's type, with other items."""
-    if isinstance(value, list):
-        changed = copy.copy(value)
-        changed[:] = items
-        return changed
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _state(value: Any, modules: list[torch.nn.Module], nest: object) -> Any:
@@ -304,5 +278,5 @@ def _rebuilt(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rebuilt(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return sequence_like(value, [_rebuilt(item) for item in value])
+        return rebuilt(value, _rebuilt)
     return value.detach() if as_dtensor(value) is not None else value

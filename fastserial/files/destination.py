@@ -38,7 +38,7 @@ def open_destination(
 
         found = open_destination("model.pt", durable=True)
         if isinstance(found, StockWay):
-            print(found.reason)  # such as "the file is a mount point"
+            print(found.reason)  # such as "the file is a mount point"; it knows a remedy
 
     At the target nothing changes before `commit`; who does not get so far calls `discard`.
 
@@ -107,9 +107,10 @@ def required(found: _Opened | StockWay, given: Any) -> _Opened:
     if not isinstance(found, StockWay):
         return found
     name = os.fsdecode(given) if isinstance(given, str | os.PathLike) else repr(given)
+    remedy = f" ({found.reason.remedy})" if found.reason.remedy else ""
     text = (
-        f"fastserial cannot write this: {found.reason}. Save to another path; torch.save itself "
-        "can write here"
+        f"fastserial cannot write this: {found.reason}{remedy}. Save to another path; torch.save "
+        "itself can write here"
     )
     raise write_error(errno.EINVAL, name, text)
 

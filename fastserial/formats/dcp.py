@@ -1,14 +1,13 @@
 """`.metadata` of torch.distributed.checkpoint: what it says, without unpickling it.
 
-It is a pickle of torch's classes. Ours has a checksum behind it, and one more attribute for each
-item (`Known`); packed, it is compressed, after the names of the files it needs.
+It is a pickle of torch's classes. Ours has a checksum behind it, where unpickling does not look,
+and one more attribute for each item (`Known`).
 """
 
 from __future__ import annotations
 
 import re
 import struct
-import zlib
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from fastserial.formats.source import BytesSource, Source
 from fastserial.formats.storages import ITEM_BYTES
 
 __all__ = [
-    "HEADS",
     "KEPT",
     "METADATA_NAME",
     "NUMBERS",
@@ -31,77 +29,37 @@ __all__ = [
     "Known",
     "Metadata",
     "Stored",
-    "Wrapped",
     "framed",
+    "is_framed",
     "parse",
-    "unframed",
 ]
 
 METADATA_NAME = re.compile(r"(?:__\d+)?\.metadata", re.ASCII)  # of all ranks, or of one
 KEPT = "fastserial"  # an attribute of the metadata: tuples that begin with one of the next two
 NUMBERS, TIES = "numbers", "ties"
-_PACKED = b"fastserial packed checkpoint\n"
 _MARK = b"fastserial"
-HEADS = (b"\x80", _PACKED)  # what such a file begins with
 _TRAILER = struct.Struct("<10sI")
-_LEVEL = 6
-_LARGEST = 1 << 32  # bytes of a pickle that was compressed
 _SECONDS = 600.0
 _BYTES_EACH = 512  # no opcode of one byte costs as many: so the length of the file is the limit
 _CLASSES = "torch.distributed.checkpoint."
 
 
-class Wrapped(NamedTuple):
-    """The pickle in the file.
-
-    Attributes:
-        pickled: its bytes.
-        packed: the items are in the packed format.
-        ours: there was a checksum, and it is right.
-    """
-
-    pickled: bytes
-    packed: bool
-    ours: bool
+def framed(pickled: bytes) -> bytes:
+    """Return the contents of the file for a pickle of the metadata."""
+    return pickled + _TRAILER.pack(_MARK, crc32(pickled))
 
 
-def framed(pickled: bytes, packed: bool, files: list[str]) -> bytes:
-    """Return the contents of the file.
-
-    Args:
-        files: that the checkpoint needs; told if it is packed.
-    """
-    text = pickled
-    if packed:
-        names = "".join(f"{name}\n" for name in files).encode()
-        text = b"".join((_PACKED, names, b"\n", zlib.compress(text, _LEVEL)))
-    return text + _TRAILER.pack(_MARK, crc32(text))
-
-
-def unframed(data: bytes, path: str) -> Wrapped:
-    """Return the pickle in the file.
+def is_framed(data: bytes, path: str) -> bool:
+    """Return whether the contents of the file have a checksum.
 
     Raises:
-        CorruptCheckpointError: the checksum is not that of the contents.
+        CorruptCheckpointError: it is not that of the contents.
     """
     at = len(data) - _TRAILER.size
     mark, crc = _TRAILER.unpack_from(data, at) if at >= 0 else (b"", 0)
-    ours = mark == _MARK
-    if ours and crc32(data[:at]) != crc:
+    if mark == _MARK and crc32(data[:at]) != crc:
         raise CorruptCheckpointError("damaged: its checksum is wrong", path=path)
-    if not data.startswith(_PACKED):
-        return Wrapped(data, False, ours)
-    if not ours:
-        raise CorruptCheckpointError("damaged: it has no checksum", path=path)
-    start = data.find(b"\n\n") + 2
-    try:
-        inflater = zlib.decompressobj()
-        pickled = inflater.decompress(data[start:at], _LARGEST)
-    except zlib.error as error:
-        raise CorruptCheckpointError(f"damaged: {error}", path=path) from error
-    if not inflater.eof:
-        raise CorruptCheckpointError("damaged: it does not come to an end", path=path)
-    return Wrapped(pickled, True, True)
+    return bool(mark == _MARK)
 
 
 class Known(NamedTuple):
@@ -181,7 +139,6 @@ class Metadata:
         items: all parts and values that have a place.
         missing: names of parts and values that have none.
         version: of the layout, as it says.
-        packed: the items are in the packed format.
         ours: it has a checksum (which is right).
         numbers: of keys, where in their path a name of a dictionary was an integer; None if that is
             not known (`convert` notes it).
@@ -195,7 +152,6 @@ class Metadata:
     items: list[Item]
     missing: list[str]
     version: str | None
-    packed: bool
     ours: bool
     globals: tuple[str, ...]
     numbers: dict[str, tuple[int, ...]] | None = None
@@ -210,7 +166,8 @@ def parse(source: Source, path: str) -> Metadata:
         UnreadableCheckpointError: it has opcodes that are not read.
         PickleLimitError: it takes too long.
     """
-    pickled, packed, ours = unframed(source.read_at(0, source.size), path)
+    pickled = source.read_at(0, source.size)
+    ours = is_framed(pickled, path)
     stream = ByteStream(BytesSource(pickled))
     memory = max(1 << 30, _BYTES_EACH * len(pickled))
     limits = Limits(memory, _SECONDS, kept=len(pickled))  # keys may be of any length
@@ -242,9 +199,7 @@ def parse(source: Source, path: str) -> Metadata:
         else:
             items.append(Item(key, None, None, *place))
     names = tuple(sorted(map(str, found.globals)))
-    return Metadata(
-        tensors, values, paths, items, missing, version, packed, ours, names, numbers, ties
-    )
+    return Metadata(tensors, values, paths, items, missing, version, ours, names, numbers, ties)
 
 
 _Place = tuple[str, int, int, "Known | None", bool]

@@ -13,8 +13,8 @@ import torch
 
 from fastserial.errors import ConfigError
 from fastserial.formats.zip.records import PICKLE
+from fastserial.nests import shown, walk
 from fastserial.overlap.asynchronous import size_of
-from fastserial.training.parts import walk
 
 __all__ = ["check_loadable", "warn_of_refused"]
 
@@ -49,9 +49,9 @@ def warn_of_refused(state: Mapping[str, Any], path: str, stacklevel: int) -> Non
     found: dict[type, str] = {}  # where the first one of each type is
     fine: set[type] = {*_SAFE}
 
-    def look(value: Any, path: str) -> None:
-        for where, one in walk(value, path):
-            kind = type(one)
+    def look(value: Any, before: str) -> None:
+        for path, one in walk(value):
+            kind, where = type(one), shown(path, before)
             if isinstance(one, torch.optim.Optimizer):
                 look(one.param_groups, f"{where}.param_groups")
                 look(list(one.state.values()), f"{where}.state")
@@ -64,10 +64,10 @@ def warn_of_refused(state: Mapping[str, Any], path: str, stacklevel: int) -> Non
 
     look(state, "")
     if found:
-        shown = [f"{where} ({kind.__module__}.{kind.__name__})" for kind, where in found.items()]
+        refused = [f"{where} ({kind.__module__}.{kind.__name__})" for kind, where in found.items()]
         warnings.warn(
             f"{path}: resume() will refuse this checkpoint, as weights_only=True does not load "
-            f"{', '.join(shown[:_SHOWN])}. {_REMEDY}",
+            f"{', '.join(refused[:_SHOWN])}. {_REMEDY}",
             UserWarning,
             stacklevel=stacklevel,
         )

@@ -6,14 +6,22 @@ Objects are looked for in dictionaries, lists and tuples, at any depth.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from fastserial.errors import ConfigError, LoadMismatchError
+from fastserial.nests import (
+    is_container,
+    is_object,
+    items_of,
+    rebuilt,
+    sequence_like,
+    shown,
+    walk,
+)
 from fastserial.overlap.guard import storages_of_optimizer
 from fastserial.overlap.watch import all_storages
 from fastserial.training.wrapped import plain, state_of_module, state_to_module
@@ -21,17 +29,13 @@ from fastserial.training.wrapped import plain, state_of_module, state_to_module
 __all__ = [
     "expected_bytes",
     "holds_objects",
-    "is_object",
-    "rebuilt",
     "refuse_unrestorable",
     "restore",
     "state_of",
     "states",
     "steady",
-    "walk",
 ]
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MIXED = (
     "Objects before it may be filled already: resume from another checkpoint, or make them anew, "
     "before you use them"
@@ -39,41 +43,6 @@ _MIXED = (
 
 
 # -- what there is -----------------------------------------------------------------------------
-
-
-def is_object(value: object) -> bool:
-    """Tell whether a value has a state that can be given back to it."""
-    methods = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
-    return all(map(callable, methods)) and not isinstance(value, type)
-
-
-def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a value and what it holds, with paths such as `parts['a'][0]`.
-
-    Containers come before their items; numbers, texts and the like in them are left out. Objects
-    are not looked into.
-    """
-    above: set[int] = set()
-
-    def visit(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-        yield path, value
-        items = [] if id(value) in above else _items(value)
-        if all(type(item) in _PLAIN for _, item in items):
-            return
-        above.add(id(value))
-        for key, item in items:
-            if type(item) not in _PLAIN:
-                yield from visit(item, f"{path}[{key!r}]" if path else str(key))
-        above.discard(id(value))
-
-    return visit(value, path)
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    """Return keys and values of a container; nothing of what is none."""
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    return list(value.items()) if isinstance(value, Mapping) and not is_object(value) else []
 
 
 def holds_objects(value: Any) -> bool:
@@ -90,8 +59,8 @@ def refuse_unrestorable(objects: Mapping[str, Any]) -> None:
     for path, value in walk(objects):
         if _is_expanded(value):
             raise ConfigError(
-                f"{path} in `state` is an expanded tensor, into which resume() could not copy: "
-                "pass its clone()"
+                f"{shown(path)} in `state` is an expanded tensor, into which resume() could not "
+                "copy: pass its clone()"
             )
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             kind, rest = "a module", ". A copy that is no object's (an average) goes as dict(...)"
@@ -100,8 +69,8 @@ def refuse_unrestorable(objects: Mapping[str, Any]) -> None:
         else:
             continue
         raise ConfigError(
-            f"{path} in `state` is the state_dict() of {kind}, which resume() could not put back: "
-            f"pass the object, not its state_dict(){rest}"
+            f"{shown(path)} in `state` is the state_dict() of {kind}, which resume() could not put "
+            f"back: pass the object, not its state_dict(){rest}"
         )
 
 
@@ -155,25 +124,6 @@ def state_of(value: Any) -> Any:
     """Return the state of an object."""
     value = plain(value)
     return state_of_module(value) if isinstance(value, torch.nn.Module) else value.state_dict()
-
-
-def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container of the same type with other items."""
-    if isinstance(container, Mapping):
-        changed: Any = copy.copy(container)
-        for key, item in container.items():
-            changed[key] = change(item)
-        return changed
-    items = [change(item) for item in container]
-    if isinstance(container, list):
-        changed = copy.copy(container)
-        changed[:] = items
-        return changed
-    return _tuple_like(container, items)
-
-
-def _tuple_like(value: Any, items: list[Any]) -> Any:
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 # -- restoring ---------------------------------------------------------------------------------
@@ -246,7 +196,8 @@ def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None
 def _refilled(target: Any, state: Any, where: str, done: dict[int, Any]) -> Any:
     """Put a container's state into it: what it holds afterwards is what the file has."""
     holds = holds_objects(target)
-    mine, theirs = dict(_items(target)), dict(_items(state))
+    mine = dict(items_of(target))
+    theirs = dict(items_of(state)) if is_container(state) and not is_object(state) else {}
     if holds and mine.keys() != theirs.keys():
         only = ", ".join(repr(key) for key in mine.keys() ^ theirs.keys())
         raise LoadMismatchError(
@@ -269,7 +220,7 @@ def _refilled(target: Any, state: Any, where: str, done: dict[int, Any]) -> Any:
         target[:] = items
         return target
     same = len(items) == len(mine) and all(map(_is, items, mine.values()))
-    return target if same else _tuple_like(target, items)
+    return target if same else sequence_like(target, items)
 
 
 def _is(one: object, other: object) -> bool:

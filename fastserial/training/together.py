@@ -28,6 +28,7 @@ from fastserial.errors import CheckpointFileError, UnreadableCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
+from fastserial.nests import is_object, rebuilt, walk
 from fastserial.overlap.asynchronous import Kind
 from fastserial.overlap.pending import PendingSave
 from fastserial.training.folder import CheckpointFolder
@@ -35,13 +36,10 @@ from fastserial.training.generators import portable
 from fastserial.training.loadable import check_loadable, warn_of_refused
 from fastserial.training.parts import (
     holds_objects,
-    is_object,
-    rebuilt,
     restore,
     state_of,
     states,
     steady,
-    walk,
 )
 from fastserial.training.way import OWN
 from fastserial.training.wrapped import plain

@@ -27,7 +27,7 @@ from fastserial.distributed.boxes import Box
 from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
 from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 
-WRITERS = ["dcp", "packed", "stock"]
+WRITERS = ["dcp", "stock"]
 
 
 def a_state() -> dict[str, Any]:
@@ -50,7 +50,7 @@ def a_state() -> dict[str, Any]:
 def save(state: dict[str, Any], path: Path, who: str) -> None:
     writer: Any = dcp.FileSystemWriter(path)
     if who != "stock":
-        writer = FastStorageWriter(path, format=who)  # type: ignore[arg-type]
+        writer = FastStorageWriter(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process
         dcp.save(state, storage_writer=writer)
@@ -89,7 +89,7 @@ def test_a_whole_folder(who: str, tmp_path: Path) -> None:
     save(state, folder, who)
     report = verify(folder)
     assert report.status == "ok", report
-    assert report.format == ("dcp packed" if who == "packed" else "dcp")
+    assert report.format == "dcp"
     assert report.records == 11
     assert report.unchecked == 0
     assert report.checked_bytes > 1_800_000
@@ -107,8 +107,6 @@ def test_any_flipped_bit_is_found_and_named(who: str, tmp_path: Path) -> None:
     chance = random.Random(who)
     items = FastStorageReader(tmp_path).read_metadata().storage_data
     inside = {index.fqn: place for index, place in items.items() if place.length}
-    if who == "packed":  # nothing is between its tensors but padding
-        assert "model.empty" not in inside
     for key, place in inside.items():
         for _ in range(5):
             at = place.offset + chance.randrange(place.length)
@@ -151,13 +149,12 @@ def test_damaged_bytes_count_as_checked(who: str, tmp_path: Path) -> None:
 def test_metadata_that_is_damaged_missing_or_of_another_checkpoint(tmp_path: Path) -> None:
     for who in WRITERS:
         save(a_state(), tmp_path / who, who)
-    for who in ("dcp", "packed"):
-        flip(tmp_path / who / ".metadata", 200)
-        report = verify(tmp_path / who)
-        assert [problem.file for problem in report.problems] == [".metadata"]
-        with pytest.raises(CorruptCheckpointError, match="checksum"):
-            inspect(tmp_path / who)
-        flip(tmp_path / who / ".metadata", 200)
+    flip(tmp_path / "dcp" / ".metadata", 200)
+    report = verify(tmp_path / "dcp")
+    assert [problem.file for problem in report.problems] == [".metadata"]
+    with pytest.raises(CorruptCheckpointError, match="checksum"):
+        inspect(tmp_path / "dcp")
+    flip(tmp_path / "dcp" / ".metadata", 200)
     (tmp_path / "dcp" / "__0_0.distcp").rename(tmp_path / "dcp" / "__0_9.distcp")
     report = verify(tmp_path / "dcp")
     assert [(p.kind, p.file) for p in report.problems] == [("missing", "__0_0.distcp")]
@@ -230,7 +227,7 @@ def test_a_file_outside_of_the_folder_is_not_opened(tmp_path: Path) -> None:
 def test_what_is_in_a_folder(who: str, tmp_path: Path) -> None:
     save(a_state(), tmp_path, who)
     found = inspect(tmp_path)
-    assert found.format == ("dcp packed" if who == "packed" else "dcp")
+    assert found.format == "dcp"
     shapes = {tensor.key: (tensor.dtype, tensor.shape) for tensor in found.tensors}
     assert shapes["model.turned"] == ("float32", (500, 600))
     assert shapes["model.half"] == ("bfloat16", (33,))
@@ -259,16 +256,15 @@ def test_to_one_file_and_back(who: str, tmp_path: Path) -> None:
         assert_same(found, state)
         assert found["model"]["turned"].stride() == state["model"]["turned"].stride()
     assert verify(tmp_path / "zip.pt").status == "ok"
-    for to in ("dcp", "packed"):
-        target = tmp_path / f"new {to}"
-        convert(tmp_path / "zip.pt", target, to)  # type: ignore[arg-type]
-        assert verify(target).status == "ok"
-        found = load(a_state() | {"step": None}, FastStorageReader(target))
-        assert_same(found, state)
-        convert(target, tmp_path / "again.pt")
-        assert_same(torch.load(tmp_path / "again.pt"), state)
+    target = tmp_path / "new dcp"
+    convert(tmp_path / "zip.pt", target, "dcp")
+    assert verify(target).status == "ok"
+    found = load(a_state() | {"step": None}, FastStorageReader(target))
+    assert_same(found, state)
+    convert(target, tmp_path / "again.pt")
+    assert_same(torch.load(tmp_path / "again.pt"), state)
     assert_same(load(a_state(), dcp.FileSystemReader(tmp_path / "new dcp")), state)
-    convert(tmp_path / "folder", tmp_path / "folder 2", "packed")
+    convert(tmp_path / "folder", tmp_path / "folder 2", "dcp")
     assert_same(load(a_state(), FastStorageReader(tmp_path / "folder 2")), state)
 
 
@@ -304,7 +300,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="not empty"):
         convert(tmp_path / "folder", tmp_path, key="model", shard_nbytes=10)
     with pytest.raises(ConvertError, match="the same"):
-        convert(tmp_path / "folder", tmp_path / "folder", "packed")
+        convert(tmp_path / "folder", tmp_path / "folder", "dcp")
     torch.save([1], tmp_path / "list.pt")
     with pytest.raises(ConvertError, match="dictionary"):
         convert(tmp_path / "list.pt", tmp_path / "y", "dcp")
@@ -322,7 +318,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     save({"a": torch.zeros(3)}, tmp_path / "folder", "dcp")
-    convert(tmp_path / "a.safetensors", tmp_path / "folder", "packed")
+    convert(tmp_path / "a.safetensors", tmp_path / "folder", "dcp")
     assert sorted(os.listdir(tmp_path / "folder")) == [".metadata", "__0_1.distcp"]
     assert_same(load({"a": torch.zeros(3)}, FastStorageReader(tmp_path / "folder")),
                 {"a": torch.ones(3)})  # fmt: skip

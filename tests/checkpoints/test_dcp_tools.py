@@ -28,9 +28,9 @@ def save(state: dict[str, Any], path: Path, who: str = "stock", planner: Any = N
         dcp.save(state, storage_writer=writer, planner=planner)
 
 
-def save_alone(rank: int, state: dict[str, Any], path: Path, format: Any = "dcp") -> None:
+def save_alone(rank: int, state: dict[str, Any], path: Path) -> None:
     """Save as a rank does with `use_collectives=False`."""
-    writer, planner = FastStorageWriter(path, format=format), DefaultSavePlanner()
+    writer, planner = FastStorageWriter(path), DefaultSavePlanner()
     writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
     planner.set_up_planner(state, writer.storage_meta(), True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
@@ -42,11 +42,10 @@ def save_alone(rank: int, state: dict[str, Any], path: Path, format: Any = "dcp"
 # -- ranks with checkpoints of their own -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["dcp", "packed"])
-def test_ranks_that_have_the_same_key(format: str, tmp_path: Path) -> None:
+def test_ranks_that_have_the_same_key(tmp_path: Path) -> None:
     for rank in range(2):
         state = {"w": torch.ones(5 + rank), f"of {rank}": torch.ones(3), "step": 3}
-        save_alone(rank, state, tmp_path / "folder", format)
+        save_alone(rank, state, tmp_path / "folder")
     report = verify(tmp_path / "folder")
     assert report.ok, report
     assert not report.notes
@@ -142,14 +141,13 @@ def odd_states() -> dict[str, tuple[Any, str]]:
     }
 
 
-@pytest.mark.parametrize("to", ["dcp", "packed"])
 @pytest.mark.parametrize("name", list(odd_states()))
-def test_what_a_folder_cannot_hold(name: str, to: Any, tmp_path: Path) -> None:
+def test_what_a_folder_cannot_hold(name: str, tmp_path: Path) -> None:
     state, text = odd_states()[name]
     torch.save(state, tmp_path / "file.pt")
     target = tmp_path / "new" / "folder"
     with pytest.raises(ConvertError, match=rf"file\.pt: .*{text}.*--key") as caught:
-        convert(tmp_path / "file.pt", target, to)
+        convert(tmp_path / "file.pt", target, "dcp")
     assert os.listdir(tmp_path) == ["file.pt"], "something is left of the target"
     assert "\n" not in str(caught.value)
 
@@ -188,8 +186,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("to", ["dcp", "packed"])
-def test_an_optimizer_and_tied_weights_there_and_back(to: Any, tmp_path: Path) -> None:
+def test_an_optimizer_and_tied_weights_there_and_back(tmp_path: Path) -> None:
     """Integer keys, without which `load_state_dict` takes no state, and shared memory."""
     model, optimizer = trained()
     state = {
@@ -198,7 +195,7 @@ def test_an_optimizer_and_tied_weights_there_and_back(to: Any, tmp_path: Path) -
         "by number": {3: "three", "4": torch.ones(2), 5: [{7: torch.ones(2)}]},
     }
     torch.save(state, tmp_path / "x.pt")
-    convert(tmp_path / "x.pt", tmp_path / "folder", to)
+    convert(tmp_path / "x.pt", tmp_path / "folder", "dcp")
     assert verify(tmp_path / "folder").ok
     convert(tmp_path / "folder", tmp_path / "y.pt")
     found = torch.load(tmp_path / "y.pt")
@@ -213,13 +210,13 @@ def test_an_optimizer_and_tied_weights_there_and_back(to: Any, tmp_path: Path) -
     one, same = found["model"]["0.weight"], found["model"]["1.weight"]
     assert one.data_ptr() == same.data_ptr()
     assert torch.equal(one, model[0].weight)
-    if to == "dcp":  # stock does not mind
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp_to_torch_save(str(tmp_path / "folder"), str(tmp_path / "stock.pt"))
-        stock = torch.load(tmp_path / "stock.pt", weights_only=False)
-        assert torch.equal(stock["model"]["1.weight"], one)
-        assert list(stock["optimizer"]["state"]) == ["0", "1", "2"]
+    # stock does not mind
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(str(tmp_path / "folder"), str(tmp_path / "stock.pt"))
+    stock = torch.load(tmp_path / "stock.pt", weights_only=False)
+    assert torch.equal(stock["model"]["1.weight"], one)
+    assert list(stock["optimizer"]["state"]) == ["0", "1", "2"]
 
 
 def test_what_is_lost_on_the_way_is_named(tmp_path: Path) -> None:

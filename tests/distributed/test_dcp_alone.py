@@ -97,9 +97,8 @@ def test_a_damaged_one_of_all_ranks_does_not_end_in_an_older_one(
         load(tmp_path)
 
 
-@pytest.mark.parametrize("format", ["dcp", "packed"])
-def test_two_ranks_in_one_folder(format: str, tmp_path: Path) -> None:
-    ranks.run("dcp_alone", 2, tmp_path, format)
+def test_two_ranks_in_one_folder(tmp_path: Path) -> None:
+    ranks.run("dcp_alone", 2, tmp_path)
     names = {"__0.metadata", "__1.metadata"}
     assert names < set(os.listdir(tmp_path))
     assert len(os.listdir(tmp_path)) == 4, "files of earlier checkpoints stay behind"

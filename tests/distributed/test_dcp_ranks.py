@@ -60,7 +60,7 @@ def same(found: Any, expected: Any) -> bool:
 
 # With torch 2.6, stock's planners get uneven strided shards wrong.
 BY_STOCK = [("storage", "storage"), ("stock", "dcp"), ("dcp", "stock"), ("stock", "stock")]
-SIDES = [("dcp", "dcp"), ("packed", "packed"), ("planners", "planners")]
+SIDES = [("dcp", "dcp"), ("broadcast", "broadcast"), ("planners", "planners")]
 SIDES += [] if torch.__version__.startswith("2.6.") else BY_STOCK
 
 
@@ -106,8 +106,8 @@ def test_what_stock_leaves_then_is_a_mix(tmp_path: Path) -> None:
     assert "1\n" not in out or out[0] != out[1]
 
 
-@pytest.mark.parametrize("who", ["ours", "packed"])
-def test_killed_ranks_leave_the_old_checkpoint_or_the_new_one(who: str, tmp_path: Path) -> None:
+def test_killed_ranks_leave_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    who = "ours"
     chance = random.Random(who)
     trials = 50 if FULL else 3
     found = [killed(chance, tmp_path / str(trial), who) for trial in range(trials)]
@@ -117,10 +117,9 @@ def test_killed_ranks_leave_the_old_checkpoint_or_the_new_one(who: str, tmp_path
     assert hits >= (trials // 2 if FULL else 1), "the kills missed the saves"
     for trial in range(trials):  # and the next save goes on from there
         folder = tmp_path / str(trial) / "out"
-        format = "dcp" if who == "ours" else "packed"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save({"step": 1}, storage_writer=FastStorageWriter(folder, format=format))
+            dcp.save({"step": 1}, storage_writer=FastStorageWriter(folder))
         assert len(os.listdir(folder)) == 2, "files of the killed save stay behind"
 
 
@@ -153,8 +152,7 @@ def killed(chance: random.Random, folder: Path, who: str) -> tuple[bool, bool]:
         "step": 0,
     }
     # Stock's reader shows what is there where ours would compare checksums.
-    ours = who in ("ours", "packed")
-    reader = FastStorageReader(out) if ours else dcp.FileSystemReader(out)
+    reader = FastStorageReader(out) if who == "ours" else dcp.FileSystemReader(out)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -78,10 +78,9 @@ def wait_for_writers(folder: Path) -> None:
 
 
 @long_form
-@pytest.mark.parametrize("format", ["dcp", "packed"])
-def test_memory(format: str, tmp_path: Path) -> None:
+def test_memory(tmp_path: Path) -> None:
     mib = 512
-    for out in ranks.run("dcp_memory", 2, tmp_path / "out", mib, format):
+    for out in ranks.run("dcp_memory", 2, tmp_path / "out", mib):
         peaks = [int(nbytes) // MIB for nbytes in out.split()]
         print(f"more than the {mib * 5 // 4} MiB of the state: {peaks} MiB")
         assert max(peaks) <= 96, peaks
@@ -92,7 +91,7 @@ def test_memory(format: str, tmp_path: Path) -> None:
     torch.__version__.startswith("2.6."), reason="torch before 2.7 has no process that saves"
 )
 @pytest.mark.parametrize("switched_on", ["1", "0"])
-@pytest.mark.parametrize("who", ["ours", "packed", "stock"])
+@pytest.mark.parametrize("who", ["ours", "stock"])
 def test_a_process_that_saves(
     who: str, switched_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ def values() -> dict[str, Any]:
 
 def test_metadata_is_sent_as_it_is_in_the_file() -> None:
     metadata = SentMetadata(**values())
-    contents = encoded(metadata, packed=False, sent=True)
+    contents = encoded(metadata, sent=True)
     stock = pickle.dumps(Metadata(**values()))
     assert contents.startswith(stock)
     assert stock in pickle.dumps(metadata)
@@ -33,7 +33,7 @@ def test_metadata_is_sent_as_it_is_in_the_file() -> None:
 
 def test_metadata_that_may_change_is_sent_as_it_becomes() -> None:
     metadata = SentMetadata(**values())
-    encoded(metadata, packed=False, sent=False)
+    encoded(metadata, sent=False)
     metadata.planner_data = None
     assert metadata == Metadata(values()["state_dict_metadata"])
     text = pickle.dumps(metadata)

@@ -127,12 +127,12 @@ def test_a_rank_writes_the_bytes_of_stock(alignment: int, checksums: bool, tmp_p
 
 
 @pytest.mark.parametrize("planner", [None, FastSavePlanner])
-@pytest.mark.parametrize("who", ["dcp", "packed", "stock"])
+@pytest.mark.parametrize("who", ["ours", "stock"])
 def test_what_was_saved_is_loaded(who: str, planner: Any, tmp_path: Path) -> None:
     state = odd_state()
     writer: Any = dcp.FileSystemWriter(tmp_path)
     if who != "stock":
-        writer = FastStorageWriter(tmp_path, format=who)  # type: ignore[arg-type]
+        writer = FastStorageWriter(tmp_path)
     save(state, writer, planner and planner())
     for load_planner in (None, FastLoadPlanner()):
         assert_same(load(blank(state), FastStorageReader(tmp_path), load_planner), state)
@@ -140,8 +140,7 @@ def test_what_was_saved_is_loaded(who: str, planner: Any, tmp_path: Path) -> Non
     assert report is not None
     assert report.verified
     assert_same(load(blank(state), FastStorageReader(tmp_path, verify=False)), state)
-    if who != "packed":
-        assert_same(load(blank(state), dcp.FileSystemReader(tmp_path), FastLoadPlanner()), state)
+    assert_same(load(blank(state), dcp.FileSystemReader(tmp_path), FastLoadPlanner()), state)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
@@ -161,36 +160,22 @@ def test_a_sparse_tensor_is_refused_as_by_stock(
 
 
 @pytest.mark.parametrize("small_file", [0, 8 * MIB])
-@pytest.mark.parametrize("format", ["dcp", "packed"])
-def test_small_tensors_that_blocks_cut(format: Any, small_file: int, tmp_path: Path) -> None:
+def test_small_tensors_that_blocks_cut(small_file: int, tmp_path: Path) -> None:
     chance = random.Random(5)
     state = {
         f"{index}": torch.full((chance.randrange(3000),), index, dtype=torch.int16)
         for index in range(2500)
     }
     with options(small_file=small_file, block_size=16384):
-        save(state, FastStorageWriter(tmp_path, format=format))
+        save(state, FastStorageWriter(tmp_path))
         assert_same(load(blank(state), FastStorageReader(tmp_path)), state)
-    if format == "dcp":
-        assert_same(load(blank(state), dcp.FileSystemReader(tmp_path)), state)
-
-
-def test_a_packed_tensor_costs_few_bytes(tmp_path: Path) -> None:
-    state = {f"model.layers.{index}.bias": torch.randn(8) for index in range(3000)}
-    save(state, FastStorageWriter(tmp_path, format="packed"))
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 200 * 3000
-
-
-def test_stock_says_that_it_cannot_read_packed_ones(tmp_path: Path) -> None:
-    save({"a": torch.ones(3)}, FastStorageWriter(tmp_path, format="packed"))
-    with pytest.raises(CheckpointException):
-        load({"a": torch.ones(3)}, dcp.FileSystemReader(tmp_path))
+    assert_same(load(blank(state), dcp.FileSystemReader(tmp_path)), state)
 
 
 # -- damage ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("who", ["dcp", "packed", "stock"])
+@pytest.mark.parametrize("who", ["ours", "stock"])
 def test_a_flipped_bit_is_an_error_that_names_item_and_file(who: str, tmp_path: Path) -> None:
     state = {
         "small": torch.arange(100),
@@ -200,7 +185,7 @@ def test_a_flipped_bit_is_an_error_that_names_item_and_file(who: str, tmp_path: 
     }
     writer: Any = dcp.FileSystemWriter(tmp_path)
     if who != "stock":
-        writer = FastStorageWriter(tmp_path, format=who)  # type: ignore[arg-type]
+        writer = FastStorageWriter(tmp_path)
     save(state, writer)
     file = tmp_path / "__0_0.distcp"
     chance = random.Random(who)
@@ -222,12 +207,12 @@ def test_a_flipped_bit_is_an_error_that_names_item_and_file(who: str, tmp_path: 
     assert_same(load(blank(state), FastStorageReader(tmp_path)), state)
 
 
-@pytest.mark.parametrize("who", ["dcp", "packed", "stock"])
+@pytest.mark.parametrize("who", ["ours", "stock"])
 def test_no_flipped_bit_gives_other_values(who: str, tmp_path: Path) -> None:
     state = {"a": torch.arange(10), "b": torch.arange(20.0).view(4, 5).t(), "c": "text"}
     writer: Any = dcp.FileSystemWriter(tmp_path)
     if who != "stock":
-        writer = FastStorageWriter(tmp_path, format=who)  # type: ignore[arg-type]
+        writer = FastStorageWriter(tmp_path)
     save(state, writer)
     file = tmp_path / "__0_0.distcp"
     errors = 0
@@ -245,9 +230,8 @@ def test_no_flipped_bit_gives_other_values(who: str, tmp_path: Path) -> None:
     assert errors
 
 
-@pytest.mark.parametrize("format", ["dcp", "packed"])
-def test_a_damaged_or_short_file(format: Any, tmp_path: Path) -> None:
-    save({"a": torch.arange(1000)}, FastStorageWriter(tmp_path, format=format))
+def test_a_damaged_or_short_file(tmp_path: Path) -> None:
+    save({"a": torch.arange(1000)}, FastStorageWriter(tmp_path))
     flip(tmp_path / ".metadata", 100)
     with pytest.raises(CheckpointException, match="its checksum is wrong"):
         load({"a": torch.zeros(1000)}, FastStorageReader(tmp_path))
@@ -366,12 +350,11 @@ def test_a_planner_that_makes_copies(tmp_path: Path) -> None:
             return super().transform_object(write_item, object)
 
     state = {f"{index}": torch.full((3 * MIB,), float(index)) for index in range(8)} | {"x": 1}
-    save(state, FastStorageWriter(tmp_path / "dcp"), Half())
-    save(state, FastStorageWriter(tmp_path / "packed", format="packed"), Half())
+    save(state, FastStorageWriter(tmp_path / "ours"), Half())
     save(state, dcp.FileSystemWriter(tmp_path / "stock"), Half())
-    files = [(tmp_path / who / "__0_0.distcp").read_bytes() for who in ("dcp", "stock")]
+    files = [(tmp_path / who / "__0_0.distcp").read_bytes() for who in ("ours", "stock")]
     assert files[0] == files[1]
-    for who in ("dcp", "packed", "stock"):
+    for who in ("ours", "stock"):
         assert_same(load(blank(state), FastStorageReader(tmp_path / who)), state)
 
 

@@ -83,18 +83,6 @@ def test_what_is_passed_on_of_a_tensor_without_memory() -> None:
     assert torch.equal(torch.cat(sent).view(torch.float32), inner)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_sparse_tensors_come_back(tmp_path: Path, layout: torch.layout) -> None:
-    """Stock can neither save nor load them; our own format can."""
-    wanted = torch.eye(4).to_sparse(layout=layout)
-    target = {"a": torch.eye(4).to_sparse(layout=layout) * 2}
-    writer = FastStorageWriter(tmp_path, format="packed")
-    dcp.save({"a": wanted}, storage_writer=writer, no_dist=True)
-    dcp.load(target, storage_reader=FastStorageReader(tmp_path), no_dist=True)
-    assert torch.equal(target["a"].to_dense(), wanted.to_dense())
-
-
 class Unknown(torch.Tensor):
     """A class that nobody allowed `weights_only` to load."""
 

@@ -65,11 +65,10 @@ def outcomes(file: Path, who: str, log: Path, **environment: str) -> dict[str, s
 
 @pytest.mark.skipif(not FILES, reason="FASTSERIAL_TORCH_TESTS names no folder with tests of torch")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("format", ["dcp", "packed"])
 @pytest.mark.parametrize("file", FILES or [None], ids=lambda file: file and file.stem)
-def test_what_passes_with_stock_passes_with_ours(file: Path, format: str, tmp_path: Path) -> None:
+def test_what_passes_with_stock_passes_with_ours(file: Path, tmp_path: Path) -> None:
     stock = outcomes(file, "stock", tmp_path / "stock.log")
-    ours = outcomes(file, "ours", tmp_path / "ours.log", FASTSERIAL_IN_PLACE_FORMAT=format)
+    ours = outcomes(file, "ours", tmp_path / "ours.log")
     passed = sorted(name for name, outcome in stock.items() if outcome == "passed")
     log = tmp_path / "ours.log"
     used = Counter(log.read_text().splitlines() if log.exists() else [])

@@ -41,9 +41,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["step"] == expected["step"]
 
 
-@pytest.mark.parametrize("format", ["dcp", "packed"])
-def test_without_a_process_group_by_name(format: Any, tmp_path: Path) -> None:
-    writer = FastStorageWriter(tmp_path, format=format)
+def test_without_a_process_group_by_name(tmp_path: Path) -> None:
+    writer = FastStorageWriter(tmp_path)
     dcp.save(a_state(), storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
     for planner in (None, FastLoadPlanner()):
         found = a_state(0)

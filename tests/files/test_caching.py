@@ -324,7 +324,7 @@ def test_reading_ahead_that_fails_is_reported(path: Path, monkeypatch: pytest.Mo
     with stock():
         want = digest(torch.load(path))
     monkeypatch.setattr("fastserial.loading.crew.create", lambda name, threads: FailsLater(1))
-    monkeypatch.setattr("fastserial.loading.block_reader.SCATTERED_BLOCK", 1 << 20)
+    monkeypatch.setattr("fastserial.loading.pump.SCATTERED_BLOCK", 1 << 20)
     with fast(**SMALL):
         found = torch.load(path)
         report = last_load_report()

@@ -346,6 +346,7 @@ def test_a_writer_says_what_to_do_instead(tmp_path: Path) -> None:
         fastserial.FastFileWriter(path)
     text = str(caught.value)
     assert HELD in text
+    assert "close the file before it is saved to" in text
     assert "Save to another path" in text
     assert str(path) in text
     assert path.read_bytes() == b"old"

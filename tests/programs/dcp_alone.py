@@ -1,4 +1,4 @@
-"""A rank of two, each with a checkpoint of its own in one folder. Arguments: folder, format."""
+"""A rank of two, each with a checkpoint of its own in one folder. Argument: folder."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
 
 def main() -> None:
     rank, _ = join()
-    path, format = sys.argv[1:]
+    path = sys.argv[1]
     warnings.simplefilter("ignore")
     for step in (1, 2, 3):
-        writer = FastStorageWriter(path, format=format)  # type: ignore[arg-type]
+        writer = FastStorageWriter(path)
         planner = FastSavePlanner() if step != 2 else None
         dcp.save(
             state_of(rank, step), storage_writer=writer, planner=planner, use_collectives=False
         )
         dist.barrier()
         readers: list[Any] = [FastStorageReader(path)]
-        readers += [dcp.FileSystemReader(path)] if format == "dcp" else []
+        readers.append(dcp.FileSystemReader(path))
         for reader in readers:
             for load_planner in (None, FastLoadPlanner(), FastLoadPlanner(broadcast=True)):
                 found = state_of(rank, 0)

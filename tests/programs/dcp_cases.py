@@ -101,14 +101,14 @@ def main() -> None:
     for case in range(cases):
         state, whole = random_state(chance, grids, case)
         path = folder / str(case % 3)
-        ours, packed = chance.random() < 0.75, chance.random() < 0.5
+        ours = chance.random() < 0.75
         writer: Any = dcp.FileSystemWriter(path)
         if ours:
-            writer = FastStorageWriter(path, format="packed" if packed else "dcp")
+            writer = FastStorageWriter(path)
         ours_plans = chance.random() < 0.6 or is_for_ours_only(state)
         save_planner = FastSavePlanner() if ours_plans else None
         ours_plans = chance.random() < 0.7
-        ours_reads = (ours and packed) or chance.random() < 0.7
+        ours_reads = chance.random() < 0.7
         reader: Any = dcp.FileSystemReader(path)
         if ours_reads:
             reader = FastStorageReader(path, verify=chance.random() < 0.8)

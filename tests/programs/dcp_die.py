@@ -1,6 +1,6 @@
 """A rank: saves again and again until another one is killed. Arguments: folder, who.
 
-`who` is `ours`, `packed`, `stock`, or `unguarded`: ours, with names that are not new. In the file
+`who` is `ours`, `stock`, or `unguarded`: ours, with names that are not new. In the file
 `flags` of the folder it says, a byte for each rank, that it is in a save.
 """
 
@@ -41,8 +41,7 @@ def main() -> None:
         whole += 1
         writer: Any = dcp.FileSystemWriter(folder / "out")
         if who != "stock":
-            format: Any = "packed" if who == "packed" else "dcp"
-            writer = FastStorageWriter(folder / "out", format=format)
+            writer = FastStorageWriter(folder / "out")
         flags[rank] = 1
         try:
             planner = FastSavePlanner() if who != "stock" else None

@@ -1,6 +1,6 @@
 """A rank: prints how much more memory a save and a load took at their peak (bytes).
 
-Arguments: folder, MiB of each rank, format.
+Arguments: folder, MiB of each rank.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def peak(call: Any) -> int:
 
 def main() -> None:
     _, count = join()
-    path, mib, format = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    path, mib = Path(sys.argv[1]), int(sys.argv[2])
     mesh = DeviceMesh("cpu", torch.arange(count))
 
     def save(state: dict[str, Any]) -> None:
-        writer = FastStorageWriter(path, format=format)  # type: ignore[arg-type]
+        writer = FastStorageWriter(path)
         dcp.save(state, storage_writer=writer, planner=FastSavePlanner())
 
     def load(state: dict[str, Any], broadcast: Any = "auto") -> None:

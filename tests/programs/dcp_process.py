@@ -1,6 +1,6 @@
 """A rank: `async_save` by a process of its own. Arguments: folder, who.
 
-`who` is `ours`, `packed` or `stock`. Prints the process, and whether torch is patched in it.
+`who` is `ours` or `stock`. Prints the process, and whether torch is patched in it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
         writer: Any = TellingStockWriter(path)
         planner = None
         if who != "stock":
-            writer = TellingWriter(path, format="packed" if who == "packed" else "dcp")
+            writer = TellingWriter(path)
             planner = FastSavePlanner()
         answer = dcp.async_save(
             state | {"step": step},

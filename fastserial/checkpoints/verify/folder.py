@@ -56,7 +56,7 @@ def verify_folder(path: str, config: Config, findings: Findings) -> Result:
         except CorruptCheckpointError as error:
             findings.add(Problem("directory", error.message, file=name))
             continue
-        result.format = "dcp packed" if metadata.packed else "dcp"
+        result.format = "dcp"
         _check_metadata(metadata, name, findings)
         needed |= _Folder(path, metadata, config, findings, result).check()
     if found.hidden:
@@ -233,8 +233,6 @@ class _Folder:
         is_archive = head == LOCAL_SIGNATURE or tail.startswith(END_SIGNATURE)
         if (item.nbytes or 0) > item.length and not (is_archive and _says_itself(item)):
             self._add(item, "storage", "it has not as many bytes as its shape says")
-        elif self._metadata.packed and item.known is not None and item.known.start is not None:
-            self._check_bytes(held, item)
         elif is_archive:
             self._check_archive(held, item)
         else:

@@ -87,7 +87,7 @@ class VerifyReport(BoundedRepr):
         status: `ok`: whole, and a checkpoint or another archive of torch; `damaged`: some reader
             gets other bytes than were written, or torch cannot load it; `unreadable` if it cannot
             be told (no permission, or no checkpoint: an archive like that is checked all the same).
-        format: `zip`, `legacy`, `safetensors`, `dcp`, `dcp packed`, `torch_checkpointing`,
+        format: `zip`, `legacy`, `safetensors`, `dcp`, `torch_checkpointing`,
             `file list` or None.
         bytes: size of the file, or of the folder's files.
         seconds: time it took.

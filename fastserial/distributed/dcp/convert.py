@@ -29,12 +29,12 @@ __all__ = ["write_folder"]
 class _StreamingWriter(FastStorageWriter):
     """Takes the bytes of tensors from an open source."""
 
-    def __init__(self, path: str, packed: bool, source: Source) -> None:
-        super().__init__(path, format="packed" if packed else "dcp")
+    def __init__(self, path: str, source: Source) -> None:
+        super().__init__(path)
         self._source = source
 
     def _layout(self, name: str) -> ShardLayout:
-        return ShardLayout(name, self._packed, self._bytes_of)
+        return ShardLayout(name, self._bytes_of)
 
     def _bytes_of(self, tensor: torch.Tensor) -> TensorBytes | None:
         found = bytes_of(tensor)
@@ -46,16 +46,13 @@ class _StreamingWriter(FastStorageWriter):
         return found if memory is None else found._replace(memory=memory, address=0)
 
 
-def write_folder(
-    source: Source, name: str, path: str, to: str, key: str, config: Config
-) -> Converted:
+def write_folder(source: Source, name: str, path: str, key: str, config: Config) -> Converted:
     """Write what is under a key of an open source to a folder.
 
     What was in the folder stays whole until the new checkpoint is.
 
     Args:
         name: of the source.
-        to: `dcp` or `packed`.
 
     Raises:
         ConvertError: it is no dictionary, two of its entries get one key, a tensor has no bytes of
@@ -66,11 +63,11 @@ def write_folder(
     value = part_of(source.value, key)
     if not isinstance(value, Mapping):
         raise ConvertError(f"a folder holds a dictionary, nothing of type {type(value).__name__}")
-    reason = None if to == "packed" else self_check()
+    reason = self_check()
     if reason is not None:
         raise ConvertError(f"this torch writes other archives than are known here: {reason}")
     with options(**_as_options(config)):
-        writer = _StreamingWriter(path, to == "packed", source)
+        writer = _StreamingWriter(path, source)
         planner = DefaultSavePlanner()
         writer.set_up_storage_writer(True, rank=0)
         try:
@@ -97,7 +94,7 @@ def write_folder(
         for name in {result.storage_data.relative_path for result in results} | {".metadata"}
     )
     dropped = tuple(name for name in source.metadata if name != "format")
-    return Converted(source.container, "dcp packed" if to == "packed" else "dcp", nbytes, dropped)
+    return Converted(source.container, "dcp", nbytes, dropped)
 
 
 _SHOWN = 5

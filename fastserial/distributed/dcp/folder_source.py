@@ -51,7 +51,7 @@ class FolderSource:
         self._structures = Structures()
         try:
             found = one_metadata(path)
-            self.container = "dcp packed" if found.packed else "dcp"
+            self.container = "dcp"
             self.value = self._state(found)
         except BaseException:
             self.close()

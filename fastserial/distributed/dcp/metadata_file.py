@@ -1,4 +1,4 @@
-"""`.metadata`: a pickle that stock reads, with a checksum behind it; or, packed, ours.
+"""`.metadata`: a pickle that stock reads, with a checksum behind it.
 
 Unpickling stops at the end of the pickle, so stock does not see what follows.
 """
@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fastserial.formats.dcp import framed, unframed
+from fastserial.formats.dcp import framed
 from fastserial.memory.held_settings import paused_collection
 
-__all__ = ["SentMetadata", "decoded", "encoded"]
+__all__ = ["SentMetadata", "encoded"]
 
 
 class SentMetadata(Metadata):
@@ -49,30 +49,15 @@ def _received(pickled: bytes) -> Metadata:
     return found
 
 
-def encoded(metadata: Metadata, packed: bool, sent: bool = False) -> bytes:
+def encoded(metadata: Metadata, sent: bool = False) -> bytes:
     """Return the contents of the file.
 
     Args:
         sent: nothing changes the metadata before DCP sends it.
     """
-    files = sorted({place.relative_path for place in (metadata.storage_data or {}).values()})
     with paused_collection():
         ours = issubclass(type(metadata), SentMetadata)
         pickled = pickle.dumps(_plain(metadata) if ours else metadata)
     if ours and sent:
         vars(metadata)["pickled"] = pickled
-    return framed(pickled, packed, files)
-
-
-def decoded(data: bytes, path: str) -> Metadata | None:
-    """Return what the packed file says; None for one that stock reads, which is not damaged then.
-
-    Raises:
-        CorruptCheckpointError: the checksum is not that of the contents.
-    """
-    found = unframed(data, path)
-    if not found.packed:
-        return None
-    with paused_collection():
-        value: Any = pickle.loads(found.pickled)
-    return value if isinstance(value, Metadata) else None
+    return framed(pickled)

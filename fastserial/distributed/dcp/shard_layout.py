@@ -1,6 +1,6 @@
 """Where the items of a rank's file lie, and what writes them: small ones in runs, large ones alone.
 
-Stock's format has each tensor as an archive of `torch.save`. The packed format has its bytes alone.
+Each tensor is an archive of `torch.save`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from fastserial.saving import torch_writer
 __all__ = ["Batch", "ShardLayout"]
 
 _HEAD = 8  # bytes of a tensor that torch may take for a data descriptor
-_ALIGN = 64  # bytes: of tensors in the packed format
 
 
 class Batch(NamedTuple):
@@ -93,22 +92,19 @@ class ShardLayout:
     def __init__(
         self,
         name: str,
-        packed: bool,
         bytes_of: Callable[[torch.Tensor], TensorBytes | None] = bytes_of,
     ) -> None:
         """Begin an empty file.
 
         Args:
             name: of the file, as `.metadata` gives it.
-            packed: tensors as they are, and no archives.
             bytes_of: says where the bytes of tensors are.
         """
         self._bytes_of = bytes_of
         self._name = name
-        self._packed = packed
         self._checksums = torch_writer.checksums_wanted()
         self._alignment = torch_writer.alignment()
-        self._frames_known = packed or _is_layout_known()
+        self._frames_known = _is_layout_known()
         self._end = 0
         self._entries: list[_Entry] = []
         self._crcs: dict[int, int] = {}
@@ -137,27 +133,23 @@ class ShardLayout:
             self._add_known(item, bytes(data.getbuffer()), 0)
             return
         tensor = data.detach()
-        if not self._packed and tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             raise LayoutError(
-                f"{item.index.fqn}: its layout is {tensor.layout}, which stock cannot load in this "
-                'format; save it dense, or with format="packed"'
+                f"{item.index.fqn}: its layout is {tensor.layout}, which stock cannot load: "
+                "save it dense"
             )
         found = self._bytes_of(tensor) if self._frames_known else None
         planned = planned and _is_as_planned(item, tensor)
-        if found is None or (self._packed and not planned):
+        if found is None:
             self._add_known(item, _saved_by_torch(tensor), None)
             return
-        frame = NO_CONTAINER
-        if not self._packed:
-            try:
-                frame = frame_of(
-                    tensor.dtype, tensor.shape, found.strides, self._alignment, self._checksums
-                )
-            except LayoutError:
-                self._add_known(item, _saved_by_torch(tensor), None)
-                return
-        elif self._end % _ALIGN:
-            self._pad()
+        try:
+            frame = frame_of(
+                tensor.dtype, tensor.shape, found.strides, self._alignment, self._checksums
+            )
+        except LayoutError:
+            self._add_known(item, _saved_by_torch(tensor), None)
+            return
         self._add_tensor(item, tensor, found, frame, planned)
 
     def take(self) -> Batch:
@@ -249,18 +241,13 @@ class ShardLayout:
     # -- runs of small ones --------------------------------------------------------------------
 
     def _join(self, small: _Small, length: int) -> None:
-        """Add what was given a place last, or padding, to the run."""
+        """Add what was given a place last to the run."""
         if not small.nbytes:
             self._crcs[small.number] = 0
         self._run.append(small)
         self._run_nbytes += length
         if self._run_nbytes >= PACKED_BYTES:
             self._end_run()
-
-    def _pad(self) -> None:
-        padding = bytes(-self._end % _ALIGN)
-        self._end += len(padding)
-        self._join(_Small(-1, NO_CONTAINER, padding, len(padding), None), len(padding))
 
     def _end_run(self) -> None:
         run, nbytes = self._run, self._run_nbytes

@@ -1,6 +1,6 @@
 """`FastStorageReader`: what `torch.distributed.checkpoint.load` reads from.
 
-Reads stock's checkpoints and ours, of either format.
+Reads stock's checkpoints and ours.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch.futures import Future
 
 from fastserial.distributed.dcp.folder import METADATA, metadata_name
 from fastserial.distributed.dcp.item_structure import Structures
-from fastserial.distributed.dcp.metadata_file import decoded
 from fastserial.distributed.dcp.shard_reader import ShardReader, Wanted
 from fastserial.errors import CheckpointReplacedError, CorruptCheckpointError
 from fastserial.files.sources import FileStamp, stamp
+from fastserial.formats.dcp import is_framed
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.memory.held_settings import paused_collection
 
@@ -99,11 +99,9 @@ class FastStorageReader(StorageReader):
         path = os.path.join(self.path, metadata_name(kwargs.get("rank")))
         with open(path, "rb") as file:
             self._seen = path, stamp(file.fileno())
-            found = decoded(file.read(), path)
-        if found is None:
-            with paused_collection():
-                found = self._stock.read_metadata(*args, **kwargs)
-        return found
+            is_framed(file.read(), path)
+        with paused_collection():
+            return self._stock.read_metadata(*args, **kwargs)
 
     def _is_replaced(self) -> bool:
         """Return whether `.metadata` is no longer the one that was read."""

@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -56,27 +56,18 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         self,
         path: str | os.PathLike[str],
         *,
-        format: Literal["dcp", "packed"] = "dcp",
         overwrite: bool = True,
     ) -> None:
         """Prepare to save to a folder; it is made if it is not there.
 
         Args:
             path: of the folder.
-            format: `"dcp"`: stock's, which its `FileSystemReader` reads. `"packed"`: takes far
-                less space for small tensors; `FastStorageReader` reads it.
             overwrite: replace a checkpoint that is in the folder; otherwise it is an error.
-
-        Raises:
-            ValueError: there is no such format.
         """
         super().__init__()
-        if format not in ("dcp", "packed"):
-            raise ValueError(f'format must be "dcp" or "packed", not {format!r}')
         self.path = os.fspath(path)
         self.overwrite = overwrite
         self.save_id = str(uuid.uuid4())
-        self._packed = format == "packed"
         self._alone: int | None = None  # the rank, if each one completes its own checkpoint
         self._is_coordinator = True
         self._durable = True
@@ -150,7 +141,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         metadata.storage_meta = self.storage_meta()
         name = metadata_name(self._alone)
         # who overrides this may change the metadata afterwards
-        data = encoded(metadata, self._packed, type(self).finish is FastStorageWriter.finish)
+        data = encoded(metadata, type(self).finish is FastStorageWriter.finish)
         replace_bytes(os.path.join(self.path, name), data, self._durable)
         folder = Folder(self.path)
         if self._alone is None:
@@ -192,7 +183,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
 
     def _layout(self, name: str) -> ShardLayout:
         """Return an empty layout of a file."""
-        return ShardLayout(name, self._packed)
+        return ShardLayout(name)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not plan.items:
@@ -201,8 +192,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
         layout = self._layout(name)
         # others may have changed items when the metadata was made already
         planned = type(planner).finish_plan in _KEEPING_ITEMS
-        container = "dcp packed" if self._packed else "dcp"
-        with FastFileWriter(os.path.join(self.path, name), container=container) as out:
+        with FastFileWriter(os.path.join(self.path, name), container="dcp") as out:
             for items in _groups(plan.items, planner):
                 with paused_collection():
                     for item in items:

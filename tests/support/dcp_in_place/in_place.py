@@ -20,7 +20,6 @@ from fastserial.distributed import (
 
 __all__ = ["DefaultLoadPlanner", "DefaultSavePlanner", "FileSystemReader", "FileSystemWriter"]
 
-_FORMAT: Any = os.environ.get("FASTSERIAL_IN_PLACE_FORMAT", "dcp")
 _NOT_OURS = ("_extensions", "serialization_format")  # changes the bytes: stays with stock
 
 
@@ -38,7 +37,7 @@ class FileSystemWriter(FastStorageWriter):
         return super().__new__(cls)
 
     def __init__(self, path: Any, *_: Any, overwrite: bool = True, **__: Any) -> None:
-        super().__init__(path, format=_FORMAT, overwrite=overwrite)
+        super().__init__(path, overwrite=overwrite)
 
     def set_up_storage_writer(self, *args: Any, **named: Any) -> None:
         _told("saves")
