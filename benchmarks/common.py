@@ -81,6 +81,8 @@ class Script:
         self.add("--runs", type=int, help="rounds that count, after a warm-up", default=3)
         short_help = f"ends within two minutes: {', '.join(f'{k}={v}' for k, v in short.items())}"
         self.add("--short", action="store_true", help=short_help)
+        pause = "seconds of rest before each run, when no page is dirty; 0: nothing is waited for"
+        self.add("--pause", type=float, default=0.3, help=pause)
         self.add("--json", type=Path, metavar="FILE", help="also write everything here")
         self.add("--csv", type=Path, metavar="FILE", help="also write the rows here")
         self.add("--plot", type=Path, metavar="FILE", help="also draw them (.png, .svg, .pdf)")

@@ -242,5 +242,4 @@ if __name__ == "__main__":
     script.add("--zipfile", action="store_true", help="torch's zip format, as by default")
     script.add("--legacy", action="store_true", help="torch's legacy format")
     script.add("--io_buffer_mb", type=int, default=64, help="MiB of DeepSpeed's writer's buffer")
-    script.add("--pause", type=float, default=0.3, help="seconds of rest before each save")
     script.run(_measure)

@@ -95,6 +95,7 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
         tuple(TEMPERATURES[name] for name in options.temperature or TEMPERATURES),
         not options.no_fio,
         options.gpu,
+        options.pause,
     )
     return run_load(bench, say, _peers)
 
@@ -104,9 +105,7 @@ if __name__ == "__main__":
     script = Script(__doc__, "ten minutes for each GiB", brief)
     script.add("--size", type=size, default=1 << 30, help="of the state dict")
     script.add("--tensors", type=int, default=300, help="of mixed sizes")
-    script.add(
-        "--temperature", action="append", choices=TEMPERATURES, help="only these; may be repeated"
-    )
+    script.add("--temperature", nargs="+", choices=TEMPERATURES, help="only these")
     script.add("--gpu", action="store_true", help="load to the CUDA device")
     script.add("--no-fio", action="store_true", help="without fio")
     script.run(_measure)

@@ -39,7 +39,6 @@ from fastserial.reports import format_bytes
 
 _HEADROOM = 256 << 20
 _STEPS_ALONE = 3  # before anything is measured
-_PAUSE = 0.3  # seconds of rest between two runs
 _COLUMNS = (
     Column("lost_seconds", "lost s a checkpoint", number(1, 2)),
     Column("of_a_step", "of a step", lambda share: f"{share:.0%}"),
@@ -346,7 +345,7 @@ def _run(
     place = folder / "run"
     place.mkdir()
     gc.collect()
-    settle(_PAUSE)
+    settle(options.pause)
     try:
         return _train(training, kind, options, place, warming)
     except Exception as error:
@@ -402,5 +401,5 @@ if __name__ == "__main__":
     script.add("--saves", type=int, default=2, help="checkpoints of a run")
     script.add("--device", default="cpu", help="where to train: cpu, cuda, ...")
     script.add("--threads", type=int, help="that compute; the other cores are left to the writer")
-    script.add("--only", action="append", help="kinds of save with this in their names; repeatable")
+    script.add("--only", nargs="+", help="kinds of save with one of these in their names")
     script.run(_measure)

@@ -263,5 +263,4 @@ if __name__ == "__main__":
     script.add("--legacy", action="store_true", help="torch's legacy format")
     script.add("--device", default="cpu", help="where the tensors are: cpu, cuda, ...")
     script.add("--trace", type=Path, help="write a trace for ui.perfetto.dev here")
-    script.add("--pause", type=float, default=0.3, help="seconds of rest before each save")
     script.run(_measure)

@@ -33,7 +33,6 @@ _COUNT_FACTOR = 10
 _QUICK, _QUICK_REPEATS = 4 << 20, 4
 _HEADROOM = 256 << 20
 _HEADER_BYTES = 512  # of a tensor, in the most talkative container
-_PAUSE = 0.05
 _COLUMNS = (
     Column("data_bytes", "bytes", number()),
     Column("tensors", "tensors", number()),
@@ -57,10 +56,10 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
         for nbytes in _geometric(_FIRST_SIZE, options.max_size, _SIZE_FACTOR):
             say(f"{format_bytes(nbytes)} in {_TENSORS_PER_SIZE} tensors")
             state = mixed_state(nbytes, _TENSORS_PER_SIZE)
-            by_size += _point(state, options.runs, folder, nbytes)
+            by_size += _point(state, options, folder, nbytes)
         for count in _geometric(1, options.max_tensors, _COUNT_FACTOR):
             say(f"{count:,} tensors")
-            by_count += _point(_equal_state(options.total, count), options.runs, folder, count)
+            by_count += _point(_equal_state(options.total, count), options, folder, count)
     caption = (
         f"medians of {options.runs} or {options.runs * _QUICK_REPEATS} interleaved runs "
         "(least–greatest), file and directory synced"
@@ -71,14 +70,15 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
 
 
 def _point(
-    state: dict[str, torch.Tensor], runs: int, folder: Path, x: int
+    state: dict[str, torch.Tensor], options: argparse.Namespace, folder: Path, x: int
 ) -> Iterator[dict[str, Any]]:
     """Measure one state dict; its rows have `x`, their place on the curve."""
     nbytes = sum(tensor.nbytes for tensor in state.values())
     rows = [stock_row(state, "zip"), fast_row(state, "zip")]
     if importlib.util.find_spec("safetensors") is not None:
         rows.append(safetensors_row(state))
-    plan = Plan(runs * (_QUICK_REPEATS if nbytes < _QUICK else 1), pause=_PAUSE)
+    runs = options.runs * (_QUICK_REPEATS if nbytes < _QUICK else 1)
+    plan = Plan(runs, pause=options.pause)
     for row in summarize(rotate([_of_data(row, nbytes) for row in rows], folder, plan)):
         del row["group"]
         yield {**row, "x": x, "data_bytes": nbytes, "tensors": len(state)}
@@ -114,7 +114,7 @@ if __name__ == "__main__":
     brief = {"max_size": 4 << 20, "max_tensors": 1000, "total": 8 << 20, "runs": 1}
     picture = Picture(x="x", log=True, label="GB/s (10⁹ bytes of tensor data per second)")
     script = Script(__doc__, "half an hour", brief, picture)
-    script.parser.set_defaults(runs=5)
+    script.parser.set_defaults(runs=5, pause=0.05)
     script.add("--max-size", type=size, default=1 << 30, help="the largest; the first is 1 KiB")
     script.add("--max-tensors", type=int, default=200_000, help="the most tensors")
     script.add("--total", type=size, default=256 << 20, help="bytes of the many tensors together")

@@ -17,6 +17,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +47,6 @@ _COPIES = 2
 _HEADROOM = 64 << 20
 _MOST_MEMORY = 256 << 20  # bytes of a combination's blocks together
 _GAIN = 1.03  # over the defaults: less is not worth other settings
-_PAUSE = 0.05  # seconds of rest before each transfer
 
 
 def _size(nbytes: int) -> str:
@@ -110,7 +110,7 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
         _Results(options.csv, options.folder, options.size) as results,
     ):
         transfers = {point.transfer for point in wanted}
-        runner = _Runner(folder, options.size, transfers)
+        runner = _Runner(folder, options.size, transfers, options.pause)
         for number_, (run, point) in enumerate(_in_turn(wanted, options.runs), 1):
             say(f"{number_}/{len(wanted) * options.runs}: {' '.join(map(str, point))}")
             if (run, point) not in results.rows:
@@ -308,8 +308,8 @@ class _Results:
 class _Runner:
     """Makes the transfers. Holds the data, and the last measurements of the defaults."""
 
-    def __init__(self, folder: Path, nbytes: int, transfers: set[str]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, nbytes: int, transfers: set[str], pause: float) -> None:
+        self._folder, self._pause = folder, pause
         self._source = folder / "source"
         generator = torch.Generator().manual_seed(0)
         host = torch.empty(nbytes, dtype=torch.uint8).random_(generator=generator)
@@ -366,10 +366,10 @@ class _Runner:
         if point.op == "read":
             if not self._source.exists():
                 self._write(self._source, self._data[_HOST], Config())
-            settle(_PAUSE)
+            settle(self._pause)
             return self._read(self._source, point.transfer, point.config())
         path = self._folder / "written"
-        settle(_PAUSE)
+        settle(self._pause)
         try:
             sample = self._write(path, self._data[point.transfer], point.config())
             self._read(path, _HOST, Config())
@@ -390,7 +390,8 @@ class _Runner:
         if report is None:
             raise BenchError(f"{path} was not written")
         taken = Transfer(report.transfer, report.transfer_why)
-        return used.sample(report.bytes, report.complete, _fallback(config, taken, report.fallback))
+        fallback = _fallback(config, taken, report.fallback)
+        return replace(used, nbytes=report.bytes, latency=report.complete, fallback=fallback)
 
     def _read(self, path: Path, transfer: str, config: Config) -> Sample:
         """Read a file that is not in the page cache, and compare.
@@ -414,7 +415,7 @@ class _Runner:
             raise BenchError(f"what was read with {config} is not what was written")
         latency = Latency.of(reader.blocks.counts.complete_seconds)
         fallback = _fallback(config, reader.transfer, reader.blocks.fallback)
-        return used.sample(target.nbytes, latency, fallback)
+        return replace(used, nbytes=target.nbytes, latency=latency, fallback=fallback)
 
 
 def _fallback(config: Config, taken: Transfer, fallback: str | None) -> str | None:
@@ -430,7 +431,7 @@ if __name__ == "__main__":
     by = ("engine", "queue_depth", "threads")
     picture = Picture("ratio_to_default", "× defaults", 1, "block_size", by)
     script = Script(__doc__, "two hours", brief, picture)
-    script.parser.set_defaults(csv=Path("fastserial-sweep.csv"))
+    script.parser.set_defaults(csv=Path("fastserial-sweep.csv"), pause=0.05)
     script.add("--size", type=size, default=512 << 20, help="of each transfer")
     sizes = "256KiB,1MiB,2MiB,4MiB,8MiB,16MiB"
     script.add("--block-size", default=sizes, help="to combine, with commas")

@@ -2,7 +2,9 @@
 
 A thread spins while another one saves; timed are the moments in which it stands still. Python lets
 a thread wait 5 ms before it asks another one for the interpreter's lock. Saves are durable: stock's
-with the fsync of file and directory.
+with the fsync of file and directory. A hypervisor that takes freed memory back (free page
+reporting) does so for half a minute, every 2 s, and the whole machine stands still meanwhile: give
+--pause 30.
 """
 
 from __future__ import annotations
@@ -180,7 +182,4 @@ if __name__ == "__main__":
     script = Script(__doc__, "three minutes", {"size": 64 << 20, "runs": 1}, picture)
     script.add("--size", type=size, default=3 << 30, help="of the state dict")
     script.add("--tensors", type=int, default=300, help="of mixed sizes")
-    # A hypervisor that takes freed memory back (free page reporting) does so for half a minute,
-    # every 2 s; the whole machine stands still meanwhile.
-    script.add("--pause", type=float, default=0.3, help="seconds of rest before each save")
     script.run(_measure)

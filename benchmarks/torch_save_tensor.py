@@ -55,6 +55,7 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
         loose=not options.no_loose,
         with_engines=not options.no_peers,
         with_fio=not options.no_fio,
+        pause=options.pause,
     )
     return save_with_all(options, bench, "torch_save_tensor", say)
 

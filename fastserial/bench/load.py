@@ -372,8 +372,9 @@ def _timed(task: _Task) -> tuple[Sample, Mapping[str, str] | None]:
     with reader.context():
         used = measure(load)
     report = last_load_report() if not reader.is_peer else None
-    details = (None, None) if report is None else (report.complete, report.fallback)
-    return used.sample(0, *details), fingerprints(kept[0]) if task.compare else None
+    if report is not None:
+        used = replace(used, latency=report.complete, fallback=report.fallback)
+    return used, fingerprints(kept[0]) if task.compare else None
 
 
 def _wait_for(device: str) -> None:

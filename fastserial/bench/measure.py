@@ -14,7 +14,7 @@ from fastserial.config import parse_size
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.reports import Latency
 
-__all__ = ["GB", "MB", "BenchError", "Sample", "Usage", "measure", "parse_bytes"]
+__all__ = ["GB", "MB", "BenchError", "Sample", "measure", "parse_bytes"]
 
 MB, GB = 1000**2, 1000**3
 _DECIMAL = {"kb": 1000, "mb": MB, "gb": GB, "tb": 1000 * GB}
@@ -28,32 +28,15 @@ class BenchError(FastserialError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What a call took.
+class Sample:
+    """What one timed call took, or one transfer.
 
     Attributes:
+        nbytes: that it moved; 0 where nobody has said so.
         seconds: wall clock.
         cpu_seconds: processor time of all threads of this process, user and system.
         extra_bytes: peak of resident memory above what was resident before; None where the
             kernel does not let us reset the peak.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    extra_bytes: int | None
-
-    def sample(
-        self, nbytes: int, latency: Latency | None = None, fallback: str | None = None
-    ) -> Sample:
-        """Return it as that of a transfer."""
-        return Sample(nbytes, self.seconds, self.cpu_seconds, self.extra_bytes, latency, fallback)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One timed transfer of `nbytes` bytes; the rest as in `Usage`.
-
-    Attributes:
         latency: of the single requests (seconds), where the row knows them.
         fallback: why the transfer did not go the fastest way, or None.
     """
@@ -71,7 +54,7 @@ class Sample:
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
 
-def measure(call: Callable[[], object]) -> Usage:
+def measure(call: Callable[[], object]) -> Sample:
     """Run a call once and return what it took: `measure(lambda: torch.save(state, path))`."""
     gc.collect()  # so that no call pays for the garbage of another
     with contextlib.suppress(AttributeError):  # not glibc
@@ -83,7 +66,7 @@ def measure(call: Callable[[], object]) -> Usage:
     seconds = time.perf_counter() - began
     cpu = time.process_time() - cpu
     extra = None if before is None else max(0, _peak_bytes() - before)
-    return Usage(seconds, cpu, extra)
+    return Sample(0, seconds, cpu, extra)
 
 
 def parse_bytes(text: str) -> int:

@@ -101,10 +101,12 @@ def _signals_raise() -> Iterator[None]:
 
 
 def settle(pause: float) -> None:
-    """Write all dirty pages back, wait until that is done, and `pause` seconds more.
+    """Write all dirty pages back, wait until that is done, and `pause` seconds more; 0: do nothing.
 
     Replaced files are freed, too: that would slow down the next run.
     """
+    if not pause:
+        return
     wait_until_free()
     os.sync()
     until = time.monotonic() + _PATIENCE

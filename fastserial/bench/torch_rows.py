@@ -114,7 +114,7 @@ def stock_row(
 
         with stock(crc):
             used = measure(call)
-        return used.sample(path.stat().st_size)
+        return replace(used, nbytes=path.stat().st_size)
 
     group = _group(durable, overwrites)
     plain = f"stock {container}{_ENDINGS[group]}"
@@ -145,7 +145,8 @@ def fast_row(
             report = fastserial.last_save_report()
         if report is None or report.path != str(path):
             raise BenchError(f"stock torch wrote {path}, not fastserial")
-        return used.sample(report.bytes, None if null else report.complete, report.fallback)
+        latency = None if null else report.complete
+        return replace(used, nbytes=report.bytes, latency=latency, fallback=report.fallback)
 
     compared = _group(durable, overwrites)
     group = OVERHEAD if null else compared

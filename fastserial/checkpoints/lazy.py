@@ -17,7 +17,7 @@ from fastserial.config import Config
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.tensors import TensorEntry
 from fastserial.interrupts import finish
-from fastserial.loading.crew import Crew, common_crew
+from fastserial.loading.engine_pool import EnginePool, common_pool
 from fastserial.loading.reader import FastFileReader
 
 __all__ = ["LazyCheckpoint", "TensorSlice", "open_checkpoint"]
@@ -55,13 +55,12 @@ class LazyCheckpoint:
         self._device = torch.device(device)
         self._opened = (os.path.abspath(os.fspath(path)), device, config)
         self._path = os.fspath(path)
-        crew = common_crew()
+        engines = common_pool()
         with FastFileReader(path, config) as first:
             # All that it says has been read by then: its descriptor is closed.
             self._container = open_readable(first.fd, first.name)
-            reader = first.another(crew)
-        reader.blocks.rest()
-        self._source: tuple[FastFileReader, Crew] | None = reader, crew
+            reader = first.another(engines)
+        self._source: tuple[FastFileReader, EnginePool] | None = reader, engines
         # Readers that nobody uses now. One that failed does not come back: it may not go on.
         self._idle = [reader]
 
@@ -145,15 +144,13 @@ class LazyCheckpoint:
         try:
             reader = self._idle.pop()
         except IndexError:
-            file, crew = source
-            reader = file.another(crew)
+            file, engines = source
+            reader = file.another(engines)
         try:
-            reader.blocks.wake()
             yield reader
         except BaseException:
             reader.close()
             raise
-        reader.blocks.rest()
         if self._is_closed() or self._idle:  # closed in between, or one is enough to keep open
             reader.close()
         else:

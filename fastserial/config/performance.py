@@ -83,20 +83,20 @@ PICKLE_SHARE = 10_000
 
 # -- loads -----------------------------------------------------------------------------------------
 
-# What direct reads can put where it belongs is read so from here on: two reads more, of the edges.
+# Direct reads put what is as large where it belongs; less comes to a staging buffer, with others.
 IN_PLACE = 512 * KiB
 NEAR_EXTENTS = 128 * KiB  # bytes not wanted that are read rather than split a read in two
-STRAIGHT_PIECE = 64 * KiB  # pieces from here on are worth a read of their own, without a copy
+UNSTAGED = 64 * KiB  # pieces from here on are worth a read of their own, without a copy
 # Through the page cache all of a block's records come with one call, each in its memory. 300 in
 # 100 MB took the caller 14 ms so, with reads and copies of their own 35.
 SCATTERED_BLOCK = 16 * MiB
 READ_TOGETHER = 16 * MiB  # of neighbours; the larger, the more of their memory is on huge pages
-# A file that is not in the page cache is read in lanes (`loading.lanes`), blocks of each in order:
+# A file that is not in the page cache is read in lanes (`loading.policy`), blocks of each in order:
 # `torch.load` of 1 GiB took 0.78 s with these (stock 0.87), 0.84 to 0.85 with 3 of 32 or 6 of 16
 # MiB, and 1.05 with six threads on one descriptor.
 LANES = 4
 LANE_SPAN = 32 * MiB
-STRAIGHT_BLOCKS = 4  # blocks in one read that needs no buffer: fewer turns for the interpreter
+DIRECT_BLOCKS = 4  # blocks in one read that needs no buffer: fewer turns for the interpreter
 LOOK_AHEAD = 256 * MiB  # read and not yet asked for
 FEW_BYTES = 32 * KiB  # per record on average: finding them costs us more than reading them torch
 # Likewise of the legacy container, whose storages torch reads to where they belong: 5,000 of 64 KiB

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from fastserial.checksums import CrcLedger, crc32
+from fastserial.checksums import CrcLedger
 from fastserial.distributed.boxes import Box, run_of
 from fastserial.distributed.file_index import Record
 from fastserial.distributed.owners import NeedMap
 from fastserial.distributed.tiles import Piece, Range, Target, Window, spans_of
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import HostSink, PartsSink, ReadExtent, Sink
-from fastserial.memory.buffers import Buffer
+from fastserial.loading.sinks import CheckedSink, HostSink, PartsSink, ReadExtent, Sink
 
 __all__ = ["PartReader", "straight_reads"]
 
@@ -240,27 +239,8 @@ class PartReader:
 
     def _checked(self, number: int, low: int, high: int, sink: Sink) -> ReadExtent:
         start = low - self.records[number].offset
-        return ReadExtent(low, high - low, _CheckedPart(sink, self.ledger, number, start))
+        return ReadExtent(low, high - low, CheckedSink(sink, self.ledger, number, start))
 
 
 def _into(buffer: torch.Tensor, at: int, span: Range) -> HostSink:
     return HostSink(buffer.data_ptr() + at, span.stop - span.first, buffer)
-
-
-class _CheckedPart:
-    """Passes on the bytes of a record from byte `start` on, and enters their CRC-32."""
-
-    __slots__ = ("_ledger", "_record", "_sink", "_start")
-
-    def __init__(self, sink: Sink, ledger: CrcLedger, record: int, start: int) -> None:
-        self._sink = sink
-        self._ledger = ledger
-        self._record = record
-        self._start = start
-
-    def deliver(self, view: memoryview, address: int, start: int) -> None:
-        self._ledger.add(self._record, self._start + start, len(view), crc32(view))
-        self._sink.deliver(view, address, start)
-
-    def place(self, start: int, length: int) -> Buffer | None:
-        return self._sink.place(start, length)

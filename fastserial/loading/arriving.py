@@ -5,6 +5,7 @@ The local header of a record is read, too: only that says where the data really 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -13,7 +14,7 @@ from fastserial.config.performance import IN_PLACE
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.structs import LOCAL, LOCAL_LENGTHS, LOCAL_SIGNATURE
 from fastserial.loading.sinks import BytesSink, CheckedSink, HostSink, ReadExtent, storage_sink
-from fastserial.memory.storages import bytes_at, new_storage
+from fastserial.memory.storages import new_storage
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +42,13 @@ class Arriving(Protocol):
 
 
 class OnHost:
-    """A record that lies in host memory as it does in the file: its header, then its data."""
+    """A record that lies in host memory as it does in the file: its header, then its data.
 
-    __slots__ = ("_head", "_spare", "record", "storage")
+    Attributes:
+        memory: address and length of all that it takes.
+    """
+
+    __slots__ = ("_head", "_spare", "memory", "record", "storage")
 
     def __init__(self, record: RecordEntry, alignment: int = 0) -> None:
         """Allocate its memory.
@@ -62,9 +67,11 @@ class OnHost:
         large = record.size >= IN_PLACE and not record.data_offset % _ALIGNMENT
         self._spare = alignment if large else 0
         start = self._spare + self._head + -self._head % _ALIGNMENT
-        memory = new_storage(start + record.size + 2 * self._spare)
+        nbytes = start + record.size + 2 * self._spare
+        memory = new_storage(nbytes)
+        self.memory = memory.data_ptr(), nbytes
         if self._spare:
-            start += (record.data_offset - memory.data_ptr() - start) % alignment
+            start += (record.data_offset - self.memory[0] - start) % alignment
         # a part: like what torch reads from a zip, it cannot be resized
         self.storage = cast("torch.UntypedStorage", memory[start : start + record.size])
 
@@ -75,7 +82,7 @@ class OnHost:
         return [ReadExtent(record.header_offset, length, checks.sink(record, sink, -head))]
 
     def header(self) -> bytes:
-        return cast("bytes", bytes_at(self.storage.data_ptr() - self._head, self._head))
+        return (ctypes.c_char * self._head).from_address(self.storage.data_ptr() - self._head).raw
 
 
 class OnDevice:

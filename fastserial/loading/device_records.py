@@ -138,7 +138,6 @@ class DeviceRecords:
             OSError: it cannot be read.
         """
         self.wait_seconds = 0.0
-        self._ends = {record.name: record.data_end for record in records}
         self._checks = RecordChecks(file.name, records, verify)
         self._found: dict[str, Arriving] = {}
         make: Any = torch.UntypedStorage
@@ -150,7 +149,7 @@ class DeviceRecords:
                 one = OnDevice(record, make(record.size, device=place))
             else:
                 one = OnHost(record)
-                host.append((one.storage.data_ptr(), record.size))
+                host.append(one.memory)
             self._found[record.name] = one
         HugePages().advise_all(host)
         file.attend([one.storage for one in self._found.values()])
@@ -170,10 +169,6 @@ class DeviceRecords:
         """
         one = self._found.pop(name, None)
         return None if one is None else self._checks.accept(one, nbytes)
-
-    def end_of(self, name: str) -> int:
-        """Return the offset of the first byte after a record's data."""
-        return self._ends[name]
 
     @property
     def error(self) -> None:

@@ -7,17 +7,18 @@ read, `loading.policy` says. Then
 - through the page cache, one call puts the pieces of a range each in its memory;
 - directly, only aligned bytes move: what lies in memory as it does in the file, modulo the
   alignment, is read where it belongs, the rest comes to a staging buffer and is copied;
-- what goes to a device passes through a staging buffer, or past the host.
+- what goes to a device passes through a staging buffer, or takes the device path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from fastserial.config.performance import IN_PLACE, MOST_PIECES, NEAR_EXTENTS, STRAIGHT_PIECE
+from fastserial.config.performance import IN_PLACE, MOST_PIECES, NEAR_EXTENTS, UNSTAGED
 from fastserial.loading.pump import (
     STAGED,
     Block,
@@ -63,12 +64,10 @@ def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
     pieces.sort(key=attrgetter("offset"))
     for run in _coalesced(pieces, pump.range_size):
         first, stop = run[0].offset, _end(run)
-        if (block := _past_the_host(run, pump)) is not None:
+        if (block := _on_device_path(run, pump)) is not None:
             yield block
         elif pump.policy.goes_direct(first, stop - first):
             yield from _direct(run, pump)
-        elif pump.takes_any_memory and pump.ring is None and (blocks := _scattered(run)):
-            yield from blocks
         else:
             yield from _cached(run, pump)
 
@@ -102,15 +101,15 @@ def _end(run: Sequence[_Piece]) -> int:
     return max(piece.end for piece in run)
 
 
-# -- past the host ---------------------------------------------------------------------------------
+# -- the device path -------------------------------------------------------------------------------
 
 
-def _past_the_host(run: Sequence[_Piece], pump: Pump) -> Block | None:
-    """Return the block that a device gets without the host; None: it is none."""
+def _on_device_path(run: Sequence[_Piece], pump: Pump) -> Block | None:
+    """Return the block that goes to a device without the host; None: it is none."""
     piece, sink = run[0], run[0].sink
     if len(run) > 1 or not isinstance(sink, DeviceSink):
         return None
-    if not pump.policy.goes_past_the_host(sink.device, piece.offset, piece.length):
+    if not pump.policy.takes_device_path(sink.device, piece.offset, piece.length):
         return None
     return _block(run, piece.offset, piece.end, OnDevice(sink.part(piece.start, piece.length)))
 
@@ -131,6 +130,7 @@ def _direct(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
         yield _block([inner], at.offset, at.end, InMemory(memory), direct=True)
         edges = piece.part(piece.offset, inner.offset), piece.part(inner.end, piece.end)
         rest += [edge for edge in edges if edge.length]
+    rest.sort(key=attrgetter("offset"))  # an edge may lie after what is wanted twice
     for near in _coalesced(rest, pump.block_size):
         start = near[0].offset - near[0].offset % alignment
         end = _end(near)
@@ -158,47 +158,48 @@ def _aligned(piece: _Piece, alignment: int, size: int) -> tuple[_Piece, Buffer] 
 # -- through the page cache ------------------------------------------------------------------------
 
 
-def _scattered(run: Sequence[_Piece]) -> list[Block]:
-    """Return blocks whose pieces are each read to its memory; none if that cannot be."""
-    blocks: list[Block] = []
-    for number in range(0, len(run), MOST_PIECES // 2):
-        pieces = run[number : number + MOST_PIECES // 2]
-        views: list[memoryview] = []
-        places: list[Buffer] = []
-        first = end = pieces[0].offset
-        for piece in pieces:
-            offset, length, sink, start = piece
-            place = sink.place(start, length)
-            if offset < end or (place is None and length >= STRAIGHT_PIECE):
-                return []  # wanted twice, or worth no memory of its own
-            if place is None:
-                place = own_buffer(length)
-            if offset > end:
-                views.append(_UNWANTED[: offset - end])
-            views.append(place.view)
-            places.append(place)
-            end = offset + length
-        deliver = partial(_deliver_places, pieces, places)
-        blocks.append(Block(first, end - first, deliver, InPieces(views)))
-    return blocks
-
-
 def _cached(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
-    """Yield blocks of which each is read to one piece's memory or to a staging buffer."""
-    for part in _coalesced(run, pump.block_size):
-        together: list[_Piece] = []
-        for piece in part:
-            large = pump.takes_any_memory and piece.length >= STRAIGHT_PIECE
-            place = piece.sink.place(piece.start, piece.length) if large else None
-            if place is None:
-                together.append(piece)
-                continue
-            if together:
-                yield _block(together, together[0].offset, _end(together))
-                together = []
-            yield _block([piece], piece.offset, piece.end, InMemory(place))
-        if together:
-            yield _block(together, together[0].offset, _end(together))
+    placed = ((piece, _memory_for(piece, pump)) for piece in run)
+    for staged, group in groupby(placed, key=lambda one: one[1] is None):
+        if not staged:
+            yield from _scattered(cast("Iterator[tuple[_Piece, Buffer]]", group))
+            continue
+        for near in _coalesced((piece for piece, _ in group), pump.block_size):
+            yield _block(near, near[0].offset, _end(near))
+
+
+def _memory_for(piece: _Piece, pump: Pump) -> Buffer | None:
+    """Return the memory to read a piece to; None: it comes to a staging buffer with others."""
+    large = piece.length >= UNSTAGED
+    if not pump.takes_any_memory or (pump.ring is not None and not large):
+        return None
+    place = piece.sink.place(piece.start, piece.length)
+    return own_buffer(piece.length) if place is None and not large else place
+
+
+def _scattered(placed: Iterable[tuple[_Piece, Buffer]]) -> Iterator[Block]:
+    """Yield blocks of which each reads neighbours with one call, to the memory of each."""
+    pieces: list[_Piece] = []
+    places: list[Buffer] = []
+    views: list[memoryview] = []
+    end = 0
+
+    def block() -> Block:
+        deliver = partial(_deliver_places, pieces, places)
+        return Block(pieces[0].offset, end - pieces[0].offset, deliver, InPieces(views))
+
+    for piece, place in placed:
+        hole = piece.offset - end
+        if pieces and (not 0 <= hole <= NEAR_EXTENTS or len(views) + 2 > MOST_PIECES):
+            yield block()
+            pieces, places, views = [], [], []
+        if pieces and hole:
+            views.append(_UNWANTED[:hole])
+        views.append(place.view)
+        pieces.append(piece)
+        places.append(place)
+        end = piece.end
+    yield block()
 
 
 # -- delivery --------------------------------------------------------------------------------------

@@ -1,21 +1,27 @@
-"""How a range of a file is read: through the page cache, directly, or past the host."""
+"""How a range of a file is read: through the page cache, directly, or on the device path.
+
+A cold file is read through the page cache in lanes. The kernel reads ahead of whoever reads a
+descriptor in order, into large folios; threads that share a descriptor read in no order. So the
+file is cut into spans, each is read in order on the descriptor of its lane, and the lanes take
+turns.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fastserial.config import Config
-from fastserial.config.performance import LANES, MOSTLY_CACHED
+from fastserial.config.performance import LANE_SPAN, LANES, MOSTLY_CACHED
 from fastserial.engines import Engine
 from fastserial.files import linux
 from fastserial.files.caching import cached_fraction, reads_through_cache
 from fastserial.files.linux import DirectFile, open_direct
 from fastserial.interrupts import Descriptors, finish
-from fastserial.loading.lanes import lane_of
 from fastserial.reasons import SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
 
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
     from fastserial.engines.gds.memory import DirectMemory
     from fastserial.memory.ring import Ring
 
-__all__ = ["ReadPolicy"]
+__all__ = ["ReadPolicy", "in_turns", "lane_of"]
 
 _log = logging.getLogger("fastserial")
 
@@ -36,7 +42,7 @@ class ReadPolicy:
     Attributes:
         alignment: of offset, length and memory of direct reads (bytes).
         fallback: why there is no direct I/O although it is wanted, or None.
-        past_host: what reads to devices past the host, or None.
+        device_path: what reads to devices without the host, or None.
         lanes: descriptors that share the reading of a cold file through the page cache.
     """
 
@@ -48,7 +54,7 @@ class ReadPolicy:
         self._lane_files = Descriptors()
         self._refused = False
         self._transfer = HOST_ONLY
-        self.past_host: DirectMemory | None = None
+        self.device_path: DirectMemory | None = None
         self.lanes: list[int] = []
         direct = self._open_direct(size)
         self.alignment, self.fallback = direct.alignment, direct.refusal
@@ -76,9 +82,9 @@ class ReadPolicy:
             return False
         return not self._is_cached(offset, length)
 
-    def goes_past_the_host(self, device: torch.device, offset: int, length: int) -> bool:
-        """Return whether these bytes are to be read to a device past the host."""
-        if self.past_host is None or not self.past_host.takes(device, offset, length):
+    def takes_device_path(self, device: torch.device, offset: int, length: int) -> bool:
+        """Return whether these bytes are to be read to a device without the host."""
+        if self.device_path is None or not self.device_path.takes(device, offset, length):
             return False
         return not self._is_cached(offset, length)
 
@@ -126,12 +132,12 @@ class ReadPolicy:
     @property
     def transfer(self) -> Transfer:
         """The transfer type taken for what goes to devices, and why."""
-        return self._transfer if self.past_host is None else self.past_host.transfer
+        return self._transfer if self.device_path is None else self.device_path.transfer
 
     def serve_devices(
         self, ring: Ring | None, places: Collection[torch.device], taken: Transfer, engine: Engine
     ) -> None:
-        """Read to devices past the host, if that was asked for and can be had.
+        """Read to devices without the host, if that was asked for and can be had.
 
         Args:
             ring: what passes through the host, if anything does.
@@ -142,16 +148,60 @@ class ReadPolicy:
         from fastserial.engines.gds.memory import offer  # not without a device
 
         refusal = "direct I/O is switched off" if self._config.never_direct else None
-        self.past_host, self._transfer = offer(
+        self.device_path, self._transfer = offer(
             self._config, taken, ring, engine, places, self._fd, os.O_RDONLY, refusal
         )
 
     def close(self) -> None:
         """Close all descriptors; nothing is in flight. Idempotent."""
-        past_host = self.past_host
+        device_path = self.device_path
         finish(
-            *([past_host.close] if past_host is not None else []),
+            *([device_path.close] if device_path is not None else []),
             self._lane_files.close,
             self._files.close,
         )
         self.direct_fd = -1
+
+
+# -- lanes ---------------------------------------------------------------------------------------
+
+
+class _Placed(Protocol):
+    @property
+    def offset(self) -> int: ...
+
+
+_T = TypeVar("_T", bound=_Placed)
+
+
+def lane_of(offset: int, lanes: int) -> int:
+    """Return the lane of a byte of the file."""
+    return offset // LANE_SPAN % lanes
+
+
+def in_turns(blocks: Iterable[_T | None], lanes: int) -> Iterator[_T]:
+    """Yield blocks that come in the order of the file so that the lanes take turns.
+
+    Args:
+        blocks: what is to be read; None: nothing more is known now, what is held back must come.
+        lanes: how many there are.
+    """
+    held: list[deque[_T]] = [deque() for _ in range(lanes)]
+    group = -1
+
+    def turns() -> Iterator[_T]:
+        while any(held):
+            for lane in held:
+                if lane:
+                    yield lane.popleft()
+
+    for block in blocks:
+        if block is None:
+            yield from turns()
+            continue
+        number = block.offset // (LANE_SPAN * lanes)
+        if number != group:
+            yield from turns()
+            group = number
+        held[lane_of(block.offset, lanes)].append(block)
+    yield from turns()

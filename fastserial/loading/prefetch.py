@@ -80,8 +80,8 @@ class _Batch:
         self.state = _State.ALLOCATED
 
     def memory(self) -> list[tuple[int, int]]:
-        """Return address and length of each storage."""
-        return [(one.storage.data_ptr(), one.record.size) for one in self._arriving.values()]
+        """Return address and length of what each record takes."""
+        return [one.memory for one in self._arriving.values()]
 
     def reads(self, checks: RecordChecks) -> list[ReadExtent]:
         """Return what to read."""
@@ -114,7 +114,6 @@ class Prefetch:
             record.name: (batch, record) for batch in self._batches for record in batch.records
         }
         self._checks = RecordChecks(file.name, records, verify)
-        self._ends = {record.name: record.data_end for record in records}
         self._next = 0  # batch that the thread reads next
         self._provided = 0  # batches that have memory, but for those that were waited for
         self._wanted: _Batch | None = None
@@ -163,10 +162,6 @@ class Prefetch:
     def error(self) -> BaseException | None:
         """What ended the reading before its time: torch must read the rest."""
         return self._error
-
-    def end_of(self, name: str) -> int:
-        """Return the offset of the first byte after a record's data."""
-        return self._ends[name]
 
     def close(self) -> None:
         """Stop, waiting only for reads under way. Idempotent."""
@@ -225,7 +220,7 @@ class Prefetch:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            self._pump.pour(self._blocks(), self._is_over)
+            self._pump.read(self._blocks(), self._is_over)
         except BaseException as caught:  # for the thread that unpickles
             error = caught
             if isinstance(error, CorruptCheckpointError):
@@ -252,9 +247,8 @@ class Prefetch:
                     self._nudges.get()
                 continue
             batch.state = _State.READING
-            self._pump.flush()  # the disk has something to do meanwhile
-            self._pages.advise_all(batch.memory())
             blocks = list(plan_blocks(batch.reads(self._checks), self._pump))
+            blocks[0].prepare = partial(self._pages.advise_all, batch.memory())
             batch.left = len(blocks)
             for block in blocks:
                 block.deliver = partial(self._arrived, batch, block.deliver)

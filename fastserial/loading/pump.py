@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from fastserial import trace
 from fastserial.config import Config
-from fastserial.config.performance import SCATTERED_BLOCK, STRAIGHT_BLOCKS
+from fastserial.config.performance import DIRECT_BLOCKS, SCATTERED_BLOCK
 from fastserial.engines import Completion, Op, Request
 from fastserial.errors import CorruptCheckpointError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import finish
-from fastserial.loading.crew import Crew, Hand, engage
-from fastserial.loading.lanes import in_turns
-from fastserial.loading.policy import ReadPolicy
+from fastserial.loading.engine_pool import EnginePool, OpenEngine, open_engine
+from fastserial.loading.policy import ReadPolicy, in_turns
 from fastserial.memory.buffers import Buffer, BufferPool
 from fastserial.reports import Transfer
 
@@ -68,7 +67,7 @@ class InPieces(Into):
 
 @dataclass(slots=True)
 class OnDevice(Into):
-    """Device memory, one-dimensional uint8, past the host (`ReadPolicy.goes_past_the_host`).
+    """Device memory, one-dimensional uint8, without the host (`ReadPolicy.takes_device_path`).
 
     If that fails they come to a staging buffer, and are delivered; else they are not.
     """
@@ -89,6 +88,7 @@ class Block:
         direct: read it directly.
         fail: called instead if the bytes cannot be read, and the other blocks go on; None: that
             ends the pump.
+        prepare: called before it is read, while others are being read.
     """
 
     offset: int
@@ -97,6 +97,7 @@ class Block:
     into: Into = STAGED
     direct: bool = False
     fail: Callable[[OSError], None] | None = None
+    prepare: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
@@ -129,13 +130,14 @@ class Pump:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         owner: object = None,
-        crew: Crew | None = None,
+        engines: EnginePool | None = None,
     ) -> None:
         """Read from descriptor `fd`, which stays the caller's, up to byte `size`.
 
         Args:
             owner: kept as long as the descriptor is read from.
-            crew: where the engine comes from; by default it is a new one.
+            engines: where an engine comes from when one is needed, until `rest`; by default
+                there is a new one.
 
         Raises:
             EngineUnavailableError: the configured engine cannot read here.
@@ -150,19 +152,19 @@ class Pump:
         self._owner = owner
         self._in_flight = 0
         self._batch: list[Request] = []
-        self._crew = crew
-        self._hand: Hand | None = engage(config) if crew is None else crew.take(config)
-        try:
-            self.policy = ReadPolicy(fd, size, config)
-        except BaseException:
-            self._hand.close()
-            raise
+        self._engines = engines
+        self._opened: OpenEngine | None = None
+        self.policy = ReadPolicy(fd, size, config)
+        if engines is None:
+            self._opened = open_engine(config)
 
     @property
-    def _working(self) -> Hand:
-        if self._hand is None:
-            raise ValueError("I/O operation on closed file.")
-        return self._hand
+    def _working(self) -> OpenEngine:
+        if self._opened is None:
+            if self._engines is None:
+                raise ValueError("I/O operation on closed file.")
+            self._opened = self._engines.take(self._config)
+        return self._opened
 
     @property
     def engine_name(self) -> str:
@@ -177,11 +179,11 @@ class Pump:
     def range_size(self) -> int:
         """Bytes of the ranges of the file of which each is read by itself."""
         policy = self.policy
-        if not self.takes_any_memory or policy.lanes or policy.past_host is not None:
+        if not self.takes_any_memory or policy.lanes or policy.device_path is not None:
             return self.block_size
         if policy.never_direct:
             return SCATTERED_BLOCK
-        return self.block_size * STRAIGHT_BLOCKS
+        return self.block_size * DIRECT_BLOCKS
 
     @property
     def fallback(self) -> str | None:
@@ -194,19 +196,11 @@ class Pump:
         return self.policy.transfer
 
     def rest(self) -> None:
-        """Give the engine back to the crew until `wake`; nothing is in flight."""
-        hand, self._hand = self._hand, None
-        if hand is not None and self._crew is not None:
-            self._crew.give(self._config, hand)
-
-    def wake(self) -> None:
-        """Take an engine of the crew again.
-
-        Raises:
-            EngineUnavailableError: the configured engine cannot read here.
-        """
-        if self._hand is None and self._crew is not None:
-            self._hand = self._crew.take(self._config)
+        """Give the engine back to its pool, if it is from there; nothing is in flight."""
+        if self._engines is not None:
+            opened, self._opened = self._opened, None
+            if opened is not None:
+                self._engines.give(self._config, opened)
 
     def stage_in(
         self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
@@ -214,7 +208,7 @@ class Pump:
         """Use the buffers of a ring as staging buffers from here on; it is closed with this.
 
         Args:
-            ring: where blocks for devices pass through that do not go past the host, if any do.
+            ring: where blocks for devices pass through that go by the host, if any do.
             places: the devices.
             taken: the transfer type of those blocks.
         """
@@ -225,8 +219,8 @@ class Pump:
         """Get ready for blocks for more devices, or later ones, after `stage_in`."""
         if self.ring is not None:
             self.ring.join(places)
-        if self.policy.past_host is not None:
-            self.policy.past_host.join(places)
+        if self.policy.device_path is not None:
+            self.policy.device_path.join(places)
 
     # -- many blocks ---------------------------------------------------------------------------
 
@@ -235,7 +229,7 @@ class Pump:
         if self.takes_any_memory:
             self.policy.open_lanes(first, stop, nbytes)
 
-    def pour(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
+    def read(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
         """Read blocks that come in the order of the file; returns when all have been delivered.
 
         Args:
@@ -276,6 +270,9 @@ class Pump:
         depth = len(self.policy.lanes) or self._config.queue_depth
         while self.in_flight >= depth:
             self.reap()
+        if block.prepare is not None:
+            self._flush()
+            block.prepare()
         self._batch.append(self._request(block))
 
     def drain(self) -> None:
@@ -283,7 +280,7 @@ class Pump:
         while self.in_flight:
             self.reap()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Start what is queued."""
         if self._batch:
             batch, self._batch = self._batch, []
@@ -292,14 +289,15 @@ class Pump:
 
     def reap(self) -> None:
         """Wait for at least one block."""
-        self.flush()
+        self._flush()
         for completion in self._working.engine.wait(1):
             self._in_flight -= 1
             self._complete(completion)
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
-        engine = [self._hand.close] if self._hand is not None else []
+        self._engines = None
+        engine = [self._opened.close] if self._opened is not None else []
         finish(*engine, self.policy.close, self._free)
 
     def _free(self) -> None:
@@ -321,9 +319,9 @@ class Pump:
                 buffer, pieces = _NOTHING, views
             case InMemory(memory):
                 buffer = memory
-            case OnDevice(target) if policy.past_host is not None:
+            case OnDevice(target) if policy.device_path is not None:
                 buffer = self._staging_buffer()
-                move = policy.past_host.read(buffer, target, block.offset)
+                move = policy.device_path.read(buffer, target, block.offset)
             case _:
                 buffer = self._staging_buffer()
         aligned = length - length % policy.alignment

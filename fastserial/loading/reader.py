@@ -14,7 +14,7 @@ from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.files import linux
 from fastserial.files.sources import file_name, stamp
 from fastserial.interrupts import Descriptors, finish
-from fastserial.loading.crew import Crew
+from fastserial.loading.engine_pool import EnginePool
 from fastserial.loading.planner import plan_blocks
 from fastserial.loading.pump import Pump, ReadCounts
 from fastserial.loading.sinks import ReadExtent
@@ -72,9 +72,9 @@ class FastFileReader:
             self._files.close()
             raise
 
-    def _start(self, crew: Crew | None) -> None:
+    def _start(self, engines: EnginePool | None) -> None:
         self.bar = progress_bar(self.config.progress, self.name)
-        self.blocks = Pump(self.fd, self.size, self.config, self.bar.update, self._files, crew)
+        self.blocks = Pump(self.fd, self.size, self.config, self.bar.update, self._files, engines)
 
     @property
     def closed(self) -> bool:
@@ -142,7 +142,7 @@ class FastFileReader:
         stop = max(extent.offset + extent.length for extent in extents)
         blocks.expect(first, stop, sum(extent.length for extent in extents))
         try:
-            blocks.pour(plan_blocks(extents, blocks))
+            blocks.read(plan_blocks(extents, blocks))
             if self.ring is not None:
                 self.ring.settle()
         except BaseException:
@@ -150,6 +150,7 @@ class FastFileReader:
             # into the same storages instead, or their owner.
             blocks.close()
             raise
+        blocks.rest()
 
     def check_unchanged(self) -> None:
         """Raise if the file was written to since it was opened.
@@ -174,8 +175,8 @@ class FastFileReader:
             number = error.errno or errno.EIO
             raise OSError(number, error.strerror or str(error), self.name) from error
 
-    def another(self, crew: Crew) -> FastFileReader:
-        """Return another reader of the same open file, with an engine of the crew.
+    def another(self, engines: EnginePool) -> FastFileReader:
+        """Return another reader of the same open file, whose engines come from a pool.
 
         The file stays open until both are gone, closed or not.
 
@@ -188,7 +189,7 @@ class FastFileReader:
             self.config, self.name, self.fd, self._files
         )  # fmt: skip
         other.size, other._stamp = self.size, self._stamp
-        other._start(crew)
+        other._start(engines)
         return other
 
     def close(self) -> None:

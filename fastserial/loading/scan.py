@@ -66,8 +66,6 @@ def scan(
     pump = Pump(fd, end, config)
     try:
         with contextlib.suppress(CorruptCheckpointError):  # it became shorter
-            for offset in range(first, end, size):
-                pump.put(block(offset))
-            pump.drain()
+            pump.read(map(block, range(first, end, size)))
     finally:
         pump.close()

@@ -7,6 +7,7 @@ as expected; the others come from the prefetch.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,9 +30,6 @@ class StorageSource(Protocol):
 
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
         """Return a record of `nbytes` bytes, None if torch must read it itself."""
-
-    def end_of(self, name: str) -> int:
-        """Return the offset of the first byte after a record's data."""
 
     def close(self) -> None:
         """Stop. Idempotent."""
@@ -75,9 +73,9 @@ class FastZipReader:
         self.position: int | None = None  # where torch would have left the file (bytes)
         self._path = path
         self._limit = limit
-        self._records: dict[str, RecordEntry] | None = None
-        if directory is not None:
-            self._records = {record.name: record for record in directory.records}
+        known = directory.records if directory is not None else ()
+        self._records: Mapping[str, RecordEntry] = {record.name: record for record in known}
+        self._has_directory = directory is not None
         self._prefetch = prefetch
         self._verify = verify
 
@@ -107,7 +105,7 @@ class FastZipReader:
         if self._prefetch is not None and numel > 0 and kind is torch.UntypedStorage:
             storage = self._prefetch.take(name, numel)
             if storage is not None:
-                self.position = self._prefetch.end_of(name)
+                self.position = self._records[name].data_end
                 return _Loaded(storage)
         size = self._size(name)
         if size != 0:  # else torch does not touch the file
@@ -124,7 +122,7 @@ class FastZipReader:
 
     def _size(self, name: str) -> int | None:
         """Return a record's size, None if there is no such record, which torch will say."""
-        if self._records is not None:
+        if self._has_directory:
             record = self._records.get(name)
             return None if record is None else record.size
         size = int(self.stock.get_record_size(name))
@@ -133,10 +131,9 @@ class FastZipReader:
         return size
 
     def _check(self, name: str, data: Any) -> None:
-        record = self._records.get(name) if self._verify and self._records else None
-        if record is None or not record.crc:
-            return
-        check_crc(crc32(data), record.crc, self._path, name, record.data_offset)
+        record = self._records.get(name) if self._verify else None
+        if record is not None and record.crc:
+            check_crc(crc32(data), record.crc, self._path, name, record.data_offset)
 
     def _damaged(self, name: str, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(what, path=self._path, record=name)

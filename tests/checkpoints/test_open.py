@@ -40,7 +40,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.loading import crew
+from fastserial.loading import engine_pool
 from fastserial.loading.reader import FastFileReader
 
 
@@ -427,7 +427,7 @@ def test_a_signal_handler_reads_while_a_tensor_is_read(
 def quiet(monkeypatch: pytest.MonkeyPatch) -> int:
     """Return how many threads there are, once those of other tests are gone or out of reach."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(crew, "_common", None)
+    monkeypatch.setattr(engine_pool, "_common", None)
     gc.collect()
     count, last = thread_count(), 0
     while count != last:
@@ -579,11 +579,11 @@ def test_safetensors(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-def test_a_thread_may_be_the_last_to_refer_to_a_crew(tmp_path: Path) -> None:
+def test_a_thread_may_be_the_last_to_refer_to_a_pool(tmp_path: Path) -> None:
     """It cannot wait for itself."""
     path = tmp_path / "a"
     path.write_bytes(bytes(5000))
-    program = Path(__file__).parents[1] / "programs" / "crews.py"
+    program = Path(__file__).parents[1] / "programs" / "engine_pools.py"
     done = subprocess.run(
         [sys.executable, str(program), str(path)], capture_output=True, text=True, timeout=60
     )

@@ -15,8 +15,8 @@ from support.identity import digest, fast, stock
 
 import fastserial
 from fastserial.files import linux
-from fastserial.loading import lanes, policy
-from fastserial.loading.lanes import in_turns, lane_of
+from fastserial.loading import policy
+from fastserial.loading.policy import in_turns, lane_of
 from fastserial.patching import load_hooks
 
 
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 def test_each_lane_is_read_in_order(
     count: int, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "LANE_SPAN", 100)
+    monkeypatch.setattr(policy, "LANE_SPAN", 100)
     chance = random.Random(count)
     places = [Place(at) for at in sorted(chance.sample(range(3000), 200))]
     given: list[Place | None] = []
@@ -47,7 +47,7 @@ def test_each_lane_is_read_in_order(
 def test_what_is_held_back_comes_when_nothing_more_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lanes, "LANE_SPAN", 100)
+    monkeypatch.setattr(policy, "LANE_SPAN", 100)
     asked: list[int] = []
 
     def given() -> Any:
@@ -81,7 +81,7 @@ def test_cold_loads(
     with stock():
         torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip")
         want = digest(torch.load(path))
-    monkeypatch.setattr(lanes, "LANE_SPAN", MIB)
+    monkeypatch.setattr(policy, "LANE_SPAN", MIB)
     monkeypatch.setattr(load_hooks, "FEW_LEGACY_BYTES", 0)
     reopen, opened = linux.reopen, []
 

@@ -22,7 +22,7 @@ from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.files import caching, linux
-from fastserial.loading import crew
+from fastserial.loading import engine_pool
 from fastserial.loading.pump import Block, Pump
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, PartsSink, ReadExtent
@@ -99,6 +99,20 @@ def test_memory_that_is_aligned_like_the_file(path: Path, data: bytes) -> None:
         with FastFileReader(path, DIRECT) as reader:
             reader.read_into([ReadExtent(offset, length, HostSink(start, length, memory))])
         assert ctypes.string_at(start, length) == data[offset : offset + length]
+
+
+def test_bytes_wanted_twice_beside_aligned_memory(path: Path, data: bytes) -> None:
+    """Edges of what is read in place, and what lies inside of it, come in the order of the file."""
+    memory = new_storage(SIZE + 8192)
+    start = memory.data_ptr() + -memory.data_ptr() % 4096
+    offset, length = 100, 3 << 19
+    small, storage = host(5000)
+    whole = HostSink(start + offset, length, memory)
+    reads = [ReadExtent(offset, length, whole), ReadExtent(9000, 5000, small)]
+    with FastFileReader(path, DIRECT) as reader:
+        reader.read_into(reads)
+    assert ctypes.string_at(start + offset, length) == data[offset : offset + length]
+    assert content(storage) == data[9000:14000]
 
 
 def test_sinks(path: Path, data: bytes) -> None:
@@ -249,7 +263,7 @@ class FailsThenWaits(ThreadsEngine):
 
 def test_no_read_outlasts_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is its owner's again, or torch's, which reads into it instead."""
-    monkeypatch.setattr(crew, "create", lambda name, count: FailsThenWaits(count))
+    monkeypatch.setattr(engine_pool, "create", lambda name, count: FailsThenWaits(count))
     sink, storage = host(SIZE)
     config = Config(direct=True, small_file=0, block_size=1 << 20)
     with FastFileReader(path, config) as reader:
@@ -277,7 +291,7 @@ class OwnBuffers(ThreadsEngine):
 
 
 def test_engines_with_own_buffers(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "create", lambda name, count: OwnBuffers(count))
+    monkeypatch.setattr(engine_pool, "create", lambda name, count: OwnBuffers(count))
     sink, storage = host(SIZE)
     for direct in (True, False):
         config = Config(direct=direct, small_file=0, block_size=65536, queue_depth=2)

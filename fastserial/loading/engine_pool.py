@@ -1,7 +1,7 @@
 """Engines and staging buffers that open files share: taken for a read, given back after it.
 
 A file that is open and not being read has no threads and no buffers. What is idle is kept as long
-as any file refers to the crew, which is one per process.
+as any file refers to the pool, which is one per process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fastserial.errors import EngineUnavailableError
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import BufferPool
 
-__all__ = ["Crew", "Hand", "common_crew", "engage"]
+__all__ = ["EnginePool", "OpenEngine", "common_pool", "open_engine"]
 
 
-class Hand(NamedTuple):
+class OpenEngine(NamedTuple):
     """An engine that is open, and its staging buffers: no memory before they are used."""
 
     engine: Engine
@@ -31,7 +31,7 @@ class Hand(NamedTuple):
         finish(self.engine.close, self.pool.close)
 
 
-def engage(config: Config) -> Hand:
+def open_engine(config: Config) -> OpenEngine:
     """Return a new engine that reads.
 
     Raises:
@@ -48,22 +48,22 @@ def engage(config: Config) -> Hand:
     except BaseException:
         finish(*to_close)
         raise
-    return Hand(engine, pool)
+    return OpenEngine(engine, pool)
 
 
-class Crew:
-    """Hands that have nothing to do. No lock: a signal handler may read, too.
+class EnginePool:
+    """Open engines that have nothing to do. No lock: a signal handler may read, too.
 
-    They end with the crew, since an engine's threads end with the last reference to it. Nothing is
-    closed then: the last to refer to a crew may be one of these threads, which cannot wait for
-    itself, and a finalizer would let others find a crew that is ending.
+    They end with the pool, since an engine's threads end with the last reference to it. Nothing is
+    closed then: the last to refer to a pool may be one of these threads, which cannot wait for
+    itself, and a finalizer would let others find a pool that is ending.
     """
 
     def __init__(self) -> None:
-        self._idle: defaultdict[Any, list[Hand]] = defaultdict(list)
+        self._idle: defaultdict[Any, list[OpenEngine]] = defaultdict(list)
 
-    def take(self, config: Config) -> Hand:
-        """Return a hand of the caller's until `give`.
+    def take(self, config: Config) -> OpenEngine:
+        """Return an open engine, the caller's until `give`.
 
         Raises:
             EngineUnavailableError: the configured engine cannot read here.
@@ -71,14 +71,14 @@ class Crew:
         try:
             return self._idle[_kind(config)].pop()
         except IndexError:
-            return engage(config)
+            return open_engine(config)
 
-    def give(self, config: Config, hand: Hand) -> None:
-        """Take back a hand that has nothing to do; those with buffers of their own end here."""
-        if hand.engine.capabilities.any_memory:
-            self._idle[_kind(config)].append(hand)
+    def give(self, config: Config, opened: OpenEngine) -> None:
+        """Take back an engine with nothing in flight; one that needs its own buffers ends here."""
+        if opened.engine.capabilities.any_memory:
+            self._idle[_kind(config)].append(opened)
         else:
-            hand.close()
+            opened.close()
 
     def forget(self) -> None:
         """In a forked child: the threads are not there."""
@@ -89,23 +89,23 @@ def _kind(config: Config) -> object:
     return config.engine, config.threads, config.queue_depth, config.block_size
 
 
-_common: weakref.ref[Crew] | None = None
+_common: weakref.ref[EnginePool] | None = None
 
 
-def common_crew() -> Crew:
-    """Return the crew of this process."""
+def common_pool() -> EnginePool:
+    """Return the pool of this process."""
     global _common
-    crew = _common() if _common is not None else None
-    if crew is None:
-        crew = Crew()
-        _common = weakref.ref(crew)
-    return crew
+    pool = _common() if _common is not None else None
+    if pool is None:
+        pool = EnginePool()
+        _common = weakref.ref(pool)
+    return pool
 
 
 def _forget() -> None:
-    crew = _common() if _common is not None else None
-    if crew is not None:
-        crew.forget()
+    pool = _common() if _common is not None else None
+    if pool is not None:
+        pool.forget()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,4 +1,4 @@
-"""The last to refer to a crew is a thread of one of its engines: `python crews.py FILE`.
+"""The last to refer to a pool is a thread of one of its engines: `python engine_pools.py FILE`.
 
 It happens when a file is closed right after a read. Prints how many bytes were read.
 """
@@ -10,18 +10,18 @@ import sys
 
 from fastserial.config import Config
 from fastserial.engines import Op, Request
-from fastserial.loading.crew import Crew
+from fastserial.loading.engine_pool import EnginePool
 from fastserial.memory.buffers import BufferPool
 
 
 def main(path: str) -> None:
     config = Config(threads=1, queue_depth=1)
-    crew = Crew()
-    hand = crew.take(config)
-    engine = hand.engine
-    crew.give(config, hand)
-    last = [crew]
-    del crew, hand
+    pool = EnginePool()
+    opened = pool.take(config)
+    engine = opened.engine
+    pool.give(config, opened)
+    last = [pool]
+    del pool, opened
     fd = os.open(path, os.O_RDONLY)
     buffer = BufferPool(1, 4096).take()
     forget = lambda request, moved: last.clear()  # noqa: E731
