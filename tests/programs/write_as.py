@@ -50,6 +50,7 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
     fastserial.install()
     with tempfile.TemporaryDirectory() as folder:  # imports what this user may read
         torch.save("new", os.path.join(folder, "x.pt"))
+    fastserial.summary()
     if job.get("strangers"):
         become_stranger()
     if "user" in job:
