@@ -49,7 +49,7 @@ def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
     folder = find_rank_folder(name)
     if folder is not None:
         return inspect_rank_folder(name, folder, lambda path: inspect(path, limits))
-    container = open_container(fd, name, limits)
+    container = open_container(fd, name, limits, all_records=True)
     found = container.outline
     archive, notes = None, found.notes
     if isinstance(container, ZipContainer):

@@ -115,12 +115,12 @@ def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:
         nodes: of all ranks.
 
     Raises:
-        ConfigError: torch's storage alignment is no multiple of 16 bytes.
+        ConfigError: torch's storage alignment is no multiple of 16 bytes, with several ranks.
         ValueError: no such writers.
     """
     size = len(nodes)
     alignment = torch_writer.alignment()
-    if alignment % 16:
+    if alignment % 16 and size > 1:
         raise ConfigError(
             f"with torch's storage alignment of {alignment} bytes elements would lie across the "
             "borders between ranks: many ranks need a multiple of 16"

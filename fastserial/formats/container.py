@@ -17,7 +17,7 @@ from fastserial.formats.safetensors import read_header
 from fastserial.formats.source import DescriptorSource, Source
 from fastserial.formats.storages import PACKED
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
-from fastserial.formats.zip.directory import RecordEntry
+from fastserial.formats.zip.directory import RecordEntry, read_directory
 from fastserial.formats.zip.records import read_places, read_record
 
 __all__ = [
@@ -143,11 +143,15 @@ class ZipContainer(Container):
 
     format = Format.ZIP.value
 
-    def __init__(self, source: Source, limits: Limits | None = None) -> None:
+    def __init__(
+        self, source: Source, limits: Limits | None = None, all_records: bool = False
+    ) -> None:
         """Read its directory.
 
         Args:
             limits: on its pickle.
+            all_records: each local header is read, and of records with one name each is listed;
+                by default only the one that torch finds is, which takes torch to say.
 
         Raises:
             CorruptCheckpointError: it is damaged.
@@ -156,7 +160,7 @@ class ZipContainer(Container):
         """
         super().__init__(source)
         self._limits = limits
-        self.directory = read_places(source)
+        self.directory = read_directory(source) if all_records else read_places(source)
         self.records = self.directory.records
 
     @property
@@ -249,7 +253,7 @@ class SafetensorsContainer(Container):
 
 
 def open_container(
-    fd: int, path: str, limits: Limits | None = None
+    fd: int, path: str, limits: Limits | None = None, all_records: bool = False
 ) -> ZipContainer | LegacyContainer | SafetensorsContainer:
     """Return what an open file says of itself.
 
@@ -257,6 +261,7 @@ def open_container(
         fd: its descriptor, which its owner closes; positions are not used.
         path: its name, which counts where the first bytes do not tell, and is named by errors.
         limits: on its pickle.
+        all_records: as of `ZipContainer`.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -267,7 +272,7 @@ def open_container(
     try:
         found, source = checkpoint_format(fd, path), DescriptorSource(fd)
         if found is Format.ZIP:
-            return ZipContainer(source, limits)
+            return ZipContainer(source, limits, all_records)
         if found is Format.LEGACY:
             return LegacyContainer(source, limits)
         return SafetensorsContainer(source)

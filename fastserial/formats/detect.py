@@ -6,7 +6,12 @@ import enum
 import os
 import stat
 
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import (
+    CheckpointFileError,
+    CorruptCheckpointError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
+)
 from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.structure import MAGIC
 from fastserial.formats.pickles import decode
@@ -42,7 +47,10 @@ def format_of_head(source: Source) -> Format | None:
     Raises:
         OSError: the file cannot be read.
     """
-    head = source.read_at(0, min(_MAGIC_AT_MOST, source.size))
+    try:
+        head = source.read_at(0, min(_MAGIC_AT_MOST, source.size))
+    except TruncatedCheckpointError:  # a log that is emptied meanwhile, a file of the kernel's
+        return None
     if head.startswith(LOCAL_SIGNATURE):
         return Format.ZIP
     try:

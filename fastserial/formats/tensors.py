@@ -126,8 +126,13 @@ class Outline:
     @property
     def notes(self) -> list[str]:
         """What is wrong with the first tensors that are not in `tensors`, a sentence each."""
-        found = islice((*self.problems.items(), *self.unread.items()), _MOST_NOTES)
-        return [f"tensor {key or '(root)'}: {why}" for key, why in found]
+        found = self.problems | self.unread
+        notes = [
+            f"tensor {key or '(root)'}: {why}" for key, why in islice(found.items(), _MOST_NOTES)
+        ]
+        if len(found) > _MOST_NOTES:
+            notes.append(f"and {len(found) - _MOST_NOTES} more tensors that are not listed")
+        return notes
 
 
 class _Visit(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,29 @@ def test_damaged_first_bytes_are_damage(tmp_path: Path) -> None:
     path.write_bytes(b"????" + path.read_bytes()[4:])
     with pytest.raises(CorruptCheckpointError, match="first bytes"):
         inspect(path)
+
+
+def test_records_whose_names_differ_in_case_are_all_listed(tmp_path: Path) -> None:
+    """torch finds one of them, whichever name it is asked for."""
+    path = tmp_path / "f.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in ("data.pkl", "N."), ("code/A.py", "one"), ("code/a.py", "three"):
+            archive.writestr(f"archive/{name}", text)
+    found = inspect(path).records
+    assert [(name, size) for name, _, size in found][1:] == [("code/A.py", 3), ("code/a.py", 5)]
+    with path.open("rb") as file:
+        for _, offset, size in found:
+            file.seek(offset)
+            assert file.read(size) in (b"N.", b"one", b"three")
+
+
+def test_tensors_that_are_not_listed_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    one = torch.ones(2, dtype=torch.complex64).conj()
+    torch.save({str(number): one for number in range(150)}, path)
+    notes = inspect(path).notes
+    assert len(notes) == 101
+    assert notes[-1] == "and 50 more tensors that are not listed"
 
 
 def test_safetensors(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -29,6 +30,9 @@ def test_metadata_is_sent_as_it_is_in_the_file() -> None:
     found = pickle.loads(pickle.dumps(metadata))
     assert type(found) is Metadata
     assert found == Metadata(**values())
+    metadata.planner_data = None  # by a storage that is wrapped around ours
+    for again in (pickle.loads(pickle.dumps(metadata)), copy.deepcopy(metadata)):
+        assert again == Metadata(values()["state_dict_metadata"])
 
 
 def test_metadata_that_may_change_is_sent_as_it_becomes() -> None:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from fastserial.errors import TruncatedCheckpointError
 from fastserial.formats.dcp import framed, parse
+from fastserial.formats.detect import format_of_head
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.safetensors import header_bytes, read_header
 from fastserial.formats.source import BytesSource, DescriptorSource, Source, SourceFile
@@ -104,3 +105,13 @@ def test_records_of_one_name_without_a_descriptor(name: bytes) -> None:
     for one in found.keys() & {"data/0", "DATA/0"}:
         assert source.read_at(found[one].data_offset, 12) == reader.get_record(one)
     assert "data/0" in found
+
+
+def test_a_file_that_is_emptied_meanwhile_is_no_checkpoint(tmp_path: Path) -> None:
+    """As a log in a folder whose checkpoints are looked for."""
+    path = tmp_path / "f.log"
+    path.write_bytes(b"x" * 4096)
+    with path.open("r+b") as file:
+        source = DescriptorSource(file.fileno(), size=4096)
+        file.truncate(3)
+        assert format_of_head(source) is None

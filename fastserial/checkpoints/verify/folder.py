@@ -56,6 +56,9 @@ def verify_folder(path: str, config: Config, findings: Findings) -> Result:
         except CorruptCheckpointError as error:
             findings.add(Problem("directory", error.message, file=name))
             continue
+        except UnreadableCheckpointError as error:
+            result.reason = f"{name}: {error.message}"
+            continue
         result.format = "dcp"
         _check_metadata(metadata, name, findings)
         needed |= _Folder(path, metadata, config, findings, result).check()

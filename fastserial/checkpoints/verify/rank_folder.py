@@ -10,7 +10,7 @@ from math import prod
 
 from fastserial.checkpoints.rank_folder import LOCAL_TENSOR, RANK_FOLDER, RankFolder, ranks_said
 from fastserial.checkpoints.verify.report import Findings, Problem, Result, VerifyReport
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CheckpointFileError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.formats.container import ZipContainer
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.tensors import TensorEntry
@@ -57,7 +57,10 @@ def verify_rank_folder(
         findings.note(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {note}")
     for note in found.notes:
         findings.note(note)
-    _check_ranks(path, found, findings)
+    try:
+        _check_ranks(path, found, findings)
+    except UnreadableCheckpointError as error:
+        result.reason = f"{found.metadata}: {error.message}"
     if not findings.found and result.reason is None:
         for item, files in found.items.items():
             _check_shards(path, item, files, findings)

@@ -75,7 +75,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
             if want is not None:
                 self._shared.append(item)
                 pieces.append(want)
-        return LoadPlan([], planner_data=Wants(node_name(), pieces))
+        return LoadPlan([], planner_data=Wants(dist.get_rank(), node_name(), pieces))
 
     def _want(self, item: ReadItem) -> Want | None:
         """Return what others may want, too, None if it is little."""
@@ -92,10 +92,12 @@ class FastLoadPlanner(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans as they are, or with what each rank reads for others."""
         told = [plan.planner_data for plan in global_plan]
-        # A planner is not told the group. As many as there are in the job are all of them.
+        # A planner is not told the group: only that of the whole job, in its order, is sure.
         able = len(told) == _ranks_of_job() and all(
-            isinstance(wants, Wants) and getattr(plan.storage_data, "takes_turns", False)
-            for wants, plan in zip(told, global_plan, strict=True)
+            isinstance(wants, Wants)
+            and wants.rank == rank
+            and getattr(plan.storage_data, "takes_turns", False)
+            for rank, (wants, plan) in enumerate(zip(told, global_plan, strict=True))
         )
         several = self._broadcast != "auto" or len({wants.node for wants in told if able}) > 1
         made = turns(told) if able and several else []

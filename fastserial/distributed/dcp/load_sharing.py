@@ -35,8 +35,9 @@ class Want(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """What a rank wants, and the node it is on."""
+    """What a rank of the job wants, and the node it is on."""
 
+    rank: int
     node: str
     pieces: list[Want]
 

@@ -140,7 +140,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             }
         metadata.storage_meta = self.storage_meta()
         name = metadata_name(self._alone)
-        # who overrides this may change the metadata afterwards
+        # who overrides this may write it to a file of its own
         data = encoded(metadata, type(self).finish is FastStorageWriter.finish)
         replace_bytes(os.path.join(self.path, name), data, self._durable)
         folder = Folder(self.path)

@@ -41,7 +41,8 @@ def descriptor_form(size: int, header_offset: int) -> struct.Struct:
 
 def descriptor(crc: int, compressed: int, size: int, header_offset: int) -> bytes:
     """Return the data descriptor that torch writes behind a record (sizes in bytes)."""
-    return descriptor_form(size, header_offset).pack(DESCRIPTOR_SIGNATURE, crc, compressed, size)
+    form = descriptor_form(max(compressed, size), header_offset)
+    return form.pack(DESCRIPTOR_SIGNATURE, crc, compressed, size)
 
 
 def local_header(
