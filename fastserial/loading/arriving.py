@@ -78,7 +78,9 @@ class OnHost:
     def reads(self, checks: RecordChecks, ring: Ring | None = None) -> list[ReadExtent]:
         record, head = self.record, self._head
         length = head + record.size
-        sink = HostSink(self.storage.data_ptr() - head, length, self.storage, self._spare)
+        # without devices who reads keeps the storage, up to when it is taken
+        owner = None if ring is None else self.storage
+        sink = HostSink(self.storage.data_ptr() - head, length, owner, self._spare)
         return [ReadExtent(record.header_offset, length, checks.sink(record, sink, -head))]
 
     def header(self) -> bytes:
