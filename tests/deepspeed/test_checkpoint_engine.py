@@ -242,7 +242,8 @@ def test_decoupled(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert child["child"] != child["parent"]
         boot = examine().boot  # what `fastserial doctor` says
         assert child["patched"] == (boot.switch is True and boot.pth)
-        assert child["counted"] == ([2, 2, 0] if variable else [0, 0, 0])  # zips: torch's own
+        # zips: torch's own; None: the child has not imported fastserial
+        assert child["counted"] == ([2, 2, 0] if variable else None)
         assert bool(variable) == child["patched"]
     assert saved["stock"] == saved["install"]
 
