@@ -87,7 +87,9 @@ def open_path(
             raise save_error(error, target, None, None) from error
         reason = Reason("no inode is free for a new file", "remove files that nobody needs")
     if os.path.islink(target.path):  # torch would write the file that it leads to
-        raise write_error(errno.EPERM, target.name, f"The link cannot be replaced: {reason}")
+        remedy = f" ({reason.remedy})" if reason.remedy else ""
+        text = f"The link cannot be replaced: {reason}{remedy}; the previous file is intact"
+        raise write_error(errno.EPERM, target.name, text)
     return StockWay(reason)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterable
@@ -57,12 +58,19 @@ def replace_bytes(path: str, data: bytes, durable: bool = True) -> None:
 
 
 def _overwrite(path: str, data: bytes, durable: bool) -> None:
-    with Descriptors() as files:
-        fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        _write(fd, data)
-        if durable:
-            linux.synced(fd)
-        files.close_newest()
+    is_new = not os.path.lexists(path)
+    try:
+        with Descriptors() as files:
+            fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            _write(fd, data)
+            if durable:
+                linux.synced(fd)
+            files.close_newest()
+    except BaseException:
+        if is_new:  # a part of it would be taken for the whole
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        raise
 
 
 def _write(fd: int, data: bytes) -> None:

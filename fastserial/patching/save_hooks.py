@@ -181,7 +181,8 @@ def open_writer(
     try:
         found = open_destination(target, config.durable, replace_link)
     except WriteError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
+        scarce = error.errno in (errno.EMFILE, errno.ENFILE)
+        if not scarce or (replace_link and os.path.islink(target)):  # torch would follow it
             raise
         raise_it = "raise the limit (`ulimit -n`)"  # torch needs only one
         return StockWay(Reason("too few file descriptors are left", raise_it))

@@ -294,6 +294,7 @@ class ExtentWriter:
         if not isinstance(queue.engine, ThreadsEngine):
             return route
         self._drain()
+        route = self._route or route  # direct I/O may have been refused meanwhile
         try:
             self._queue = RequestQueue.open(route.alone())
         except (MemoryError, OSError):

@@ -25,8 +25,9 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.errors import MissingDirectoryError
 from fastserial.files import capabilities, linux, targets
 from fastserial.files.durable import replace_bytes
-from fastserial.files.targets import PathTarget, path_target
+from fastserial.files.targets import PathTarget, StockWay, path_target
 from fastserial.formats.extents import Data
+from fastserial.reasons import Reason
 from fastserial.reports import SAVES
 from fastserial.saving.fill import Part
 
@@ -393,3 +394,24 @@ def test_small_files_are_written_over_what_cannot_be_replaced(tmp_path: Path) ->
     assert path.stat().st_ino == inode
     replace_bytes(str(path), b"newer")
     assert path.stat().st_ino != inode
+
+
+def test_a_part_of_a_small_new_file_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be taken for the mark of a complete checkpoint."""
+
+    def full(fd: int, data: bytes) -> None:
+        os.write(fd, data[:2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "latest"
+    monkeypatch.setattr("fastserial.files.durable.open_path", lambda *_: StockWay(Reason("why")))
+    monkeypatch.setattr("fastserial.files.durable._write", full)
+    with pytest.raises(fastserial.WriteError, match="latest"):
+        replace_bytes(str(path), b"new")
+    assert not path.exists()
+    path.write_bytes(b"old")
+    with pytest.raises(fastserial.WriteError, match="latest"):
+        replace_bytes(str(path), b"new")
+    assert path.exists()
