@@ -10,29 +10,15 @@ from __future__ import annotations
 import argparse
 
 from common import Say, Script
-from torch_save_tensor import add_writer_options, formats_of, save_with_all
+from torch_save_tensor import add_writer_options, save_with_all
 
 from fastserial.bench.payload import MODELS
-from fastserial.bench.save import SaveBench
 from fastserial.bench.table import Result
 
 
 def _measure(options: argparse.Namespace, say: Say) -> Result:
-    bench = SaveBench(
-        options.folder,
-        model=options.model,
-        optimizer=options.optimizer,
-        half=options.half,
-        gpu=options.gpu,
-        formats=formats_of(options),
-        runs=options.runs,
-        overwriting=False,
-        loose=not options.no_loose,
-        with_engines=not options.no_peers,
-        with_fio=not options.no_fio,
-        pause=options.pause,
-    )
-    return save_with_all(options, bench, "torch_save_model", say)
+    what = {"model": options.model, "optimizer": options.optimizer, "half": options.half}
+    return save_with_all(options, "torch_save_model", say, **what)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from typing import Any
 
 from common import Say, Script
 from peers import peer_rows
@@ -16,7 +17,7 @@ from fastserial.bench.save import SaveBench, run_save
 from fastserial.bench.table import Result
 from fastserial.bench.torch_rows import Format
 
-__all__ = ["add_writer_options", "formats_of"]
+__all__ = ["add_writer_options", "save_with_all"]
 
 
 def add_writer_options(script: Script) -> None:
@@ -30,26 +31,25 @@ def add_writer_options(script: Script) -> None:
     script.add("--no-fio", action="store_true", help="without fio")
 
 
-def formats_of(options: argparse.Namespace) -> tuple[Format, ...]:
+def _formats(options: argparse.Namespace) -> tuple[Format, ...]:
     """Return the containers that are wanted: both without any option."""
     if options.zipfile == options.legacy:
         return ("zip", "legacy")
     return ("zip",) if options.zipfile else ("legacy",)
 
 
-def save_with_all(options: argparse.Namespace, bench: SaveBench, name: str, say: Say) -> Result:
-    """Save with torch's writers, ours, and those of other packages."""
-    peers = partial(peer_rows, loose=bench.loose, io_buffer_mb=options.io_buffer_mb)
-    return run_save(bench, say, None if options.no_peers else peers, name)
+def save_with_all(options: argparse.Namespace, name: str, say: Say, **subject: Any) -> Result:
+    """Save with torch's writers, ours, and those of other packages.
 
-
-def _measure(options: argparse.Namespace, say: Say) -> Result:
+    Args:
+        name: of the script.
+        subject: fields of `SaveBench` that say what is saved.
+    """
     bench = SaveBench(
         options.folder,
-        nbytes=options.mb_size << 20,
-        tensors=1,
+        **subject,
         gpu=options.gpu,
-        formats=formats_of(options),
+        formats=_formats(options),
         runs=options.runs,
         overwriting=False,
         loose=not options.no_loose,
@@ -57,7 +57,13 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
         with_fio=not options.no_fio,
         pause=options.pause,
     )
-    return save_with_all(options, bench, "torch_save_tensor", say)
+    peers = partial(peer_rows, loose=bench.loose, io_buffer_mb=options.io_buffer_mb)
+    return run_save(bench, say, None if options.no_peers else peers, name)
+
+
+def _measure(options: argparse.Namespace, say: Say) -> Result:
+    what = {"nbytes": options.mb_size << 20, "tensors": 1}
+    return save_with_all(options, "torch_save_tensor", say, **what)
 
 
 if __name__ == "__main__":

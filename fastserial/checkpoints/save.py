@@ -92,9 +92,9 @@ def write(
             writer = _save_zip(obj, path, pickle_module, pickle_protocol, prefix)
         else:
             writer = _save_legacy(obj, path, pickle_module, pickle_protocol)
-        if isinstance(writer, StockWay) and not installed():
-            SAVES.add_torchs(writer.reason)  # else it is counted by what torch calls now
         if isinstance(writer, StockWay):
+            if not installed():
+                SAVES.add_torchs(writer.reason)  # else it is counted by what torch calls now
             torch.save(
                 obj,
                 path,
@@ -129,7 +129,7 @@ def _save_legacy(
         return _UNPATCHED
     if torch.serialization._serialization_tls.skip_data:
         return StockWay(Reason("skip_data leaves the storages out", ASKED))
-    writer = save_hooks.legacy_writer(path)
+    writer = save_hooks.open_writer(path, "legacy")
     if isinstance(writer, StockWay):
         return writer
     with writer:

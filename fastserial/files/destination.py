@@ -38,7 +38,7 @@ def open_destination(
 
         found = open_destination("model.pt", durable=True)
         if isinstance(found, StockWay):
-            print(found.reason)  # such as "the file is a mount point"; it knows a remedy
+            raise ValueError(found.reason)  # such as "the file is a mount point"
 
     At the target nothing changes before `commit`; who does not get so far calls `discard`.
 

@@ -152,9 +152,7 @@ def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | S
     try:
         found = _follow(name)
         if found is None:
-            return StockWay(
-                Reason("an open descriptor, not a file", "give torch.save the file's path")
-            )
+            return StockWay(_DESCRIPTOR)
         path, there = found
         directory = os.path.dirname(path) or os.curdir
         parent = os.stat(directory)

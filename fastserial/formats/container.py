@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -32,7 +33,7 @@ _SMALL_RECORD = 4096
 _HINTS = (".format_version", ".storage_alignment", "byteorder", "version")
 
 
-class Container:
+class Container(abc.ABC):
     """What a file says of itself.
 
     with open("ckpt.pt", "rb") as file:
@@ -51,7 +52,8 @@ class Container:
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    @cached_property
+    @property
+    @abc.abstractmethod
     def outline(self) -> Outline:
         """Its storages, tensors and problems; a zip's and legacy file's pickle is read for it.
 
@@ -60,7 +62,6 @@ class Container:
             PickleLimitError: it is larger than the limits.
             OSError: the file cannot be read.
         """
-        raise NotImplementedError
 
     @property
     def byte_order(self) -> str | None:
@@ -247,7 +248,7 @@ class SafetensorsContainer(Container):
         super().__init__(source)
         self._outline, self.metadata = read_header(source)
 
-    @cached_property
+    @property
     def outline(self) -> Outline:
         return self._outline
 

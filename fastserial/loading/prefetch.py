@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextvars
 import enum
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -137,11 +136,11 @@ class Prefetch:
         Args:
             owner: once no reference to it is left, reading ends as if closed.
         """
-        if sys.is_finalizing():  # where torch aborts when a storage that has parts is freed
-            return False
-        self._provide()
         self._owner = weakref.ref(self if owner is None else owner, self._nudges.put)
-        return self._thread.start(contextvars.copy_context().run, self._run)
+        if not self._thread.start(contextvars.copy_context().run, self._run):
+            return False  # nor is memory taken: torch aborts if it goes while the program ends
+        self._provide()
+        return True
 
     def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
         """Return a record of `nbytes` bytes, once: the caller owns it then.

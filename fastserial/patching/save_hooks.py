@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 __all__ = [
-    "legacy_writer",
     "open_file",
     "open_writer",
     "open_zip_writer",
@@ -78,7 +77,7 @@ def open_file(target: Any, mode: str) -> AbstractContextManager[Any] | None:
         return load_hooks.open_source(target)
     if mode != "wb" or _takes_storages(target):
         return None
-    found = legacy_writer(target)
+    found = open_writer(target, "legacy")
     if isinstance(found, StockWay):
         _count(found, target)
         return None
@@ -118,15 +117,6 @@ def zip_writer(
         return StockWay(Reason("skip_data leaves the storages out", ASKED))
     writer = open_writer(target, "zip", prefix is not None)
     return writer if isinstance(writer, StockWay) else (writer, archive, alignment)
-
-
-def legacy_writer(target: Any) -> FastFileWriter | StockWay:
-    """Return what a legacy container is written to, or why torch has to write it.
-
-    Raises:
-        WriteError: the target cannot be written.
-    """
-    return open_writer(target, "legacy")
 
 
 def save_zip_storages(
