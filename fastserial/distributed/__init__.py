@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastserial.distributed.beside import save_async
-from fastserial.distributed.flat_shard import FlatShard
-from fastserial.distributed.loader import load
-from fastserial.distributed.saver import save
+from fastserial.distributed.onefile.beside import save_async
+from fastserial.distributed.onefile.loader import load
+from fastserial.distributed.onefile.saver import save
+from fastserial.distributed.sharding.flat_shard import FlatShard
 
 if TYPE_CHECKING:
     from fastserial.distributed.dcp import (

@@ -92,7 +92,7 @@ def convert(
     try:
         settings = config or current()
         if container == "dcp":
-            from fastserial.distributed.dcp.convert import write_folder
+            from fastserial.distributed.conversion.dcp_writer import write_folder
 
             return write_folder(opened, name, path, key, settings)
         return write_source(
@@ -117,7 +117,7 @@ def _opened(
     if not from_folder:
         return open_source(name, verify)
     if ranks is not None:
-        from fastserial.distributed.rank_source import RankSource
+        from fastserial.distributed.conversion.rank_source import RankSource
 
         if ranks.others and not key:
             files = ", ".join(ranks.others[:_SHOWN])
@@ -125,6 +125,6 @@ def _opened(
             text = f"{name}: not converted, as no files of torch.save: {files}"
             warnings.warn(text + (f" and {more} more" if more > 0 else ""), stacklevel=3)
         return RankSource(name, ranks, key)
-    from fastserial.distributed.dcp.folder_source import FolderSource
+    from fastserial.distributed.conversion.folder_source import FolderSource
 
     return FolderSource(name)

@@ -27,11 +27,11 @@ from deepspeed import comm as dist
 
 from fastserial import config, distributed
 from fastserial.distributed import FlatShard
-from fastserial.distributed.file_index import FileTensor, index_of_file
-from fastserial.distributed.group import collective
-from fastserial.distributed.nodes import node_name
-from fastserial.distributed.orders import Writers
-from fastserial.distributed.saver import TIMEOUT
+from fastserial.distributed.onefile.orders import Writers
+from fastserial.distributed.onefile.saver import TIMEOUT
+from fastserial.distributed.ranks.group import collective
+from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.sharding.file_index import FileTensor, index_of_file
 from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.integrations.deepspeed_shards import Shards, Trained
 from fastserial.reports import SaveReport

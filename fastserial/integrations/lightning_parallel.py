@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fastserial.distributed import save
-from fastserial.distributed.group import collective
-from fastserial.distributed.saver import TIMEOUT
+from fastserial.distributed.onefile.saver import TIMEOUT
+from fastserial.distributed.ranks.group import collective
 from fastserial.integrations.lightning import TRAINER, local_path, make_folder, stock_class
 
 __all__ = ["FastModelParallelStrategy"]

@@ -19,11 +19,11 @@ import torch
 
 from fastserial.checksums import check_crc, crc32
 from fastserial.config import options
-from fastserial.distributed.beside import size_of, start_save
-from fastserial.distributed.file_index import index_of_file
-from fastserial.distributed.group import Traffic, collective
-from fastserial.distributed.loader import load
-from fastserial.distributed.walk import is_live, is_sharded, leaves
+from fastserial.distributed.onefile.beside import size_of, start_save
+from fastserial.distributed.onefile.loader import load
+from fastserial.distributed.ranks.group import Traffic, collective
+from fastserial.distributed.sharding.file_index import index_of_file
+from fastserial.distributed.state.walk import is_live, is_sharded, leaves
 from fastserial.errors import CheckpointFileError, UnreadableCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places

@@ -23,8 +23,8 @@ from fastserial.checkpoints.streaming import FileMemory
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.distributed.boxes import Box
-from fastserial.distributed.dcp.chunked_memory import ChunkedMemory, Filed
+from fastserial.distributed.conversion.chunked_memory import ChunkedMemory, Filed
+from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 
 WRITERS = ["dcp", "stock"]

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from fastserial.distributed.boxes import Box, boxes_of_range, intersect, overlaps, run_of
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, overlaps, run_of
 
 
 def shapes(seed: int, count: int) -> list[tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastserial.distributed.copies import checksums
+from fastserial.distributed.ranks.copies import checksums
 
 
 @pytest.mark.parametrize("rows", [3, 100_000])

@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter, facts
+from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
 from fastserial.distributed.dcp.fingerprint import fingerprint
 from fastserial.distributed.dcp.flattening import flattened
 from fastserial.distributed.dcp.kept_plans import Kept
+from fastserial.distributed.state import facts
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
 KEYS = st.one_of(st.sampled_from(["a", "b", "a.b", "0", "1", ""]), st.integers(0, 2), st.booleans())

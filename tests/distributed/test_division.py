@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from fastserial.distributed.division import divide
+from fastserial.distributed.plan.division import divide
 
 
 def random_runs(chance: random.Random, blocks: int, ranks: int) -> list[list[tuple[int, ...]]]:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fastserial.distributed.boxes import Box, Overlap, overlaps
-from fastserial.distributed.exchange import (
+from fastserial.distributed.ranks.exchange import (
     Exchange,
     Run,
     held_in_box,
@@ -16,7 +15,8 @@ from fastserial.distributed.exchange import (
     packed,
     view_in_box,
 )
-from fastserial.distributed.group import traffic_of
+from fastserial.distributed.ranks.group import traffic_of
+from fastserial.distributed.sharding.boxes import Box, Overlap, overlaps
 
 SHAPE = (6, 8)
 WHOLE = Box((0, 0), SHAPE)

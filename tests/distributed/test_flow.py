@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
-from fastserial.distributed import flow
-from fastserial.distributed.boxes import Box
-from fastserial.distributed.file_index import FileIndex, FileTensor, index_of_file
-from fastserial.distributed.matching import Job, file_leaves
-from fastserial.distributed.owners import NeedMap, share_out
-from fastserial.distributed.part_reader import PartReader
-from fastserial.distributed.pieces import Holding, TensorSpec
-from fastserial.distributed.wishes import Wishes, grids_of
+from fastserial.distributed.onefile import flow
+from fastserial.distributed.onefile.part_reader import PartReader
+from fastserial.distributed.plan.matching import Job, file_leaves
+from fastserial.distributed.plan.owners import NeedMap, share_out
+from fastserial.distributed.plan.wishes import Wishes, grids_of
+from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.sharding.file_index import FileIndex, FileTensor, index_of_file
+from fastserial.distributed.sharding.pieces import Holding, TensorSpec
 from fastserial.loading.reader import FastFileReader
 
 

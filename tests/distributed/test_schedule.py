@@ -12,12 +12,19 @@ import pytest
 import torch
 from support.planning import PlanBench, plan_of, run_planning
 
-from fastserial.distributed.boxes import Box
-from fastserial.distributed.covers import cover_of
-from fastserial.distributed.division import GRAIN
-from fastserial.distributed.exchange import packed
-from fastserial.distributed.pieces import Flat, Mesh, Split, TensorSpec, boxes_at
-from fastserial.distributed.schedule import CONTAINER, FilePlan, Move, Piece, Schedule, schedule
+from fastserial.distributed.plan.covers import cover_of
+from fastserial.distributed.plan.division import GRAIN
+from fastserial.distributed.plan.schedule import (
+    CONTAINER,
+    FilePlan,
+    Move,
+    Piece,
+    Schedule,
+    schedule,
+)
+from fastserial.distributed.ranks.exchange import packed
+from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec, boxes_at
 
 DTYPES = (torch.uint8, torch.float32, torch.complex128)
 

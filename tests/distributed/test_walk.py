@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fastserial.distributed.joined import Joined
-from fastserial.distributed.merging import merged
-from fastserial.distributed.walk import leaves, live, states
+from fastserial.distributed.state.joined import Joined
+from fastserial.distributed.state.merging import merged
+from fastserial.distributed.state.walk import leaves, live, states
 from fastserial.errors import LoadMismatchError
 
 Pair = namedtuple("Pair", "first second")

@@ -27,7 +27,7 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
-from fastserial.distributed.pieces import holding
+from fastserial.distributed.sharding.pieces import holding
 
 # Its planners refuse some strided shards, and get others wrong; later ones do if they are uneven.
 STOCK_IS_WRONG = torch.__version__.startswith("2.6.")

@@ -28,8 +28,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 from torch.nn.parallel import DistributedDataParallel
 
 import fastserial
-from fastserial.distributed import FlatShard, flow, load, owners
-from fastserial.distributed.matching import Match
+from fastserial.distributed import FlatShard, load
+from fastserial.distributed.onefile import flow
+from fastserial.distributed.plan import owners
+from fastserial.distributed.plan.matching import Match
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.loading.reader import FastFileReader
 

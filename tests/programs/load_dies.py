@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from support.ranks import join
 
-from fastserial.distributed import flow, load
+from fastserial.distributed import load
+from fastserial.distributed.onefile import flow
 from fastserial.errors import DistributedError
 
 

@@ -17,7 +17,9 @@ from support.ranks import join
 from support.sharded import meshes, noise, random_dtensor, random_tensor, same_bytes
 
 import fastserial
-from fastserial.distributed import FlatShard, flow, load, owners, save
+from fastserial.distributed import FlatShard, load, save
+from fastserial.distributed.onefile import flow
+from fastserial.distributed.plan import owners
 
 _LARGE = [[300, 70], [5000], [64, 65, 9], [1, 9000], [2500, 3]]
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import fastserial
 from fastserial import Checkpointer, ConfigError, DistributedError, distributed
-from fastserial.distributed.group import collective
+from fastserial.distributed.ranks.group import collective
 
 FOLDER = Path(sys.argv[1])
 RANK, COUNT = join()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import join
 
-from fastserial.distributed.group import traffic_of
+from fastserial.distributed.ranks.group import traffic_of
 from fastserial.errors import DistributedError
 
 SIZE = 512 << 20  # bytes: no buffer of the system takes as much

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fastserial import distributed
-from fastserial.distributed import FlatShard, saver
+from fastserial.distributed import FlatShard
+from fastserial.distributed.onefile import saver
 from fastserial.errors import DistributedError
 
 Pair = collections.namedtuple("Pair", "first second")

@@ -21,7 +21,7 @@ def tell() -> None:
 atexit.register(tell)  # before fastserial's own, so it runs after it
 
 from fastserial import distributed  # noqa: E402
-from fastserial.distributed import group  # noqa: E402
+from fastserial.distributed.ranks import group  # noqa: E402
 
 join()
 distributed.save({"x": torch.ones(10)}, sys.argv[1])

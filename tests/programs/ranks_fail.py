@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from fastserial import distributed
-from fastserial.distributed import FlatShard, saver
+from fastserial.distributed import FlatShard
+from fastserial.distributed.onefile import saver
 from fastserial.errors import DistributedError
 
 MIB = 1024 * 1024

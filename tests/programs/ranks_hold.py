@@ -10,8 +10,14 @@ import torch.distributed as dist
 from support.ranks import join
 from support.sharded import meshes, random_dtensor, random_tensor, same_bytes, strided
 
-from fastserial.distributed.boxes import Box
-from fastserial.distributed.pieces import boxes_on, fits, holding, in_other_order, is_ambiguous
+from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.sharding.pieces import (
+    boxes_on,
+    fits,
+    holding,
+    in_other_order,
+    is_ambiguous,
+)
 
 
 def main() -> None:

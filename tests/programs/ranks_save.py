@@ -15,7 +15,7 @@ from support.sharded import meshes, noise, random_dtensor, random_tensor
 
 from fastserial import distributed
 from fastserial.distributed import FlatShard
-from fastserial.distributed.tables import SHARED_FROM
+from fastserial.distributed.state.tables import SHARED_FROM
 
 
 def random_state(chance: random.Random, grids: list[Any], rank: int, count: int) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ import sys
 
 from support.ranks import join
 
-from fastserial.distributed.group import traffic_of
+from fastserial.distributed.ranks.group import traffic_of
 
 
 def message(rank: int, length: int) -> bytes:

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fastserial import distributed, last_save_report
-from fastserial.distributed import saver
-from fastserial.distributed.schedule import schedule
+from fastserial.distributed.onefile import saver
+from fastserial.distributed.plan.schedule import schedule
 
 
 class Block(nn.Module):

@@ -13,11 +13,11 @@ from time import process_time
 
 import torch
 
-from fastserial.distributed.laid_out import Nowhere
-from fastserial.distributed.orders import writing_ranks
-from fastserial.distributed.pieces import Flat, Mesh, Split, TensorSpec
-from fastserial.distributed.saver import tile_bytes
-from fastserial.distributed.schedule import FilePlan, Schedule, schedule
+from fastserial.distributed.onefile.laid_out import Nowhere
+from fastserial.distributed.onefile.orders import writing_ranks
+from fastserial.distributed.onefile.saver import tile_bytes
+from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
+from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec
 from fastserial.formats.extents import Data
 from fastserial.formats.zip.layout import ZipLayout
 from fastserial.memory.held_settings import paused_collection

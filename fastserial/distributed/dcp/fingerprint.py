@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 
 from fastserial.distributed.dcp.local_rows import OTHER, REPLICA, SHARD, kind_of
-from fastserial.distributed.facts import by_type, shardings
+from fastserial.distributed.state.facts import by_type, shardings
 
 __all__ = ["fingerprint"]
 

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from fastserial.distributed.boxes import Box, intersect
 from fastserial.distributed.dcp.balance import Item, Share, shares
 from fastserial.distributed.dcp.local_rows import BYTES, OTHER, LocalRows, Part, Row
-from fastserial.distributed.tables import SHARED_FROM
+from fastserial.distributed.sharding.boxes import Box, intersect
+from fastserial.distributed.state.tables import SHARED_FROM
 
 __all__ = ["Told", "global_plan", "paths_of", "stock_owners", "told_of"]
 

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.distributed.untouched import Untouched
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Literal, Trailer
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan, fold
 from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR_SIGNATURE, END64, END_BYTES
 from fastserial.memory.storages import HostMemory
+from fastserial.memory.untouched import Untouched
 from fastserial.saving import torch_writer
 
 __all__ = ["NO_CONTAINER", "Frame", "frame_of"]

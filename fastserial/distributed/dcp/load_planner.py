@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fastserial.distributed.boxes import Box
 from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wants, pass_on, turns
 from fastserial.distributed.dcp.local_rows import REPLICA, SHARD, kind_of, parts_of
-from fastserial.distributed.group import traffic_of
-from fastserial.distributed.nodes import node_name
+from fastserial.distributed.ranks.group import traffic_of
+from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.sharding.boxes import Box
 from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastLoadPlanner"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastserial.distributed.group import Traffic
+from fastserial.distributed.ranks.group import Traffic
 from fastserial.memory.storages import is_plain
 
 __all__ = ["SHARED_FROM", "Turn", "Want", "Wants", "pass_on", "turns"]

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from fastserial.distributed.boxes import Box
-from fastserial.distributed.pieces import as_dtensor, holding
-from fastserial.distributed.tables import SHARED_FROM
+from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.sharding.pieces import as_dtensor, holding
+from fastserial.distributed.state.tables import SHARED_FROM
 from fastserial.errors import UnknownPlacementError
 
 __all__ = ["BYTES", "OTHER", "REPLICA", "SHARD", "LocalRows", "Part", "Row", "kind_of", "parts_of"]

@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.config import current
-from fastserial.distributed.boxes import Box
-from fastserial.distributed.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.dcp.fingerprint import fingerprint
 from fastserial.distributed.dcp.flattening import flattened
 from fastserial.distributed.dcp.global_plan import Told, global_plan, stock_owners, told_of
@@ -36,7 +34,9 @@ from fastserial.distributed.dcp.local_rows import (
     parts_of,
 )
 from fastserial.distributed.dcp.metadata_file import SentMetadata
-from fastserial.distributed.pieces import oddity
+from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
+from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.sharding.pieces import oddity
 from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
 

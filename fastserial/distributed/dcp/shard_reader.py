@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from fastserial.checkpoints.tensor_read import direct_extent
 from fastserial.checksums import CrcLedger, crc32, crc_mismatch
 from fastserial.config.performance import SCATTERED_CHUNK
-from fastserial.distributed.boxes import Box, boxes_of_range, intersect
 from fastserial.distributed.dcp.item_structure import Content, Structures, check_archive
 from fastserial.distributed.dcp.places import known_of
 from fastserial.distributed.dcp.tensor_bytes import outermost_first
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect
 from fastserial.errors import (
     CorruptCheckpointError,
     FastserialError,

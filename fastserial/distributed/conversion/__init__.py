@@ -1,0 +1,1 @@
+"""Sources and targets of `convert` that many ranks wrote: folders of shards."""

@@ -1,0 +1,284 @@
+"""`save_async`: planned and taken by all ranks at the call, exchanged and written beside training.
+
+The ranks talk through connections of their own (`group`), which the save keeps until its end: the
+next collective call of fastserial with the same ranks waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastserial.config import current
+from fastserial.distributed.onefile.full_pickle import StandIns
+from fastserial.distributed.onefile.orders import Writers
+from fastserial.distributed.onefile.saver import TIMEOUT, Saving
+from fastserial.distributed.ranks.group import Traffic, collective, path_of
+from fastserial.distributed.sharding.flat_shard import FlatShard
+from fastserial.distributed.sharding.pieces import as_dtensor
+from fastserial.distributed.state.agreement import Agreement, are_alike, blame
+from fastserial.distributed.state.joined import Joined
+from fastserial.distributed.state.merging import merged
+from fastserial.distributed.state.tables import table_of
+from fastserial.distributed.state.walk import buffers_of, leaves, optimizers, states
+from fastserial.errors import ConfigError, StorageChangedError, TornSnapshotError
+from fastserial.formats.zip.layout import archive_name
+from fastserial.memory.held_settings import quick_switches
+from fastserial.overlap import guard, pending
+from fastserial.overlap.asynchronous import KINDS, Kind
+from fastserial.overlap.pending import PendingSave
+from fastserial.overlap.snapshot import Snapshot
+from fastserial.overlap.watch import Reached, storages_of
+from fastserial.reports import SaveReport, SnapshotReport, publish_save
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["save_async", "size_of", "start_save"]
+
+
+def save_async(
+    obj: object,
+    path: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    snapshot: Kind = "copy",
+    snapshot_budget: int | None = None,
+    writers: Writers = "all",
+    timeout: float = TIMEOUT,
+    merge: Literal["union"] | None = None,
+) -> PendingSave:
+    """Save as `save` does, and return before the file is written. Collective.
+
+    The file becomes what `save` would have written at the call, or stays as it was. It is planned
+    at the call; the ranks exchange and write their bytes while training goes on. One such save of
+    a group is under way at a time: the next one, and a load, wait for it.
+
+    Args:
+        obj: as `save`. Everything that is no tensor is pickled at the call.
+        path: as `save`.
+        group: as `save`.
+        writers: as `save`.
+        merge: as `save`.
+        snapshot: `copy`: what this rank writes and sends is copied; all may be changed as soon as
+            the call returns. `in_place`: what it writes itself is read while the program goes on;
+            optimizers wait before a step until what they change is taken. Copied are small pieces,
+            what travels to other ranks, and DTensors that belong to no optimizer in `obj`.
+        snapshot_budget: bytes of this process that copies may take, of all saves together; by
+            default half of the memory that is free, divided by the ranks of the node. With `copy`,
+            what does not fit is written before the call returns.
+        timeout: seconds after which a rank that is not heard from counts as lost.
+
+    Returns:
+        A handle. `wait()` returns this rank's report, or raises the error of the save, which is
+        the same on all ranks.
+
+    Raises:
+        DistributedError: any rank failed, all raise it. Also if the last save to this target
+            failed on a rank that has not asked for its outcome.
+    """
+    return start_save(
+        obj,
+        path,
+        snapshot,
+        snapshot_budget,
+        group=group,
+        writers=writers,
+        timeout=timeout,
+        merge=merge,
+        began=perf_counter(),
+    )
+
+
+def start_save(
+    obj: object,
+    path: str | os.PathLike[str],
+    kind: Kind,
+    budget: int | None,
+    *,
+    group: dist.ProcessGroup | None,
+    timeout: float,
+    began: float,
+    writers: Writers = "all",
+    merge: Literal["union"] | None = None,
+    steady: Set[int] | None = None,
+    then: Callable[[], object] | None = None,
+) -> PendingSave:
+    """Start a save; as `save_async`.
+
+    Args:
+        began: when the user's call did (`perf_counter`).
+        steady: identities of the storages that may be read in place; None: all that are watched.
+        then: called on each rank's saving thread once the file is in place.
+    """
+    saving: Saving | None = None
+    try:
+        with collective(group, timeout) as traffic, quick_switches():
+            _check(kind, budget)
+            path = path_of(path, obj, "distributed.save_async(obj, path)")
+            target = os.path.realpath(path) if "\0" not in path else path
+            pending.admit(target)  # raises if the save before failed, and nobody asked
+            saving = Saving(traffic, path, writers, merge, began)
+            state = saving.prepare(obj)
+            taken = Snapshot(path, kind, budget, _reached(state, obj), steady)
+            saving.freeze(taken)
+        with traffic.together():
+            del state, obj
+            told = _Told(taken, kind, budget, began)
+            work = _Work(saving, traffic, taken, told, then)
+            save = PendingSave(path, target, taken)
+
+            def first() -> None:
+                traffic.idle.clear()
+                if kind == "in_place":
+                    guard.protect(taken)
+
+            beside = pending.run_beside(save, work, first)
+    except BaseException:
+        if saving is not None:
+            saving.give_up()
+        raise
+    if not beside:
+        told.kind = "blocking"
+        return pending.finished(path, target, work)
+    try:
+        taken.wait_unwatched()
+    except BaseException:  # Ctrl-C
+        taken.abandon()
+        raise
+    told.stall = perf_counter() - began
+    return save
+
+
+def _check(kind: str, budget: int | None) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f'snapshot must be "copy" or "in_place", not {kind!r}')
+    if budget is not None and budget < 0:
+        raise ConfigError(f"snapshot_budget must not be negative, not {budget}")
+
+
+def size_of(
+    obj: object,
+    path: str,
+    traffic: Traffic,
+    look: Callable[[bytes], object],
+    merge: Literal["union"] | None = None,
+) -> int:
+    """Return the bytes of the file that would be written. To be called in a `collective`.
+
+    Args:
+        merge: as `save_async`.
+        look: gets the pickle, on rank 0.
+
+    Raises:
+        DistributedError: another rank failed, or the ranks' states differ.
+        Exception: the state cannot be saved; or `look` raises.
+    """
+    state = states(obj) if merge is None else merged(states(obj), traffic)
+    found = leaves(state)
+    table = table_of(found, traffic.rank, traffic.ranks, buffers_of(obj))
+    agreement = Agreement(found, table.copies, traffic, current(), table.odd)
+
+    def compared(messages: list[bytes]) -> bytes:
+        digests, told = zip(*map(pickle.loads, messages), strict=True)
+        return pickle.dumps((len(set(digests)) == 1, are_alike(told)))
+
+    mine = pickle.dumps((table.digest(), agreement.likeness()))
+    alike, agreed = pickle.loads(traffic.consult(mine, compared))
+    if not alike:
+        blame(table, traffic)
+    if not agreed:
+        agreement.settle()
+
+    def laid_out(_: list[bytes]) -> bytes:
+        made = StandIns(table).lay_out(archive_name(path), state, found.values)
+        look(made.entries[0].data or b"")
+        return str(made.places.nbytes).encode()
+
+    return int(traffic.consult(b"", laid_out))
+
+
+def _reached(state: Any, obj: object) -> Reached:
+    """Return what tells whether the tensors of a state are changed.
+
+    torch counts no changes that `foreach` functions and optimizers make to DTensors. So only those
+    are watched that belong to an optimizer: before its step it asks.
+    """
+    reached = Reached()
+    owned = {found for one in optimizers(obj) for found in guard.storages_of_optimizer(one)}
+    for found in leaves(state).values:
+        leaf = found.leaf if isinstance(found, Joined) else found
+        if isinstance(leaf, FlatShard):
+            reached.note(leaf.tensor)
+        elif (sharded := as_dtensor(leaf)) is not None:
+            storages = set(storages_of(sharded))
+            if storages <= owned:
+                reached.note(sharded.to_local())
+                for storage in storages:
+                    reached.watch(storage, sharded)
+            else:
+                reached.leave(storages)
+        elif leaf is not None:
+            reached.note(leaf)
+    return reached
+
+
+@dataclass(slots=True)
+class _Told:
+    """What there is to tell of the snapshot."""
+
+    taken: Snapshot
+    kind: str
+    budget: int | None
+    began: float
+    stall: float | None = None
+
+    def report(self) -> SnapshotReport:
+        taken = self.taken
+        return SnapshotReport(
+            kind=self.kind,
+            stall=perf_counter() - self.began if self.stall is None else self.stall,
+            copied=taken.copied,
+            budget=self.budget,
+            late_copied=taken.late_copied,
+            held=taken.held,
+            waited=taken.waited,
+        )
+
+
+@dataclass(slots=True)
+class _Work:
+    """Exchanges and writes what was planned and taken."""
+
+    saving: Saving
+    traffic: Traffic
+    taken: Snapshot
+    told: _Told
+    then: Callable[[], object] | None
+
+    def __call__(self) -> SaveReport:
+        saving, taken = self.saving, self.taken
+        try:
+            with self.traffic.together():
+                report = self._write()
+        except BaseException:
+            saving.give_up()
+            raise
+        finally:
+            taken.end()
+            self.traffic.idle.set()
+        if self.then is not None:
+            self.then()
+        report = replace(report, snapshot=self.told.report())
+        publish_save(report, saving.config.on_report)
+        return report
+
+    def _write(self) -> SaveReport:
+        try:
+            return self.saving.finish(self.taken.verify)
+        except StorageChangedError as error:
+            raise TornSnapshotError(self.taken.path) from error

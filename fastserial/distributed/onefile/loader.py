@@ -1,0 +1,401 @@
+"""`fastserial.distributed.load`: one ordinary torch file into any placement, on many ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import zlib
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from fastserial import config as config_module
+from fastserial.checksums import CrcLedger, crc_mismatch
+from fastserial.checksums import Piece as CrcPiece
+from fastserial.config import Config
+from fastserial.distributed.onefile.flow import Flow
+from fastserial.distributed.onefile.part_reader import PartReader
+from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
+from fastserial.distributed.plan.owners import Share, block_bytes, share_out
+from fastserial.distributed.plan.wishes import Wishes, grids_of
+from fastserial.distributed.ranks.group import Traffic, collective, path_of
+from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file, unpack
+from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
+from fastserial.interrupts import finish
+from fastserial.loading.reader import FastFileReader
+from fastserial.memory.held_settings import paused_collection
+from fastserial.reports import Latency, LoadReport, RankReport, publish_load
+
+__all__ = ["load"]
+
+_SHOWN = 20  # keys, and mismatches, that an error tells
+_RACES = 8  # so often the file may be replaced while the ranks open it
+_SAME = b"same"
+_HALFWAY = "What was to be filled is filled in part: load it again before you use it"
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: Any,
+    *,
+    group: dist.ProcessGroup | None = None,
+    broadcast: bool = True,
+    strict: bool = True,
+    cast: bool = False,
+    timeout: float = 600.0,
+) -> LoadReport:
+    """Fill what the ranks hold, in place, from one file of `torch.save`. Collective.
+
+    Any file that `torch.load` reads with `weights_only=True` will do, whoever wrote it: stock
+    torch or `save`, zip or legacy, whatever the placement it was saved from. Only the bytes that
+    some rank needs are read, each by one rank, which sends it on.
+
+    Args:
+        path: the file; every rank must see it, or a copy of it.
+        into: containers as in the file, whose leaves are tensors, DTensors or FlatShards, which
+            are filled; modules and optimizers, new ones included; and other values, which are
+            replaced by the file's. Ranks may hold different keys.
+        group: its ranks take part; by default all. Without torch.distributed a process is alone.
+        broadcast: False: every rank reads what it needs, and sends nothing.
+        strict: what a rank wants must be in the file, and what is in the file some rank must want.
+        cast: convert what has another dtype in the file.
+        timeout: seconds after which a rank that is not heard from counts as lost.
+
+    Returns:
+        What happened, with a line for each rank; also `fastserial.last_load_report()`.
+
+    Raises:
+        LoadMismatchError: keys, dtypes or shapes differ on some rank. Nothing was changed.
+        CorruptCheckpointError: a checksum is wrong (option `verify_on_load`). The bytes are in
+            the tensors by then.
+        DistributedError: a rank failed, died or was silent; it names the rank and the cause. It is
+            a `FileNotFoundError` or `ConfigError`, too, if that is what the rank failed with. The
+            group can be used on, unless its rank is dead.
+        Exception: code of the user's failed on this rank, such as a module's load hook.
+        RuntimeError: the process group has no store (MPI).
+    """
+    began = perf_counter()
+    task: _Load | None = None
+    refusal, verdict = "", None
+    try:
+        with collective(group, timeout) as traffic:
+            config = config_module.current()
+            name = path_of(path, into, "distributed.load(path, into)")
+            task = _Load(traffic, name, config, broadcast, strict, began)
+            refusal = task.compare(into, cast)
+            if not refusal:
+                verdict = task.fill()
+        if refusal or verdict is None:
+            raise LoadMismatchError(refusal)
+        if verdict.damage:
+            raise CorruptCheckpointError(verdict.damage, path=task.path)
+        return task.report(verdict)
+    except DistributedError as error:
+        if task is not None and task.is_filling:
+            error.cause = f"{error.cause}. {_HALFWAY}"
+        raise
+    finally:
+        if task is not None:
+            finish(task.close)
+
+
+class _Answer(NamedTuple):
+    """What rank 0 says to what the ranks found.
+
+    Attributes:
+        refusal: why nothing can be loaded, empty if it can.
+        unexpected: numbers of the file's leaves that no rank wants.
+        needs: every rank's need map, compressed.
+    """
+
+    refusal: str
+    unexpected: list[int]
+    needs: list[bytes]
+
+
+class _Finding(NamedTuple):
+    """What a rank found when it compared."""
+
+    missing: list[str]
+    problems: list[str]
+    unused: set[int]
+    need: bytes
+    call: tuple[bool, ...]
+
+
+class _Done(NamedTuple):
+    """What a rank did, and the checksums of what it read."""
+
+    line: RankReport
+    pieces: list[CrcPiece]
+    all_checked: bool
+
+
+class _Verdict(NamedTuple):
+    """What came of it: what is damaged, if anything is; and whether all checksums were compared."""
+
+    damage: str
+    verified: bool
+    ranks: tuple[RankReport, ...]
+
+
+class _Load:
+    """One load on one rank.
+
+    Attributes:
+        is_filling: what is to be filled may be changed by now.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        path: str,
+        config: Config,
+        broadcast: bool,
+        strict: bool,
+        began: float,
+    ) -> None:
+        self._traffic = traffic
+        self.path = path
+        self._config = config
+        self._broadcast = broadcast
+        self._strict = strict
+        self._began = began
+        self.is_filling = False
+        self._reader: FastFileReader | None = None
+        self._planned = began
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def compare(self, into: Any, cast: bool) -> str:
+        """Compare what is wanted with what there is, on all ranks.
+
+        Returns:
+            Why it does not fit, the same text on every rank; empty if it does.
+        """
+        traffic = self._traffic
+        with paused_collection():
+            self._index = index = self._read_index()
+            leaves = file_leaves(index.value)
+            grids = grids_of(leaves)
+            self._match = match = Match(traffic.rank, traffic.ranks, cast)
+            match.compare(into, index.value)
+            wishes = Wishes(match.jobs, grids)
+            self._block = block_bytes(index.size, traffic.size)
+            need = wishes.need(index.size, self._block)
+            finding = _Finding(
+                match.missing,
+                match.problems,
+                set(unused(leaves, match.used)),
+                zlib.compress(need.blocks, 1) if self._broadcast else b"",
+                (self._broadcast, self._strict, self._config.verify_on_load),
+            )
+            names = [path_name(where) for where, _ in leaves]
+            answer: _Answer = pickle.loads(
+                traffic.consult(pickle.dumps(finding), lambda told: self._decide(told, names))
+            )
+            if answer.refusal:
+                return answer.refusal
+            if self._broadcast:
+                self._shares = share_out([zlib.decompress(n) for n in answer.needs], self._block)
+            else:
+                here = traffic.rank
+                self._shares = [Share(*run, here, (here,)) for run in need.runs()]
+            self._wishes = wishes
+            self._grids = grids
+            self._unexpected = tuple(names[number] for number in answer.unexpected)
+        self._planned = perf_counter()
+        return ""
+
+    def _read_index(self) -> FileIndex:
+        """Read the index on rank 0, and open the same file on all ranks.
+
+        If another process replaces the file in between, they try again.
+        """
+
+        def read(_: Sequence[bytes]) -> bytes:
+            reader = self._open()
+            return index_of_file(reader.fd, self.path).pack()
+
+        def all_same(told: Sequence[bytes]) -> bytes:
+            return _SAME if all(word == _SAME for word in told) else b""
+
+        for left in reversed(range(_RACES)):
+            index = unpack(self._traffic.consult(b"", read))
+            reader = self._open()
+            same = (
+                reader.size == index.size
+                and fingerprint(reader.fd, reader.size) == index.fingerprint
+            )
+            if not same and not left:
+                break
+            if self._traffic.consult(_SAME if same else b"", all_same) == _SAME:
+                return index
+            self.close()
+            self._reader = None
+        raise CorruptCheckpointError(
+            "it is not the file that rank 0 sees; every rank needs the same one", path=self.path
+        )
+
+    def _open(self) -> FastFileReader:
+        if self._reader is None:
+            if os.path.exists(os.path.join(self.path, ".metadata")):
+                text = (
+                    "it is a folder of torch.distributed.checkpoint. Load it by dcp.load (with "
+                    "FastStorageReader), or make one file of it: fastserial.convert(folder, file)"
+                )
+                raise IsADirectoryError(errno.EISDIR, text, self.path)
+            self._reader = FastFileReader(self.path, self._config)
+        return self._reader
+
+    def _decide(self, told: Sequence[bytes], names: Sequence[str]) -> bytes:
+        findings: list[_Finding] = [pickle.loads(message) for message in told]
+        unexpected = sorted(set.intersection(*(finding.unused for finding in findings)))
+        lines: list[str] = _by_rank([finding.problems for finding in findings])
+        if len({finding.call for finding in findings}) > 1:
+            lines.append("broadcast, strict and verify_on_load are not the same on all ranks")
+        if self._strict:
+            missing = _by_rank([finding.missing for finding in findings])
+            if missing:
+                lines.append(f"not in the file: {_listed(missing)}")
+            if unexpected:
+                extra = [names[number] for number in unexpected]
+                lines.append(f"only in the file: {_listed(extra)}")
+        refusal = ""
+        if lines:
+            more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+            text = "\n\t".join([*lines[:_SHOWN], *more])
+            refusal = f"{self.path} does not fit what is to be filled:\n\t{text}"
+        return pickle.dumps(_Answer(refusal, unexpected, [finding.need for finding in findings]))
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    def fill(self) -> _Verdict:
+        """Read and exchange all bytes; put in place what is not a tensor's memory.
+
+        Returns:
+            What came of it, the same on all ranks.
+        """
+        self.is_filling = True
+        self._move()
+        verdict = self._judge()
+        if not verdict.damage:
+            with self._traffic.together(theirs=True):
+                self._match.finish()
+        return verdict
+
+    def _move(self) -> None:
+        reader = self._open()
+        verify = self._config.verify_on_load
+        self._parts = PartReader(reader, self._index.records, verify, self._traffic.alive)
+        self._flow = Flow(self._traffic, self._parts, self._wishes.targets, self._grids)
+        self._flow.read_own(self._shares, self._index.size, self._block)
+        self._wishes.read_odd(reader)
+        self._own_read = perf_counter()
+        self._flow.share(self._shares)
+        self._filled = perf_counter()
+
+    def _judge(self) -> _Verdict:
+        """Compare the checksums with what all ranks read, and gather what they did."""
+        exchange = self._flow.exchange
+        line = RankReport(
+            rank=self._traffic.rank,
+            node=node_name(),
+            bytes=self._parts.bytes_read,
+            sent_bytes=exchange.sent_bytes,
+            received_bytes=exchange.received_bytes,
+            phases={
+                "plan": self._planned - self._began,
+                "own": self._own_read - self._planned,
+                "share": self._filled - self._own_read,
+            },
+        )
+        all_checked = self._parts.all_checked and not self._wishes.odd
+        message = pickle.dumps(_Done(line, self._parts.ledger.pieces(), all_checked))
+        verdict: _Verdict = pickle.loads(self._traffic.consult(message, self._decide_on_checksums))
+        return verdict
+
+    def _decide_on_checksums(self, told: Sequence[bytes]) -> bytes:
+        done: list[_Done] = [pickle.loads(message) for message in told]
+        # Without broadcast every rank has read what it wants: what they know is no puzzle.
+        groups = [done] if self._broadcast else [[one] for one in done]
+        damage = ""
+        verified = all(one.all_checked for one in done)
+        for group in groups:
+            found, whole = self._compare_checksums(group)
+            damage = damage or found
+            verified = verified and whole
+        return pickle.dumps(_Verdict(damage, verified, tuple(one.line for one in done)))
+
+    def _compare_checksums(self, done: Sequence[_Done]) -> tuple[str, bool]:
+        """Return what is damaged, if anything is, and whether all records are known as a whole."""
+        records = self._parts.records
+        ledger = CrcLedger([record.nbytes for record in records], [None] * len(records))
+        readers: dict[int, list[str]] = {}
+        for one in done:
+            ledger.merge(one.pieces)
+            for number in sorted({piece.record for piece in one.pieces}):
+                readers.setdefault(number, []).append(str(one.line.rank))
+        found = {
+            piece.record: piece.crc
+            for piece in ledger.pieces()
+            if piece.length == records[piece.record].nbytes
+        }
+        for number, crc in sorted(found.items()):
+            record = records[number]
+            mismatch = None if record.crc is None else crc_mismatch(crc, record.crc)
+            if mismatch is not None:
+                ranks = ", ".join(readers[number])
+                damage = f"record {record.name} is damaged: {mismatch} (read by rank {ranks})"
+                return f"{damage}. {_HALFWAY}", False
+        return "", set(readers) <= set(found)
+
+    def report(self, verdict: _Verdict) -> LoadReport:
+        """Return what happened, and make it this process's last report."""
+        blocks, config = self._open().blocks, self._config
+        counts = blocks.counts
+        report = LoadReport(
+            path=self.path,
+            container=self._index.container,
+            bytes=sum(line.bytes for line in verdict.ranks),
+            seconds=perf_counter() - self._began,
+            engine=blocks.engine_name,
+            direct_bytes=counts.direct,
+            cached_bytes=counts.cached,
+            verified=verdict.verified,
+            fallback=blocks.fallback,
+            block_size=config.block_size,
+            queue_depth=config.queue_depth,
+            threads=config.threads,
+            submit=Latency.of(counts.submit_seconds),
+            complete=Latency.of(counts.complete_seconds),
+            ranks=verdict.ranks,
+            missing_keys=tuple(self._match.missing),
+            unexpected_keys=self._unexpected,
+        )
+        publish_load(report, config.on_load)
+        return report
+
+
+def _by_rank(told: Sequence[Sequence[str]]) -> list[str]:
+    """Return what the ranks tell, each text once, with the ranks unless it is all of them."""
+    ranks: dict[str, list[int]] = {}
+    for rank, texts in enumerate(told):
+        for text in texts:
+            ranks.setdefault(text, []).append(rank)
+    return [
+        text if len(who) == len(told) else f"{text} (rank {', '.join(map(str, who))})"
+        for text, who in ranks.items()
+    ]
+
+
+def _listed(keys: Sequence[str]) -> str:
+    shown = ", ".join(keys[:_SHOWN])
+    return f"{shown} and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else shown

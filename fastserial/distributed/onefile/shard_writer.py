@@ -1,0 +1,349 @@
+"""Writes this rank's part of the file: its own memory while tiles travel, and the tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from fastserial.checksums import CrcLedger, crc32_combine
+from fastserial.checksums import Piece as Crc
+from fastserial.config import Config
+from fastserial.distributed.onefile.container import Container
+from fastserial.distributed.plan.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
+from fastserial.distributed.ranks.exchange import (
+    Elements,
+    Exchange,
+    held_in_box,
+    held_in_range,
+    view_in_box,
+)
+from fastserial.distributed.sharding.boxes import Box, Overlap
+from fastserial.distributed.state.memories import Gathered, Memories
+from fastserial.distributed.state.tables import Sources
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
+from fastserial.memory.held_settings import paused_collection
+from fastserial.memory.storages import HostMemory, Memory
+from fastserial.overlap.snapshot import Part, Snapshot
+from fastserial.saving.extent_writer import ExtentWriter
+from fastserial.saving.outcome import Outcome
+
+__all__ = ["ShardWriter"]
+
+_SEALED = 8  # bytes of a data descriptor up to the end of its CRC-32
+_Cut = TypeVar("_Cut")
+
+
+class ShardWriter:
+    """Writes what a schedule gives this rank.
+
+    Attributes:
+        ledger: the CRC-32s of what it wrote.
+        sealed: records whose data descriptor has its CRC-32.
+        seconds: of the phases `exchange` and `write`.
+    """
+
+    def __init__(
+        self,
+        plan: FilePlan,
+        made: Schedule,
+        sources: Sources,
+        container: Container | None,
+        checksums: bool,
+    ) -> None:
+        """Start with nothing written.
+
+        Args:
+            container: on rank 0.
+            checksums: whether the file has CRC-32s.
+        """
+        self._plan = plan
+        self._made = made
+        self._sources = sources
+        self._container = container
+        self._checksums = checksums
+        self._memories: dict[int, Memories] = {}
+        # What was taken: rounds, pieces, and the memory of moves and pieces by their `id`.
+        self._rounds: dict[int, Round] = {}
+        self._locals: list[Piece] | None = None
+        self._frozen: dict[int, Memory] = {}
+        self._frozen_moves: dict[int, tuple[Memory, torch.dtype, torch.Size]] = {}
+        self._ends = {record: offset + size for record, _, offset, size in plan.records}
+        sizes = [0] * (max(self._ends, default=-1) + 1)
+        for record, _, _, nbytes in plan.records:
+            sizes[record] = nbytes
+        self._sizes = sizes
+        self.ledger = CrcLedger(sizes, [None if size else 0 for size in sizes])
+        self.sealed: set[int] = set()
+        self.seconds = {"exchange": 0.0, "write": 0.0}
+
+    def freeze(self, taken: Snapshot) -> None:
+        """Take what this rank reads of the state as it is now, whatever becomes of it.
+
+        What it sends, or has in strides, is copied, if there is room.
+        """
+        with paused_collection():
+            self._rounds = {number: self._made.round(number) for number in self._made.rounds}
+            self._locals = list(self._made.locals())
+            moves = [
+                move
+                for found in self._rounds.values()
+                for moves in found.sends.values()
+                for move in moves
+                if move.piece.record != CONTAINER
+            ]
+            views = [self._held_as(move, view_in_box) for move in moves]
+            pieces = [piece for piece in self._locals if piece.record != CONTAINER]
+            parts = [Part(Gathered(view, 0, view.nbytes), 0, view.nbytes) for view in views]
+            parts += [self._part(piece) for piece in pieces]
+        memories = iter(taken.take(parts))
+        self._frozen_moves = {
+            id(move): (next(memories), view.dtype, view.shape)
+            for move, view in zip(moves, views, strict=True)
+        }
+        self._frozen = {id(piece): memory for piece, memory in zip(pieces, memories, strict=True)}
+        self._sources.release()
+        self._memories.clear()
+        taken.begin()
+
+    def write(
+        self, fd: int, config: Config, exchange: Exchange, on_progress: Callable[[int], None]
+    ) -> Outcome:
+        """Write everything but what needs checksums of other ranks; return what was done.
+
+        Args:
+            on_progress: called with the bytes of each piece that is written.
+
+        Raises:
+            OSError: a write failed.
+            DistributedError: another rank failed.
+        """
+        out = ExtentWriter(fd, config, on_progress)
+        out.expect(self._made.nbytes)
+        try:
+            own = _cut(self._local_extents(), config.block_size)
+            self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
+            began = perf_counter()
+            out.write(own, self.ledger)
+            out.finish()
+            self.seconds["write"] += perf_counter() - began
+        finally:
+            out.close()
+        return out.outcome
+
+    def crcs(self) -> list[Crc]:
+        """Return the CRC-32s of what this rank wrote, what lies side by side as one."""
+        found: list[Crc] = []
+        if not self._checksums:
+            return found
+        for piece in sorted(self.ledger.pieces()):
+            last = found[-1] if found else None
+            if not piece.length:
+                continue
+            if last and last.record == piece.record and last.start + last.length == piece.start:
+                crc = crc32_combine(last.crc, piece.crc, piece.length)
+                found[-1] = Crc(last.record, last.start, last.length + piece.length, crc)
+            else:
+                found.append(piece)
+        return found
+
+    def _write_rounds(
+        self, out: ExtentWriter, exchange: Exchange, own: Iterator[Extent], most: int
+    ) -> None:
+        """Write the tiles, and of `own` what keeps the disk busy while they are made and travel.
+
+        Args:
+            most: bytes of `own` that are queued at once.
+        """
+        rounds = self._made.rounds
+        share = min(most, self._made.nbytes // max(3 * len(rounds), 1) + 1)
+        tiles = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        for index, number in enumerate(rounds):
+            self._write(out, _first(own, share))
+            began = perf_counter()
+            with paused_collection():
+                found = self._rounds.get(number) or self._made.round(number)
+                nbytes = _nbytes(found)
+                if tiles[index % 2].numel() < nbytes:
+                    tiles[index % 2] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                tile = tiles[index % 2]
+                sends = {
+                    r: [self._held(move) for move in moves] for r, moves in found.sends.items()
+                }
+                receives = {
+                    r: [self._in_tile(move, tile) for move in moves]
+                    for r, moves in found.receives.items()
+                }
+            self.seconds["exchange"] += perf_counter() - began
+            self._write(out, _first(own, share))
+            began = perf_counter()
+            come = exchange.begin(sends, receives)
+            self.seconds["exchange"] += perf_counter() - began
+            self._write(out, _first(own, share))
+            began = perf_counter()
+            come()
+            self.seconds["exchange"] += perf_counter() - began
+            if 0 < index < len(rounds) - 1:
+                began = perf_counter()
+                out.release_sources()  # the tile before is written, and free for the next round
+                self.seconds["write"] += perf_counter() - began
+            self._write(out, self._tile_extents(found, tile))
+
+    def _write(self, out: ExtentWriter, extents: Iterator[Extent]) -> None:
+        """Let extents be written, and do not wait for it."""
+        began = perf_counter()
+        out.write(extents, self.ledger)
+        out.start()
+        self.seconds["write"] += perf_counter() - began
+
+    def _held(self, move: Move) -> Elements:
+        """Return what this rank sends of a move."""
+        if (frozen := self._frozen_moves.get(id(move))) is not None:
+            return _tensor_of(*frozen)
+        return self._held_as(move, held_in_box)
+
+    def _held_as(
+        self, move: Move, cut: Callable[[torch.Tensor, Box, Overlap], _Cut]
+    ) -> _Cut | torch.Tensor:
+        """Return what this rank sends of a move, cut from its memory in one of the two ways."""
+        if move.overlap is None or move.box is None:
+            return self._held_alone(move.piece)
+        view, whole = self._part_of(move.piece, move.overlap)
+        return cut(view, whole, move.overlap)
+
+    def _held_alone(self, piece: Piece) -> torch.Tensor:
+        """Return bytes that rank 0 alone has."""
+        if self._container is None:
+            raise ValueError(f"only rank 0 has {piece}")
+        if piece.record == CONTAINER:
+            return self._container.bytes_at(piece.offset, piece.length)
+        return self._container.source_bytes(piece.source, piece.start, piece.length)
+
+    def _part_of(self, piece: Piece, overlap: Overlap) -> tuple[torch.Tensor, Box]:
+        """Return the part of this rank's memory that has an overlap, and which box that is."""
+        for whole, view in self._sources[piece.source].parts:
+            if all(
+                a <= x and x + n <= a + m for a, m, x, n in zip(*whole, *overlap.part, strict=True)
+            ):
+                return view, whole
+        raise ValueError(f"this rank has no {overlap.part} of {self._sources[piece.source].key}")
+
+    def _in_tile(self, move: Move, tile: torch.Tensor) -> Elements:
+        """Return where what a move brings belongs."""
+        piece, at, _, overlap = move
+        flat = tile[at : at + piece.length]
+        if overlap is None:
+            return flat
+        return held_in_range(flat, self._sources[piece.source].spec.dtype, overlap)
+
+    def _tile_extents(self, found: Round, tile: torch.Tensor) -> Iterator[Extent]:
+        address = tile.data_ptr()
+        for piece, at in found.pieces:
+            base = address + at - piece.start
+            memory = HostMemory(base, self._size_of(piece), tile)
+            yield self._extent(piece, memory)
+
+    def _local_extents(self) -> Iterator[Extent]:
+        done: dict[int, int] = {}
+        for piece in self._made.locals() if self._locals is None else self._locals:
+            if piece.record == CONTAINER:
+                yield from self._container_extents(piece, done)
+                continue
+            done[piece.record] = done.get(piece.record, 0) + piece.length
+            frozen = self._frozen.get(id(piece))
+            if frozen is not None:
+                yield self._extent(piece, _from(frozen, -piece.start))
+                continue
+            yield self._extent(piece, self._memory(piece))
+
+    def _container_extents(self, piece: Piece, done: dict[int, int]) -> Iterator[Extent]:
+        """Return the zip's own bytes; with checksums where all of a record went before."""
+        if self._container is None:
+            raise ValueError(f"only rank 0 has {piece}")
+        for extent in self._container.extents_at(piece.offset, piece.length):
+            source = extent.source
+            if not isinstance(source, DescriptorPatch):
+                yield extent
+            elif done.get(source.record) == self._sizes[source.record]:
+                if extent.start == 0 and extent.length >= _SEALED:
+                    self.sealed.add(source.record)
+                yield extent
+            else:
+                part = source.data[extent.start : extent.start + extent.length]
+                yield Extent(extent.offset, extent.length, Literal(part))
+
+    def _memory(self, piece: Piece) -> Memory:
+        if piece.source < 0 and self._container is not None:
+            return self._container.memory(piece.source)
+        return self._memories_of(piece).at(piece.start)
+
+    def _part(self, piece: Piece) -> Part:
+        if piece.source < 0 and self._container is not None:
+            return self._container.part(piece.source, piece.start, piece.length)
+        return self._memories_of(piece).part(piece.start, piece.length)
+
+    def _memories_of(self, piece: Piece) -> Memories:
+        memories = self._memories.get(piece.source)
+        if memories is None:
+            memories = self._memories[piece.source] = Memories(self._sources[piece.source])
+        return memories
+
+    def _extent(self, piece: Piece, memory: Memory) -> Extent:
+        record = piece.record if self._checksums and piece.record != CONTAINER else None
+        source = Data(memory, self._size_of(piece), record)
+        return Extent(piece.offset, piece.length, source, piece.start)
+
+    def _size_of(self, piece: Piece) -> int:
+        return self._sizes[piece.record] if piece.record != CONTAINER else self._plan.nbytes
+
+
+class _Shifted:
+    """A memory from a byte on."""
+
+    def __init__(self, memory: Memory, start: int) -> None:
+        self.nbytes = memory.nbytes - start
+        self._memory = memory
+        self._start = start
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        self._memory.copy_to(address, self._start + start, length)
+
+
+def _from(memory: Memory, start: int) -> Memory:
+    """Return a memory from a byte on, which may lie before it."""
+    if isinstance(memory, HostMemory):
+        return HostMemory(memory.address + start, memory.nbytes - start, memory.owner)
+    return _Shifted(memory, start)
+
+
+def _tensor_of(memory: Memory, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    found = torch.empty(shape, dtype=dtype, device="cpu")
+    if found.numel():
+        memory.copy_to(found.data_ptr(), 0, found.nbytes)
+    return found
+
+
+def _cut(extents: Iterable[Extent], block: int) -> Iterator[Extent]:
+    """Cut extents where blocks of the file end."""
+    for offset, length, source, start in extents:
+        end = offset + length
+        while offset < end:
+            stop = min(end, offset - offset % block + block)
+            yield Extent(offset, stop - offset, source, start)
+            start += stop - offset
+            offset = stop
+
+
+def _first(extents: Iterator[Extent], nbytes: int) -> Iterator[Extent]:
+    """Yield extents until there are `nbytes` of them, the last one whole."""
+    while nbytes > 0 and (extent := next(extents, None)) is not None:
+        yield extent
+        nbytes -= extent.length
+
+
+def _nbytes(found: Round) -> int:
+    """Return how many bytes a tile takes; whole numbers of any type fit."""
+    end = max((at + piece.length for piece, at in found.pieces), default=0)
+    return end + -end % 16

@@ -1,0 +1,375 @@
+"""What a file holds against what is to be filled: key by key, before the first byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fastserial.distributed.sharding.file_index import FileTensor, is_plain_tuple
+from fastserial.distributed.sharding.pieces import Holding, as_dtensor, holding
+from fastserial.distributed.state.states import LiveState
+from fastserial.distributed.state.walk import is_leaf, is_live, live
+from fastserial.errors import LoadMismatchError
+from fastserial.nests import Path, is_container, sequence_like, walk
+
+__all__ = ["Job", "Match", "Path", "file_leaves", "path_name", "unused"]
+
+_Put = Callable[[Any], None]
+_LISTS = (list, tuple)
+
+
+class Job(NamedTuple):
+    """A tensor of the file, and what this rank holds of it."""
+
+    tensor: FileTensor
+    held: Holding
+
+
+@dataclass
+class Match:
+    """What is to be done on this rank. Nothing has been changed yet.
+
+    Attributes:
+        jobs: what to read.
+        missing: keys that the file lacks.
+        problems: what cannot be loaded, and why.
+        used: paths of the file; what lies below is used, too.
+    """
+
+    rank: int
+    ranks: Mapping[int, int]
+    cast: bool
+    nest: object = None
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    used: set[Path] = field(default_factory=set)
+    _puts: list[Callable[[], None]] = field(default_factory=list)
+    _live: list[LiveState] = field(default_factory=list)
+    _meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    _storages: dict[tuple[int, int], torch.UntypedStorage] = field(default_factory=dict)
+
+    def compare(self, into: Any, there: Any) -> None:
+        """Compare all of what is to be filled with all that the file holds.
+
+        Raises:
+            TypeError: it is nothing that could be filled.
+        """
+        if not (is_leaf(into) or is_live(into) or is_container(into)):
+            raise TypeError(
+                "load fills tensors, modules, optimizers, or dictionaries and lists of them, "
+                f"not a {type(into).__name__}"
+            )
+        self.nest = into
+        self.modules = [one for one in live(into) if isinstance(one, torch.nn.Module)]
+        self._compare(into, there, (), None)
+
+    def finish(self) -> None:
+        """Put in place what is not a tensor's memory, once the bytes are there."""
+        for job in self.jobs:
+            local = job.held.local
+            if not local.is_inference():
+                torch.autograd.graph.increment_version(local)
+        for put in self._puts:
+            put()
+        for one in self._live:
+            one.give_back()
+
+    # -- key by key ------------------------------------------------------------------------------
+
+    def _compare(self, into: Any, there: Any, path: Path, put: _Put | None) -> None:
+        if is_live(into):
+            live = LiveState(into, self.modules, self.nest)
+            self._live.append(live)
+            self._compare_live(live, there, path)
+        elif is_leaf(into):
+            self.used.add(path)
+            self._compare_tensor(into, there, path)
+        elif path and _are_values(into, there):
+            self._replace(into, there, path, put)
+        elif isinstance(into, Mapping):
+            self._compare_mapping(into, there, path)
+        elif isinstance(into, list | tuple):
+            self._compare_sequence(into, there, path, put)
+        else:
+            self.used.add(path)
+            if put is not None:
+                value = self._made(there, path)
+                self._puts.append(lambda: put(value))
+            elif not _alike(into, there):
+                self.problems.append(f"{path_name(path)}: a value in a tuple cannot be replaced")
+
+    def _replace(self, into: Any, there: Any, path: Path, put: _Put | None) -> None:
+        """Take the file's container as it is, whatever is in ours; it stays the same object."""
+        self.used.add(path)
+        if isinstance(into, list):
+            self._puts.append(lambda: into.__setitem__(slice(None), there))
+        elif isinstance(into, MutableMapping):
+
+            def refill() -> None:
+                into.clear()
+                for key, item in there.items():
+                    into[key] = item
+
+            self._puts.append(refill)
+        elif put is not None:
+            value = tuple(there) if type(into) is tuple else there
+            self._puts.append(lambda: put(value))
+        elif not _alike(into, there):
+            self.problems.append(f"{path_name(path)}: a value in a tuple cannot be replaced")
+
+    def _compare_live(self, live: LiveState, there: Any, path: Path) -> None:
+        if not live.is_optimizer:
+            self._compare(live.entries, there, path, None)
+            return
+        if not isinstance(there, Mapping) or not {"state", "param_groups"} <= set(there):
+            self.problems.append(f"{path_name(path)}: the file holds no optimizer's state")
+            return
+        self.used.add((*path, "param_groups"))
+        groups = self._made(there["param_groups"], (*path, "param_groups"))
+        try:
+            names = live.take_groups(groups)
+        except ValueError as error:
+            self.problems.append(f"{path_name(path)}: {error}")
+            return
+        if names is None:
+            self.problems.append(
+                f"{path_name(path)}: the file numbers its parameters, and there are not as many"
+            )
+            return
+        if not there["state"]:
+            self.used.add((*path, "state"))
+        for name in {**live.parameters, **live.entries}:
+            key = names.get(name, name)
+            where = (*path, "state", key)
+            if key not in there["state"]:
+                had = live.entries.pop(name, None) is not None
+                if name not in names and (had or there["state"]):
+                    self.missing.append(path_name(where))
+                continue
+            if name not in names:
+                self.missing.append(f"{path_name((*path, 'param_groups'))} (settings of {name})")
+            state = there["state"][key]
+            if name in live.entries or (not _fits(live.parameters[name], state) and live.make()):
+                self._compare(live.entries[name], state, where, None)
+            else:
+                self.used.add(where)
+                live.entries[name] = self._made(state, where, live.parameters[name])
+
+    def _compare_mapping(self, into: Mapping[Any, Any], there: Any, path: Path) -> None:
+        if not isinstance(there, Mapping):
+            self._mismatch(path, "a dictionary", there)
+            return
+        if not there:
+            self.used.add(path)
+        for key, item in into.items():
+            if key in there:
+                self._compare(item, there[key], (*path, key), _setter(into, key))
+            else:
+                self.missing.append(path_name((*path, key)))
+
+    def _compare_sequence(self, into: Any, there: Any, path: Path, put: _Put | None) -> None:
+        if not isinstance(there, list | tuple):
+            self._mismatch(path, "a list", there)
+            return
+        if not there:
+            self.used.add(path)
+        new = list(into)  # a tuple is replaced, if something in it is
+        changed = False
+
+        def setter(index: int) -> _Put | None:
+            if isinstance(into, list):
+                return lambda value: into.__setitem__(index, value)
+            if put is None:
+                return None
+
+            def change(value: Any) -> None:
+                nonlocal changed
+                new[index] = value
+                changed = True
+
+            return change
+
+        for index, item in enumerate(into):
+            if index < len(there):
+                self._compare(item, there[index], (*path, index), setter(index))
+            else:
+                self.missing.append(path_name((*path, index)))
+        if isinstance(into, tuple) and put is not None:
+
+            def replace() -> None:
+                if changed:
+                    put(sequence_like(into, new))
+
+            self._puts.append(replace)
+
+    def _compare_tensor(self, into: Any, there: Any, path: Path) -> None:
+        name = path_name(path)
+        if not isinstance(there, FileTensor):
+            self._mismatch(path, "a tensor", there)
+            return
+        try:
+            held = holding(into, name, self.rank, self.ranks, self._meshes)
+        except LoadMismatchError as error:
+            self.problems.append(str(error))
+            return
+        objection = _objection(held, there, self.cast)
+        if objection is not None:
+            self.problems.append(f"{name}: {objection}")
+        else:
+            self.jobs.append(Job(there, held))
+
+    def _made(self, there: Any, path: Path, like: torch.Tensor | None = None) -> Any:
+        """Return a value of the file with new tensors in it, which are filled like others.
+
+        Args:
+            like: what tensors of its shape are to be like: split, and on its device.
+        """
+        if isinstance(there, FileTensor):
+            if there.problem is not None:
+                self.problems.append(f"{path_name(path)}: {there.problem}")
+                return None
+            if like is not None and there.shape and like.shape == there.shape:
+                new = torch.empty_like(like, dtype=there.dtype, requires_grad=False)
+            elif like is not None:
+                new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+            elif there.same in self._tensors:
+                return self._tensors[there.same]
+            else:
+                new = self._tensors[there.same] = self._as_saved(there)
+            held = holding(new, path_name(path), self.rank, self.ranks, self._meshes)
+            self.jobs.append(Job(there, held))
+            return new
+        if isinstance(there, MutableMapping):
+            for key, item in there.items():
+                there[key] = self._made(item, (*path, key), like)
+        elif isinstance(there, list):
+            there[:] = [self._made(item, (*path, at), like) for at, item in enumerate(there)]
+        elif is_plain_tuple(there):
+            made = [self._made(item, (*path, at), like) for at, item in enumerate(there)]
+            return sequence_like(there, made)
+        return there
+
+    def _as_saved(self, there: FileTensor) -> torch.Tensor:
+        """Return a new tensor; what shares memory in the file shares it here, too."""
+        new = torch.empty(0, dtype=there.dtype, device="cpu")
+        if there.storage is not None and not there.pending and _is_apart(there):
+            start, nbytes = there.storage
+            memory = self._storages.get(there.storage)
+            if memory is None:
+                made = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                memory = self._storages[there.storage] = made.untyped_storage()
+            new.set_(memory, (there.offset - start) // there.itemsize, there.shape, there.stride)
+        else:
+            new = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+        if there.parameter:
+            return torch.nn.Parameter(new, there.requires_grad)
+        return new.requires_grad_(there.requires_grad)
+
+    def _mismatch(self, path: Path, wanted: str, there: Any) -> None:
+        self.used.add(path)
+        found = "a tensor" if isinstance(there, FileTensor) else f"a {type(there).__name__}"
+        self.problems.append(f"{path_name(path)}: it is {wanted} here, in the file {found}")
+
+
+def _is_apart(tensor: FileTensor) -> bool:
+    """Tell whether each element of a tensor has memory of its own."""
+    end = 0
+    for step, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+        if size > 1 and step <= end:
+            return False
+        end += (size - 1) * step
+    return True
+
+
+def _are_values(into: Any, there: Any) -> bool:
+    """Tell whether two containers of a kind are plain values: no tensor is in either."""
+    alike = any(isinstance(into, kind) and isinstance(there, kind) for kind in (Mapping, _LISTS))
+    return alike and not _holds_tensors(into) and not _holds_tensors(there)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Tell whether a tensor, module or optimizer is in a container."""
+    return any(
+        isinstance(item, FileTensor) or is_leaf(item) or is_live(item)
+        for _, item in walk(value, once=True, objects=True)
+    )
+
+
+def _fits(parameter: torch.Tensor, state: Any) -> bool:
+    """Tell whether a parameter's state can be made from what the file says of it.
+
+    How tensors of other shapes are split is known to the optimizer of a split parameter only.
+    """
+    if as_dtensor(parameter) is None:
+        return True
+    tensors = [found for _, found in file_leaves(state) if isinstance(found, FileTensor)]
+    return bool(parameter.shape) and all(found.shape in ((), parameter.shape) for found in tensors)
+
+
+def _setter(into: Mapping[Any, Any], key: Any) -> _Put | None:
+    if not isinstance(into, MutableMapping):
+        return None
+    return lambda value: into.__setitem__(key, value)
+
+
+def _alike(into: Any, there: Any) -> bool:
+    return type(into) is type(there) and bool(into == there)
+
+
+def _objection(held: Holding, there: FileTensor, cast: bool) -> str | None:
+    """Return why a tensor of the file does not fit."""
+    spec, local = held.spec, held.local
+    if there.problem is not None:
+        return there.problem
+    if spec.shape != there.shape:
+        return f"its shape is {spec.shape} here, in the file {there.shape}"
+    if spec.dtype != there.dtype:
+        if not cast:
+            return f"its dtype is {spec.dtype} here, in the file {there.dtype} (cast=True converts)"
+        if not torch.can_cast(there.dtype, spec.dtype):
+            return f"{there.dtype} in the file cannot be converted to {spec.dtype}"
+    if local.device.type == "meta":
+        return "it has no memory yet (device meta): use to_empty() first"
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
+        return "only plain tensors can be filled in place"
+    steps = zip(local.shape, local.stride(), strict=True)
+    if local.numel() and any(size > 1 and step == 0 for size, step in steps):
+        return "several of its elements are one in memory (expand): clone() it first"
+    return None
+
+
+def path_name(path: Path) -> str:
+    return ".".join(map(str, path)) or "the object"
+
+
+def file_leaves(value: Any) -> list[tuple[Path, Any]]:
+    """Return what a file holds that is no container, and empty ones, with their paths in order."""
+    found: list[tuple[Path, Any]] = []
+
+    def visit(value: Any, path: Path, above: tuple[int, ...]) -> None:
+        if isinstance(value, Mapping) and value:
+            items = list(value.items())
+        elif (isinstance(value, list) or is_plain_tuple(value)) and value:
+            items = list(enumerate(value))
+        else:
+            found.append((path, value))
+            return
+        if id(value) not in above:
+            for key, item in items:
+                visit(item, (*path, key), (*above, id(value)))
+
+    visit(value, (), ())
+    return found
+
+
+def unused(leaves: list[tuple[Path, Any]], used: set[Path]) -> Iterator[int]:
+    """Yield the numbers of the leaves of which no beginning of the path is used."""
+    for number, (path, _) in enumerate(leaves):
+        if not any(path[:length] in used for length in range(len(path) + 1)):
+            yield number

@@ -1,0 +1,371 @@
+"""What this rank does in a save: which of its memory it writes, and which bytes travel when.
+
+Every rank makes its own schedule from the same plan; what one sends, another one expects. Blocks
+that their owner has not, or not as they are in the file, it puts together in tiles. All such blocks
+of an owner, one behind the other, are its stream; a round is a tile of every stream.
+
+A schedule holds ranges of the file only. The moves of a round are made when its turn comes.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+from fastserial.distributed.plan.covers import Cover, Held, cover_of
+from fastserial.distributed.plan.division import GRAIN
+from fastserial.distributed.plan.ownership import owned_blocks
+from fastserial.distributed.sharding.boxes import Box, Overlap, overlaps
+from fastserial.distributed.sharding.pieces import TensorSpec
+from fastserial.memory.held_settings import paused_collection
+
+__all__ = ["CONTAINER", "FilePlan", "Move", "Piece", "Round", "Schedule", "schedule"]
+
+CONTAINER = -1  # instead of a source: the zip's own bytes, which rank 0 has
+_ALIGN = 16
+
+
+class FilePlan(NamedTuple):
+    """The file, as rank 0 tells all ranks.
+
+    Attributes:
+        nbytes: its size.
+        records: those with data, in file order: number, source, place in the file, bytes. A
+            source below 0 is one that rank 0 alone has.
+        writers: the ranks that write.
+    """
+
+    nbytes: int
+    records: list[tuple[int, int, int, int]]
+    writers: list[int]
+
+
+class Piece(NamedTuple):
+    """Bytes of the file that belong to one record, or lie between two.
+
+    Attributes:
+        offset, length: place in the file (bytes).
+        record: number of the record; CONTAINER between two.
+        source: of the record.
+        start: of the piece in the record (bytes).
+    """
+
+    offset: int
+    length: int
+    record: int
+    source: int
+    start: int
+
+
+class Move(NamedTuple):
+    """Elements that travel between a rank's memory and a tile.
+
+    Attributes:
+        piece: of the file.
+        tile: where it begins in the tile (bytes); the owner's own matter.
+        box: what the sender holds, and the part of it that travels; None for the container.
+        overlap: where it is in the piece.
+    """
+
+    piece: Piece
+    tile: int
+    box: Box | None
+    overlap: Overlap | None
+
+
+@dataclass(slots=True)
+class Round:
+    """One tile for each owner.
+
+    Attributes:
+        sends: what goes to each rank.
+        receives: what comes from each rank.
+        pieces: what the tile of this rank then holds, and from which of its bytes on.
+    """
+
+    sends: dict[int, list[Move]] = field(default_factory=dict)
+    receives: dict[int, list[Move]] = field(default_factory=dict)
+    pieces: list[tuple[Piece, int]] = field(default_factory=list)
+
+
+class Stream:
+    """Blocks that an owner puts together, as far as they concern this rank.
+
+    Attributes:
+        places: where each range of blocks begins in the stream (bytes).
+        firsts, stops: the ranges, in the file (bytes).
+    """
+
+    __slots__ = ("firsts", "places", "stops")
+
+    def __init__(self) -> None:
+        self.places = array("q")
+        self.firsts = array("q")
+        self.stops = array("q")
+
+    def add(self, place: int, first: int, stop: int) -> None:
+        if self.stops and self.stops[-1] == first and self._end() == place:
+            self.stops[-1] = stop
+            return
+        self.places.append(place)
+        self.firsts.append(first)
+        self.stops.append(stop)
+
+    def _end(self) -> int:
+        return self.places[-1] + self.stops[-1] - self.firsts[-1] if self.places else 0
+
+    def tiles(self, nbytes: int) -> range:
+        """Return the numbers of the tiles from its first to its last."""
+        return (
+            range(self.places[0] // nbytes, -(-self._end() // nbytes)) if self.places else range(0)
+        )
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Return which bytes of the file are in bytes [begin, end) of the stream."""
+        at = max(bisect_right(self.places, begin) - 1, 0)
+        while at < len(self.places) and self.places[at] < end:
+            shift = self.firsts[at] - self.places[at]
+            first, stop = max(self.firsts[at], begin + shift), min(self.stops[at], end + shift)
+            if first < stop:
+                yield first, stop
+            at += 1
+
+
+class Schedule:
+    """What a rank does.
+
+    Attributes:
+        nbytes: how many bytes it writes.
+        tile_bytes: most bytes of a tile, but for the gaps between its pieces.
+        streams: by their owner; this rank's own is complete.
+    """
+
+    def __init__(
+        self, plan: FilePlan, specs: Sequence[TensorSpec], rank: int, size: int, tile_bytes: int
+    ) -> None:
+        """Decide it.
+
+        Args:
+            specs: of the sources.
+            rank, size: of the group.
+            tile_bytes: most bytes of a tile; a multiple of a grain.
+
+        Raises:
+            ValueError: nobody holds some of a tensor.
+        """
+        self.nbytes = 0
+        self.tile_bytes = tile_bytes
+        self.streams: dict[int, Stream] = {}
+        self._plan, self._specs, self._rank, self._size = plan, specs, rank, size
+        self._starts = array("q", [offset for _, _, offset, _ in plan.records])
+        # Blocks that this rank has as they are in the file: the first bytes and the last.
+        self._firsts, self._stops = array("q"), array("q")
+        self._fill()
+        self._covers: dict[int, tuple[Cover, list[Held]]] = {}
+        tiles = [stream.tiles(tile_bytes) for stream in self.streams.values()]
+        self.rounds = sorted({number for numbers in tiles for number in numbers})
+
+    def locals(self) -> Iterator[Piece]:
+        """Return what this rank writes from its own memory, in file order."""
+        for first, stop in zip(self._firsts, self._stops, strict=True):
+            yield from self._pieces(first, stop)
+
+    def round(self, number: int) -> Round:
+        """Return what travels in a round, and what the tile of this rank then holds."""
+        found = Round()
+        begin, end = number * self.tile_bytes, (number + 1) * self.tile_bytes
+        for owner, stream in self.streams.items():
+            at = 0
+            for first, stop in stream.within(begin, end):
+                for piece in self._pieces(first, stop):
+                    if owner == self._rank:
+                        found.pieces.append((piece, at))
+                    self._note(found, piece, at, owner)
+                    at += piece.length + -piece.length % _ALIGN
+        for moves in (*found.sends.values(), *found.receives.values()):
+            # Sender and owner cut pieces at different places, so the order must not depend on that.
+            moves.sort(key=_place)
+        return found
+
+    def sources(self) -> Iterator[int]:
+        """Yield the sources of which this rank writes or sends something, some more than once."""
+        ranges = [zip(self._firsts, self._stops, strict=True)]
+        ranges += [zip(one.firsts, one.stops, strict=True) for one in self.streams.values()]
+        for first, stop in chain(*ranges):
+            yield from (piece.source for piece in self._pieces(first, stop) if piece.source >= 0)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return which bytes of the file this rank writes, what lies side by side as one."""
+        own = self.streams.get(self._rank, Stream())
+        found: list[tuple[int, int]] = []
+        for first, stop in sorted(
+            (*zip(self._firsts, self._stops, strict=True), *zip(own.firsts, own.stops, strict=True))
+        ):
+            if found and found[-1][1] == first:
+                found[-1] = found[-1][0], stop
+            else:
+                found.append((first, stop))
+        return found
+
+    def footprint(self) -> int:
+        """Return how many bytes of memory this rank's part of the plan takes."""
+        columns = [self._firsts, self._stops]
+        for stream in self.streams.values():
+            columns += (stream.places, stream.firsts, stream.stops)
+        return sum(map(sys.getsizeof, (*columns, *self.streams.values(), self.streams)))
+
+    def _fill(self) -> None:
+        """Enter what this rank writes, and what it sends."""
+        plan, rank, nbytes = self._plan, self._rank, self._plan.nbytes
+        concerns = _Concerns(self._extents())
+        places: dict[int, int] = {}
+        direct: list[tuple[int, int]] = []
+        owned = owned_blocks(nbytes, plan.records, plan.writers, self._specs, self._size)
+        for begin, end, owner, as_it_is in owned:
+            first, stop = begin * GRAIN, min(end * GRAIN, nbytes)
+            if as_it_is:
+                if owner == rank:
+                    direct.append((first, stop))
+                continue
+            place = places.get(owner, 0)
+            places[owner] = place + stop - first
+            if owner == rank or concerns.meet(first, stop):
+                stream = self.streams.get(owner)
+                if stream is None:
+                    stream = self.streams[owner] = Stream()
+                stream.add(place, first, stop)
+        for first, stop in sorted(direct):
+            self._firsts.append(first)
+            self._stops.append(stop)
+            self.nbytes += stop - first
+        self.nbytes += places.get(rank, 0)
+
+    def _extents(self) -> Iterator[tuple[int, int]]:
+        """Yield bytes of the file, in its order, outside which this rank has nothing."""
+        rank, at = self._rank, 0
+        known: dict[int, bool] = {}
+        for _, source, offset, length in self._plan.records:
+            if not rank:
+                yield at, offset
+            at = offset + length
+            if source < 0:
+                if not rank:
+                    yield offset, at
+                continue
+            spec = self._specs[source]
+            near = known.get(id(spec.held))
+            if near is None:
+                near = known[id(spec.held)] = spec.is_held_by(rank)
+            if near:
+                item = spec.dtype.itemsize
+                for held in cover_of(spec.shape, spec.held, self._size).held:
+                    if rank in held.ranks:
+                        yield offset + held.first * item, offset + held.stop * item
+        if not rank:
+            yield at, self._plan.nbytes
+
+    def _pieces(self, first: int, stop: int) -> Iterator[Piece]:
+        """Cut bytes of the file at the ends of records.
+
+        Where a cut is within a record, it is between elements.
+        """
+        records = self._plan.records
+        index = max(bisect_right(self._starts, first) - 1, 0)
+        at = first
+        while at < stop:
+            if index == len(records):
+                yield Piece(at, stop - at, CONTAINER, CONTAINER, at)
+                return
+            number, source, offset, nbytes = records[index]
+            if at < offset:
+                end = min(offset, stop)
+                yield Piece(at, end - at, CONTAINER, CONTAINER, at)
+                at = end
+            if at < stop and at < offset + nbytes:
+                start = at - offset
+                start -= start % _ALIGN
+                end = nbytes
+                if stop < offset + nbytes:
+                    end = stop - offset
+                    end -= end % _ALIGN
+                if start < end:
+                    yield Piece(offset + start, end - start, number, source, start)
+                at = min(stop, offset + nbytes)
+            index += 1
+
+    def _note(self, found: Round, piece: Piece, tile: int, owner: int) -> None:
+        """Enter the moves of a piece in which this rank has a part."""
+        rank = self._rank
+        if piece.source < 0:
+            if not rank:
+                found.sends.setdefault(owner, []).append(Move(piece, tile, None, None))
+            if owner == rank:
+                found.receives.setdefault(0, []).append(Move(piece, tile, None, None))
+            return
+        spec = self._specs[piece.source]
+        item = spec.dtype.itemsize
+        first, stop = piece.start // item, (piece.start + piece.length) // item
+        cover, mine = self._cover(spec)
+        for box, ranks, begin, end in cover.held if owner == rank else mine:
+            if begin >= stop or first >= end:
+                continue
+            sender = owner if owner in ranks else ranks[owner % len(ranks)]
+            if rank not in (sender, owner):
+                continue
+            for overlap in _overlaps(spec.shape, first, stop, box):
+                move = Move(piece, tile, box, overlap)
+                if sender == rank:
+                    found.sends.setdefault(owner, []).append(move)
+                if owner == rank:
+                    found.receives.setdefault(sender, []).append(move)
+
+    def _cover(self, spec: TensorSpec) -> tuple[Cover, list[Held]]:
+        """Return who holds what of a tensor, and what of it this rank holds."""
+        found = self._covers.get(id(spec))
+        if found is None:
+            cover = cover_of(spec.shape, spec.held, self._size)
+            mine = [held for held in cover.held if self._rank in held.ranks]
+            found = self._covers[id(spec)] = cover, mine
+        return found
+
+
+def _place(move: Move) -> tuple[int, tuple[int, ...]]:
+    """Return which elements a move is of, whatever its piece: they come in the file's order."""
+    return move.piece.record, move.box.offsets if move.box is not None else ()
+
+
+@lru_cache(maxsize=4096)  # tensors of a model are alike
+def _overlaps(shape: tuple[int, ...], first: int, stop: int, box: Box) -> tuple[Overlap, ...]:
+    return tuple(overlaps(shape, first, stop, box))
+
+
+class _Concerns:
+    """Extents of the file, to be asked in any order."""
+
+    def __init__(self, extents: Iterator[tuple[int, int]]) -> None:
+        self._firsts, self._stops = array("q"), array("q")
+        for first, stop in sorted(extents):
+            if self._stops and first <= self._stops[-1]:
+                self._stops[-1] = max(stop, self._stops[-1])
+            elif first < stop:
+                self._firsts.append(first)
+                self._stops.append(stop)
+
+    def meet(self, first: int, stop: int) -> bool:
+        """Return whether bytes [first, stop) have something in common with one of them."""
+        at = bisect_right(self._stops, first)
+        return at < len(self._firsts) and self._firsts[at] < stop
+
+
+def schedule(
+    plan: FilePlan, specs: Sequence[TensorSpec], rank: int, size: int, tile_bytes: int
+) -> Schedule:
+    """Return what a rank does; see `Schedule`."""
+    with paused_collection():
+        return Schedule(plan, specs, rank, size, tile_bytes)

@@ -1,0 +1,220 @@
+"""Windows of the file, and the pieces of them that somebody wants.
+
+Who reads a window and who gets pieces of it work out the same pieces in the same order, so that
+only their bytes travel.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fastserial.checkpoints.tensor_read import resolved
+from fastserial.distributed.plan.grid import Grid
+from fastserial.distributed.sharding.boxes import Box
+
+__all__ = [
+    "Piece",
+    "Range",
+    "Target",
+    "Window",
+    "by_window",
+    "deliver",
+    "found_in",
+    "landing",
+    "own_memory",
+    "spans_of",
+    "windows_of",
+]
+
+_TAIL = 64  # bytes behind a range that its buffer has: an element may only begin in the range
+_MOST_RANGES = 4096  # of a window
+_LIKE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}  # by bytes of an element: types that can be copied, for those that may not
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a rank wants of a tensor.
+
+    Attributes:
+        grid: of the tensor.
+        box: of the grid's array.
+        view: where its elements go; None for another rank's.
+    """
+
+    grid: Grid
+    box: Box
+    view: torch.Tensor | None = None
+
+
+class Range(NamedTuple):
+    """Bytes [first, stop) of the file, and where a window's buffer has them."""
+
+    first: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Ranges of the file that are read together; `nbytes`: of the buffer."""
+
+    ranges: tuple[Range, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a target whose bytes a window holds.
+
+    Attributes:
+        target: of which it is a part.
+        box: of the grid's array.
+        source: where it begins in the window's buffer (bytes).
+    """
+
+    target: Target
+    box: Box
+    source: int
+
+
+def windows_of(runs: Iterable[tuple[int, int]], size: int) -> list[Window]:
+    """Cut runs of bytes of the file into windows of up to `size` bytes.
+
+    Args:
+        runs: in order, without overlaps.
+        size: a multiple of the block size.
+    """
+    windows: list[Window] = []
+    ranges: list[Range] = []
+    at = taken = 0
+
+    def end() -> None:
+        windows.append(Window(tuple(ranges), at))
+        ranges.clear()
+
+    for first, stop in runs:
+        while first < stop:
+            if taken == size or len(ranges) == _MOST_RANGES:
+                end()
+                at = taken = 0
+            cut = min(stop, first + size - taken)
+            ranges.append(Range(first, cut, at))
+            taken += cut - first
+            at += cut - first + _TAIL
+            first = cut
+    if ranges:
+        end()
+    return windows
+
+
+def by_window(targets: Sequence[Target], windows: Sequence[Window]) -> list[list[Piece]]:
+    """Return the pieces of the targets that each window holds, in the targets' order."""
+    numbered = [(number, one) for number, window in enumerate(windows) for one in window.ranges]
+    stops = [one.stop for _, one in numbered]
+    found: list[list[Piece]] = [[] for _ in windows]
+    for target in targets:
+        begin, end = target.grid.span(target.box)
+        place = bisect.bisect_right(stops, begin)
+        while place < len(numbered) and numbered[place][1].first < end:
+            number, one = numbered[place]
+            for box in target.grid.between(target.box, one.first, one.stop):
+                source = target.grid.position(box.offsets) - one.first + one.at
+                found[number].append(Piece(target, box, source))
+            place += 1
+    return found
+
+
+def spans_of(pieces: Iterable[Piece], near: int) -> list[Range]:
+    """Return what of the file pieces of one window need, gaps of up to `near` bytes included.
+
+    `at` is where the window's buffer has it; a range never spans two of the window's.
+    """
+    runs = sorted(
+        Range(begin, end, piece.source + begin - piece.target.grid.position(piece.box.offsets))
+        for piece in pieces
+        for begin, end in piece.target.grid.runs(piece.box, near)
+    )
+    found: list[Range] = []
+    for run in runs:
+        last = found[-1] if found else None
+        if last and run.first - last.stop <= near and run.at - last.at == run.first - last.first:
+            found[-1] = Range(last.first, max(last.stop, run.stop), last.at)
+        else:
+            found.append(run)
+    return found
+
+
+def found_in(window: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return a piece as a window's buffer has it, as integers, in the shape of its box."""
+    grid, sizes, at = piece.target.grid, piece.box.sizes, piece.source
+    item = grid.tensor.itemsize
+    like = _LIKE[item]
+    if at % item == 0:
+        return window.view(like).as_strided(sizes, grid.steps, at // item)
+    steps = [step * item for step in grid.steps]
+    found = window.as_strided((*sizes, item), (*steps, 1), at)
+    found = found.clone(memory_format=torch.contiguous_format)  # at an address fit for the type
+    return found.view(like).view(sizes)
+
+
+def landing(piece: Piece) -> torch.Tensor | None:
+    """Return the part of the target for a piece, in its shape, if the bytes go there as they are.
+
+    Else they go to memory of their own first, and then through `deliver`.
+    """
+    target = piece.target
+    into = _part(piece)
+    rest = len(target.grid.rest)
+    if not _as_they_are(piece, into) or any(size != 1 for size in into.shape[into.dim() - rest :]):
+        return None
+    for _ in range(rest):
+        into = into.select(-1, 0)
+    return into
+
+
+def own_memory(piece: Piece) -> torch.Tensor:
+    """Return new memory for a piece's elements, in the shape of its box."""
+    return torch.empty(
+        piece.box.sizes, dtype=_LIKE[piece.target.grid.tensor.itemsize], device="cpu"
+    )
+
+
+def deliver(piece: Piece, found: torch.Tensor) -> None:
+    """Copy a piece's elements, given as integers, to its target, converted if need be."""
+    tensor = piece.target.grid.tensor
+    into = _part(piece)
+    found = found.view((*piece.box.sizes, *(1,) * len(piece.target.grid.rest)))
+    if not _as_they_are(piece, into):
+        into.copy_(resolved(found.view(tensor.dtype), tensor.pending))
+    elif into.is_complex():
+        into.copy_(found.view(tensor.dtype))
+    else:
+        into.view(_LIKE[tensor.itemsize]).copy_(found)
+
+
+def _part(piece: Piece) -> torch.Tensor:
+    target = piece.target
+    if target.view is None:
+        raise ValueError("another rank's target")
+    return target.grid.part_of(target.view, target.box, piece.box)
+
+
+def _as_they_are(piece: Piece, into: torch.Tensor) -> bool:
+    tensor = piece.target.grid.tensor
+    return (
+        into.dtype == tensor.dtype
+        and not tensor.pending
+        and not into.is_conj()
+        and not into.is_neg()
+    )

@@ -1,0 +1,1 @@
+"""Connections between ranks: messages, errors that all hear of, exchange of bytes."""

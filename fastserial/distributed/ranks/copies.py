@@ -1,0 +1,186 @@
+"""Whether the copies that several ranks have of one plain tensor are equal.
+
+Nothing in a plain tensor says that it is the same on all ranks. So every save compares a checksum
+of each: of sampled bytes, or of all (option `compare`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import marshal
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from fastserial.checksums import crc32
+from fastserial.distributed.ranks.exchange import as_integers
+from fastserial.formats.storages import reach
+from fastserial.memory.storages import synchronize
+
+__all__ = ["Copies", "Copy", "checksums", "differing", "ranks_in_words"]
+
+Ranks = tuple[int, ...] | None
+_Key = TypeVar("_Key", int, str)  # of a tensor: its place among the leaves, or its name
+
+# Sampled are so many spots of so many bytes, the first and the last bytes among them.
+_SPOTS = 8
+_SPOT = 512
+_SAMPLE = _SPOTS * _SPOT
+_WIDEST = 16  # bytes of an element
+_CHUNK = 16 * 1024 * 1024  # bytes that are brought to the host at once to be compared as a whole
+_SHOWN = 8  # ranks that an error names
+
+
+class Copy(NamedTuple):
+    """A plain tensor that several ranks have.
+
+    Attributes:
+        leaf: its place among the leaves.
+        ranks: that have it; None: all.
+        shared: several ranks write parts of it; else one rank's counts.
+    """
+
+    leaf: int
+    ranks: Ranks
+    shared: bool
+
+
+class Copies:
+    """This rank's copies.
+
+    Attributes:
+        sums: a checksum of each copy, by the place of its leaf.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        tensors: Sequence[torch.Tensor | None],
+        whole: bool,
+        tick: Callable[[], object],
+    ) -> None:
+        """Take the checksums.
+
+        Args:
+            tensors: of the copies; None: this rank has it not.
+            whole: of all bytes, not of sampled ones.
+            tick: called after each tensor.
+        """
+        mine = [(copy, one) for copy, one in zip(copies, tensors, strict=True) if one is not None]
+        sums = checksums([one for _, one in mine], whole, tick)
+        self.sums = {copy.leaf: found for (copy, _), found in zip(mine, sums, strict=True)}
+        self._ranks = [copy.ranks for copy, _ in mine]
+
+    def digests(self) -> dict[Ranks, bytes]:
+        """Return one digest of all that the same ranks have, for each such set of ranks."""
+        found: dict[Ranks, list[int]] = {}
+        for ranks, checksum in zip(self._ranks, self.sums.values(), strict=True):
+            found.setdefault(ranks, []).append(checksum)
+        return {
+            ranks: hashlib.sha256(marshal.dumps(sums)).digest() for ranks, sums in found.items()
+        }
+
+
+def differing(told: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:
+    """Return the tensors whose copies differ, each with the ranks that have not the first one's.
+
+    Args:
+        told: the checksums of each rank.
+    """
+    first: dict[_Key, int] = {}
+    found: dict[_Key, list[int]] = {}
+    for rank, sums in enumerate(told):
+        for leaf, checksum in sums.items():
+            if first.setdefault(leaf, checksum) != checksum:
+                found.setdefault(leaf, []).append(rank)
+    return found
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 1, 2"; of very many the first ones."""
+    text = ", ".join(map(str, ranks[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def checksums(
+    tensors: Sequence[torch.Tensor], whole: bool, tick: Callable[[], object] = lambda: None
+) -> list[int]:
+    """Return a checksum of each plain tensor, the same for equal elements.
+
+    Args:
+        whole: of all bytes, not of sampled ones.
+        tick: called after each tensor.
+    """
+    found = [0] * len(tensors)
+    spots: dict[torch.device, dict[int, torch.Tensor]] = {}
+    storages = [one.untyped_storage() for one in tensors if not one.is_cpu]
+    if storages:
+        synchronize(storages)
+    with torch.no_grad():
+        for number, tensor in enumerate(tensors):
+            nbytes = 0 if tensor._is_zerotensor() else tensor.nbytes
+            if tensor.is_cpu and tensor.is_contiguous():
+                before = tensor.storage_offset() * tensor.element_size()
+                if nbytes and before + nbytes <= tensor.untyped_storage().nbytes():
+                    found[number] = _of_memory(tensor.data_ptr(), nbytes, whole)
+            elif nbytes and _has_memory(tensor) and whole:
+                found[number] = _of_elements(tensor)
+            elif nbytes and _has_memory(tensor):
+                spots.setdefault(tensor.device, {})[number] = _sampled(tensor)
+            tick()
+        for some in spots.values():  # one copy to the host for each device
+            host = torch.cat(list(some.values())).cpu()
+            for (number, _), part in zip(
+                some.items(), torch.split(host, [one.numel() for one in some.values()]), strict=True
+            ):
+                found[number] = _of_memory(part.data_ptr(), part.numel(), True)
+    return found
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether all elements lie in memory: a storage may have been resized."""
+    end = int(tensor.storage_offset()) + reach(tensor.shape, tensor.stride())
+    return end * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def _spots(nbytes: int) -> list[int]:
+    """Return where the sampled spots of so many bytes begin: between elements, of whatever size."""
+    step = (nbytes - _SPOT) // (_SPOTS - 1) // _WIDEST * _WIDEST
+    return [*range(0, (_SPOTS - 1) * step, step), nbytes - _SPOT]
+
+
+def _of_memory(address: int, nbytes: int, whole: bool) -> int:
+    """Return the checksum of host memory."""
+    if whole:
+        return crc32((ctypes.c_char * nbytes).from_address(address))
+    if nbytes <= _SAMPLE:
+        return crc32(ctypes.string_at(address, nbytes))
+    return crc32(b"".join([ctypes.string_at(address + at, _SPOT) for at in _spots(nbytes)]))
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same sample as bytes, where the tensor is."""
+    integers, item = as_integers(tensor), tensor.element_size()
+    if tensor.nbytes <= _SAMPLE:
+        return integers.contiguous().view(-1).view(torch.uint8)
+    firsts = _spots(tensor.nbytes)
+    if integers.is_contiguous():
+        memory = integers.view(-1).view(torch.uint8)
+        return torch.cat([memory[first : first + _SPOT] for first in firsts])
+    spot = torch.arange(_SPOT // item, device="cpu")
+    places = torch.cat([spot + first // item for first in firsts])
+    at = [one.to(tensor.device) for one in torch.unravel_index(places, tensor.shape)]
+    return integers[tuple(at)].view(torch.uint8)
+
+
+def _of_elements(tensor: torch.Tensor) -> int:
+    """Return the checksum of all elements, brought to the host in bounded parts."""
+    integers = as_integers(tensor).unsqueeze(0) if not tensor.dim() else as_integers(tensor)
+    rows = max(1, _CHUNK * integers.shape[0] // tensor.nbytes)
+    checksum = 0
+    for part in torch.split(integers, rows):
+        host = part.contiguous().cpu()
+        checksum = crc32((ctypes.c_char * host.nbytes).from_address(host.data_ptr()), checksum)
+    return checksum

@@ -1,0 +1,244 @@
+"""Moves bytes between the ranks of a group: parts of tensors here, parts of tensors there.
+
+Both directions are the same: a save sends what a rank holds to the rank that writes it, a load
+sends what a rank has read to the ranks that hold it. Sender and receiver name the same pieces in
+the same order; what a piece is, they know from `boxes.overlaps`. How much moves at once is the
+caller's budget: the exchange needs a buffer for what it sends and one for what it receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.sharding.boxes import Box, Overlap, run_of
+from fastserial.memory.storages import memmove
+
+__all__ = [
+    "Elements",
+    "Exchange",
+    "Run",
+    "as_integers",
+    "held_in_box",
+    "held_in_range",
+    "is_as_it_lies",
+    "packed",
+    "view_in_box",
+]
+
+_ALIGN = 16  # bytes of the largest elements
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Run(NamedTuple):
+    """Elements one behind the other in the host's memory; a few times faster than a view of them.
+
+    Attributes:
+        address: of the first.
+        nbytes: of all of them.
+        item: bytes of one.
+        owner: the tensor whose memory that is.
+    """
+
+    address: int
+    nbytes: int
+    item: int
+    owner: torch.Tensor
+
+
+Elements: TypeAlias = torch.Tensor | Run
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor as integers of the same size, which every copy leaves as they are.
+
+    (16 bytes have no integer; complex numbers are copied as they are, too.)
+    """
+    kind = _INTEGERS[tensor.element_size()]
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = tensor.resolve_conj()
+    return tensor if tensor.dtype is kind else tensor.resolve_neg().view(kind)
+
+
+def held_in_range(buffer: torch.Tensor, dtype: torch.dtype, overlap: Overlap) -> Elements:
+    """Return the elements of an overlap in the host's bytes that are the flat range."""
+    at, row, part = overlap
+    run = _run_in(row, part)
+    if run is not None:
+        first, stop = run
+        item = dtype.itemsize
+        return Run(buffer.data_ptr() + (at + first) * item, (stop - first) * item, item, buffer)
+    whole = buffer.view(dtype).narrow(0, at, row.numel).view(row.sizes)
+    return whole[part.slices(row)]
+
+
+def held_in_box(tensor: torch.Tensor, box: Box, overlap: Overlap) -> Elements:
+    """Return the elements of an overlap in the tensor that holds the box."""
+    if type(tensor) is torch.Tensor and tensor.is_cpu and is_as_it_lies(tensor):
+        run = _run_in(box, overlap.part)
+        if run is not None:
+            first, stop = run
+            item = tensor.element_size()
+            return Run(tensor.data_ptr() + first * item, (stop - first) * item, item, tensor)
+    return view_in_box(tensor, box, overlap)
+
+
+def is_as_it_lies(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are in its storage one behind the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def view_in_box(tensor: torch.Tensor, box: Box, overlap: Overlap) -> torch.Tensor:
+    """Return the view of an overlap in the tensor that holds the box."""
+    return tensor[overlap.part.slices(box)]
+
+
+def _run_in(whole: Box, part: Box) -> tuple[int, int] | None:
+    """Return the elements [first, stop) of a box that a part of it is, None if it is no run."""
+    offsets = tuple([at - base for at, base in zip(part.offsets, whole.offsets, strict=True)])
+    return run_of(whole.sizes, Box(offsets, part.sizes))
+
+
+class Exchange:
+    """Moves pieces between the ranks of a group, round by round."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def move(
+        self,
+        sends: Mapping[int, Sequence[Elements]],
+        receives: Mapping[int, Sequence[Elements]],
+    ) -> None:
+        """Copy the elements in `sends` to where their receivers say; see `begin`."""
+        self.begin(sends, receives)()
+
+    def begin(
+        self,
+        sends: Mapping[int, Sequence[Elements]],
+        receives: Mapping[int, Sequence[Elements]],
+    ) -> Callable[[], None]:
+        """Begin to move; call the result to wait until all has come. One at a time.
+
+        What is sent is copied before this returns; what comes is in its place at the end.
+
+        Args:
+            sends: for each rank that gets something from this one, runs of host memory, or views
+                of any strides, on any device.
+            receives: for each rank that this one gets something from, where the same elements go,
+                in the same order; those of one size may be cut elsewhere. What a rank sends to
+                itself goes without a detour, cut alike; views of it have the same shapes.
+
+        Raises:
+            DistributedError: a rank failed, died or was silent for too long.
+            ValueError: what a rank sends to itself is more or less than it expects.
+        """
+        here = self._traffic.rank
+        incoming = self._parts("in", {r: v for r, v in receives.items() if r != here})
+        work = [
+            self._traffic.receive(rank, buffer)
+            for rank, buffer in sorted(incoming.items())
+            if buffer.numel()
+        ]
+        outgoing = self._parts("out", {r: v for r, v in sends.items() if r != here})
+        for rank, buffer in sorted(outgoing.items(), key=lambda item: (item[0] - here) % 2**32):
+            at = _pass(sends[rank], buffer, out=True)
+            if at:
+                work.append(self._traffic.send(rank, buffer))
+            self.sent_bytes += at
+        for source, target in zip(sends.get(here, ()), receives.get(here, ()), strict=True):
+            _copy(source, target)
+
+        def end() -> None:
+            for wait in work:
+                wait()
+            for rank, buffer in incoming.items():
+                self.received_bytes += _pass(receives[rank], buffer, out=False)
+
+        return end
+
+    def _parts(self, name: str, views: Mapping[int, Sequence[Elements]]) -> dict[int, torch.Tensor]:
+        """Return a part of a buffer for each rank's views."""
+        sizes = {rank: packed(rows) for rank, rows in views.items()}
+        total = sum(nbytes + -nbytes % _ALIGN for nbytes in sizes.values())
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < total:
+            buffer = self._buffers[name] = torch.empty(total, dtype=torch.uint8, device="cpu")
+        parts: dict[int, torch.Tensor] = {}
+        at = 0
+        for rank, nbytes in sizes.items():
+            parts[rank] = buffer[at : at + nbytes]
+            at += nbytes + -nbytes % _ALIGN
+        return parts
+
+
+def packed(parts: Iterable[Elements]) -> int:
+    """Return what elements take on the way: one behind the other, each aligned to its size.
+
+    So it does not matter where elements of one size are cut into parts.
+    """
+    at = 0
+    for part in parts:
+        nbytes, item = _extent(part)
+        if nbytes:
+            at += -at % item + nbytes
+    return at
+
+
+def _extent(part: Elements) -> tuple[int, int]:
+    """Return the bytes of elements, and of one of them."""
+    if isinstance(part, Run):
+        return part.nbytes, part.item
+    item = part.element_size()
+    return part.numel() * item, item
+
+
+def _pass(parts: Iterable[Elements], buffer: torch.Tensor, out: bool) -> int:
+    """Copy elements to the buffer, or from there; return how many bytes of it they take."""
+    at, start = 0, buffer.data_ptr()
+    for part in parts:
+        nbytes, item = _extent(part)
+        if not nbytes:
+            continue
+        at += -at % item
+        if isinstance(part, Run):
+            there = start + at
+            memmove(*((there, part.address) if out else (part.address, there)), nbytes)
+        else:
+            view = as_integers(part)
+            packed_view = buffer[at : at + nbytes].view(view.dtype).view(view.shape)
+            if out:
+                packed_view.copy_(view)
+            else:
+                view.copy_(packed_view)
+        at += nbytes
+    return at
+
+
+def _copy(source: Elements, target: Elements) -> None:
+    """Copy elements; if both are views, of the same shape."""
+    (nbytes, _), (room, _) = _extent(source), _extent(target)
+    if nbytes != room:
+        raise ValueError(f"{nbytes} bytes do not belong where there are {room}")
+    if isinstance(source, Run) and isinstance(target, Run):
+        memmove(target.address, source.address, nbytes)
+        return
+    like = as_integers(next(part for part in (source, target) if isinstance(part, torch.Tensor)))
+    _view(target, like).copy_(_view(source, like))
+
+
+def _view(part: Elements, like: torch.Tensor) -> torch.Tensor:
+    """Return elements as a view of integers; a run in the shape of another view."""
+    if isinstance(part, torch.Tensor):
+        return as_integers(part)
+    storage = part.owner.untyped_storage()
+    found = torch.empty(0, dtype=torch.uint8, device="cpu")
+    found.set_(storage, part.address - storage.data_ptr(), (part.nbytes,), (1,))
+    return found.view(like.dtype).view(like.shape)

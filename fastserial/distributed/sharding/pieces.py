@@ -1,0 +1,469 @@
+"""What a rank holds of a tensor, and what any other rank holds of it.
+
+A `TensorSpec` is plain data: with it every rank knows what every other one holds, unasked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range
+from fastserial.distributed.sharding.flat_shard import FlatShard
+from fastserial.errors import LoadMismatchError, UnknownPlacementError
+from fastserial.formats.storages import reach
+
+__all__ = [
+    "Flat",
+    "Holding",
+    "Mesh",
+    "Specs",
+    "Split",
+    "TensorSpec",
+    "as_dtensor",
+    "boxes_at",
+    "boxes_on",
+    "fits",
+    "holding",
+    "in_place",
+    "is_ambiguous",
+    "local_bytes",
+    "local_of",
+    "oddity",
+    "views",
+]
+
+Range = tuple[int, int]
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+class Split(NamedTuple):
+    """How a mesh dimension splits a tensor.
+
+    Attributes:
+        dim: which dimension of the tensor; None: not at all, it is replicated.
+        factor: of a `_StridedShard`; 1 for `Shard`.
+    """
+
+    dim: int | None
+    factor: int = 1
+
+
+class Mesh(NamedTuple):
+    """Ranks in a grid.
+
+    Attributes:
+        shape: of the grid.
+        grids: its ranks of the group, in row-major order; -1 for one that the group lacks. There
+            are several where each of some sub-meshes has the whole tensor.
+        splits: what each dimension of the grid does to the tensor.
+        right_first: shards of one tensor dimension were made from the right dimension of the mesh
+            to the left, as FSDP2 over tensor parallelism does; False: as `distribute_tensor` does.
+            It matters for uneven shards only.
+    """
+
+    shape: tuple[int, ...]
+    grids: tuple[tuple[int, ...], ...]
+    splits: tuple[Split, ...]
+    right_first: bool = True
+
+    def place(self, rank: int) -> int | None:
+        """Return a rank's row-major place in its grid, None if it is in none."""
+        for grid in self.grids:
+            if rank in grid:
+                return grid.index(rank)
+        return None
+
+    def members(self) -> list[int]:
+        """Return all ranks that hold something."""
+        return sorted({rank for grid in self.grids for rank in grid if rank >= 0})
+
+
+class Flat(NamedTuple):
+    """Flat ranges.
+
+    Attributes:
+        ranges: of each rank that holds some: rank, first element, end.
+    """
+
+    ranges: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as all ranks together hold it.
+
+    Attributes:
+        shape, dtype: of the whole.
+        held: by whom; None: every rank holds all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: Mesh | Flat | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def is_held_by(self, rank: int) -> bool:
+        """Return whether a rank may hold some of it."""
+        if isinstance(self.held, Mesh):
+            return any(rank in grid for grid in self.held.grids)
+        return self.held is None or any(owner == rank for owner, _, _ in self.held.ranges)
+
+
+class Holding(NamedTuple):
+    """What this rank holds.
+
+    Attributes:
+        spec: the tensor. Of a FlatShard it knows this rank's range only.
+        local: this rank's tensor as it is.
+        parts: the boxes, each with a view of it in `local`.
+    """
+
+    spec: TensorSpec
+    local: torch.Tensor
+    parts: list[tuple[Box, torch.Tensor]]
+
+
+def oddity(leaf: torch.Tensor) -> str | None:
+    """Return why a load could not fill a tensor of one rank, None if it could."""
+    if type(leaf) not in _PLAIN:
+        what = f"of the class {type(leaf).__name__}"
+    elif leaf.is_nested:
+        what = "nested"
+    elif leaf.layout is not torch.strided:
+        what = f"of the layout {leaf.layout}"
+    elif leaf.is_quantized:
+        what = "quantized"
+    elif leaf.device.type == "meta":
+        what = "without memory (device meta)"
+    else:
+        return None
+    return (
+        f"it is {what}, and ranks could not load it again; save plain tensors from which it can "
+        "be made"
+    )
+
+
+def as_dtensor(leaf: object) -> Any | None:
+    """Return a leaf if it is a DTensor. Imports nothing: without the module there is none."""
+    import sys
+
+    module = sys.modules.get("torch.distributed.tensor")
+    return leaf if module is not None and isinstance(leaf, module.DTensor) else None
+
+
+def holding(
+    leaf: object,
+    key: str,
+    rank: int,
+    ranks: Mapping[int, int],
+    known: dict[int, tuple[int, ...]] | None = None,
+) -> Holding:
+    """Return what this rank holds of a leaf: a tensor, a DTensor or a FlatShard.
+
+    Args:
+        key: the leaf's name, for errors.
+        rank: this rank in the group.
+        ranks: the group's rank of each global rank.
+        known: keeps what is found of meshes, by their `id`, while they live.
+
+    Raises:
+        LoadMismatchError: a placement cannot be in a file: `Partial`, say.
+    """
+    if isinstance(leaf, FlatShard):
+        try:
+            leaf.check()
+        except ValueError as error:
+            raise LoadMismatchError(f"{key}: {error}") from error
+        ranges = ((rank, leaf.start, leaf.start + leaf.length),) if leaf.length else ()
+        spec = TensorSpec(leaf.param_shape, leaf.dtype, Flat(ranges))
+        return Holding(spec, leaf.tensor, views(spec, rank, leaf.tensor))
+    sharded = as_dtensor(leaf)
+    if sharded is not None:
+        with torch.no_grad():
+            local: torch.Tensor = sharded.to_local()
+        # The shards' own type: a DTensor made by hand may tell another one.
+        spec = TensorSpec(tuple(sharded.shape), local.dtype, _mesh(sharded, key, ranks, known))
+        if is_ambiguous(spec) and not fits(spec, rank, tuple(local.shape)):
+            spec = in_other_order(spec)
+        return Holding(spec, local.detach(), views(spec, rank, local.detach(), key))
+    if isinstance(leaf, torch.Tensor):
+        spec = TensorSpec(tuple(leaf.shape), leaf.dtype)
+        return Holding(spec, leaf.detach(), views(spec, rank, leaf.detach()))
+    raise TypeError(f"{key} is no tensor but a {type(leaf).__name__}")
+
+
+def local_of(leaf: Any, key: str = "") -> torch.Tensor:
+    """Return this rank's tensor of a leaf, without its history.
+
+    Raises:
+        LoadMismatchError: its memory is less than what it has elements for.
+    """
+    local: torch.Tensor = leaf.tensor if isinstance(leaf, FlatShard) else leaf
+    if as_dtensor(leaf) is not None:
+        with torch.no_grad():
+            local = leaf.to_local()
+    local = local.detach()
+    if local._is_zerotensor():
+        return local.clone()  # as it is, it has no memory
+    if type(local) is torch.Tensor and local.layout is torch.strided and local.numel():
+        end = int(local.storage_offset()) + reach(local.shape, local.stride())
+        there, needed = local.untyped_storage().nbytes(), end * local.element_size()
+        if there < needed:
+            raise LoadMismatchError(
+                f"{key}: its shard needs {needed} bytes, but its storage was resized to {there}"
+            )
+    return local
+
+
+class Specs:
+    """Finds the specs of leaves; the same object for leaves that are alike."""
+
+    def __init__(self, rank: int, ranks: Mapping[int, int]) -> None:
+        """Know none.
+
+        Args:
+            rank: this rank in the group.
+            ranks: the group's rank of each global rank.
+        """
+        self._rank, self._ranks = rank, ranks
+        self._meshes: dict[int, tuple[int, ...]] = {}
+        self._found: dict[Any, tuple[TensorSpec, tuple[int, ...] | None]] = {}
+        self._held: dict[Mesh, Mesh] = {}
+
+    def of(self, leaf: Any, key: str) -> TensorSpec:
+        """Return the spec of a DTensor or a FlatShard, see `Holding`.
+
+        Raises:
+            LoadMismatchError: see `holding`.
+        """
+        if isinstance(leaf, FlatShard):
+            return holding(leaf, key, self._rank, self._ranks, self._meshes).spec
+        local = leaf._local_tensor
+        alike = (id(leaf.device_mesh), leaf.placements, leaf.shape, local.dtype)
+        spec, shape = self._found.get(alike, (None, None))
+        if spec is None or local.shape != shape:
+            spec = holding(leaf, key, self._rank, self._ranks, self._meshes).spec
+            if isinstance(spec.held, Mesh):
+                spec = replace(spec, held=self._held.setdefault(spec.held, spec.held))
+            if alike not in self._found:
+                self._found[alike] = spec, tuple(local.shape)
+        return spec
+
+
+def in_other_order(spec: TensorSpec) -> TensorSpec:
+    """Return a spec whose mesh dimensions are applied in the other order."""
+    if not isinstance(spec.held, Mesh):
+        return spec
+    return replace(spec, held=spec.held._replace(right_first=not spec.held.right_first))
+
+
+def is_ambiguous(spec: TensorSpec) -> bool:
+    """Return whether it matters in which order a tensor was split.
+
+    Placements do not tell the two orders apart; the shapes of the shards do (`fits`).
+    """
+    held = spec.held
+    if not isinstance(held, Mesh) or not any(split.factor > 1 for split in held.splits):
+        return False
+    other = in_other_order(spec)
+    return any(boxes_on(spec, rank) != boxes_on(other, rank) for rank in held.members())
+
+
+def fits(spec: TensorSpec, rank: int, shape: tuple[int, ...]) -> bool:
+    """Return whether a rank's local tensor has the shape that the spec says."""
+    held = spec.held
+    place = held.place(rank) if isinstance(held, Mesh) else None
+    if not isinstance(held, Mesh) or place is None:
+        return True
+    ranges = _ranges_at(spec.shape, held, place)
+    return shape == tuple(sum(stop - first for first, stop in cut) for cut in ranges)
+
+
+def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:
+    """Return the boxes that a rank holds, in the order in which its local tensor has them."""
+    held = spec.held
+    if isinstance(held, Flat):
+        return [
+            box
+            for owner, first, stop in held.ranges
+            if owner == rank
+            for box in boxes_of_range(spec.shape, first, stop)
+        ]
+    if isinstance(held, Mesh):
+        place = held.place(rank)
+        return [] if place is None else boxes_at(spec.shape, held._replace(grids=()), place)
+    return [Box((0,) * len(spec.shape), spec.shape)] if spec.numel else []
+
+
+def local_bytes(spec: TensorSpec, rank: int) -> int:
+    """Return how many bytes a rank holds."""
+    return sum(box.numel for box in boxes_on(spec, rank)) * spec.dtype.itemsize
+
+
+@lru_cache(maxsize=65536)
+def boxes_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[Box]:
+    """Return the boxes at a place of the mesh, given as its row-major index."""
+    ranges = _ranges_at(shape, mesh, index)
+    return [
+        Box(tuple(first for first, _ in cut), tuple(stop - first for first, stop in cut))
+        for cut in product(*ranges)
+    ]
+
+
+def _ranges_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[list[Range]]:
+    """Return, for each dimension of the tensor, the ranges that are held, without empty ones."""
+    place: list[int] = []
+    for size in reversed(mesh.shape):
+        index, at = divmod(index, size)
+        place.insert(0, at)
+    found = [[(0, size)] if size else [] for size in shape]
+    for dim in range(len(shape)):
+        for axis, factor in _order(dim, mesh):
+            found[dim] = _chunk(found[dim], mesh.shape[axis], place[axis], factor)
+    return found
+
+
+def _order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
+    """Return which mesh dimensions split a tensor's dimension, in their order.
+
+    With each comes the factor with which it has to be split.
+    """
+    axes = [(axis, split.factor) for axis, split in enumerate(mesh.splits) if split.dim == dim]
+    if not mesh.right_first or all(factor == 1 for _, factor in axes):
+        return axes
+    order: list[int] = []
+    for axis, factor in reversed(axes):
+        # A strided shard was made after so many shards; a plain one before all to its right.
+        after, shards = 0, 1
+        while shards < factor and after < len(order):
+            shards *= mesh.shape[order[after]]
+            after += 1
+        if shards != factor:
+            return axes
+        order.insert(after, axis)
+    return [(axis, 1) for axis in order]
+
+
+def _chunk(ranges: list[Range], count: int, index: int, factor: int) -> list[Range]:
+    """Return chunk `index` of `count` of what the ranges hold one behind the other.
+
+    With a factor: of each of so many chunks.
+    """
+    total = sum(stop - first for first, stop in ranges)
+    found: list[Range] = []
+    for begin, end in _bounds(total, factor):
+        step = -(-(end - begin) // count)
+        first = min(begin + index * step, end)
+        found += _within(ranges, first, min(first + step, end))
+    return found
+
+
+def _bounds(total: int, count: int) -> Iterator[Range]:
+    step = -(-total // count)
+    for index in range(count):
+        first = min(index * step, total)
+        yield first, min(first + step, total)
+
+
+def _within(ranges: list[Range], begin: int, end: int) -> Iterator[Range]:
+    """Return elements [begin, end) of what the ranges hold."""
+    at = 0
+    for first, stop in ranges:
+        low, high = max(begin - at, 0), min(end - at, stop - first)
+        if low < high:
+            yield first + low, first + high
+        at += stop - first
+
+
+def views(
+    spec: TensorSpec, rank: int, local: torch.Tensor, key: str = ""
+) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of this rank with their views of the local tensor."""
+    if isinstance(spec.held, Flat):
+        parts, at = [], 0
+        for box in boxes_on(spec, rank):
+            parts.append((box, local.narrow(0, at, box.numel).view(box.sizes)))
+            at += box.numel
+        return parts
+    if spec.held is None:
+        return [(box, local) for box in boxes_on(spec, rank)]
+    boxes = boxes_on(spec, rank)
+    if len(boxes) == 1 and boxes[0].sizes == local.shape:
+        return [(boxes[0], local)]
+    if not fits(spec, rank, tuple(local.shape)) and (local.numel() or local_bytes(spec, rank)):
+        raise LoadMismatchError(
+            f"{key}: the shard of rank {rank} has the shape {tuple(local.shape)}, which is not "
+            f"what its placements {spec.held.splits} make of {spec.shape}"
+        )
+    # Along each dimension the ranges are one behind the other in the local tensor.
+    starts: list[dict[int, int]] = []
+    for dim in range(len(spec.shape)):
+        sizes = dict(sorted((box.offsets[dim], box.sizes[dim]) for box in boxes))
+        at, places = 0, {}
+        for offset, size in sizes.items():
+            places[offset] = at
+            at += size
+        starts.append(places)
+    parts = []
+    for box in boxes:
+        view = local
+        for dim, (offset, size) in enumerate(zip(*box, strict=True)):
+            view = view.narrow(dim, starts[dim][offset], size)
+        parts.append((box, view))
+    return parts
+
+
+def _mesh(
+    sharded: Any, key: str, ranks: Mapping[int, int], known: dict[int, tuple[int, ...]] | None
+) -> Mesh:
+    mesh = sharded.device_mesh
+    splits = tuple([_split(placement, key) for placement in sharded.placements])
+    found = known.get(id(mesh)) if known is not None else None
+    if found is None:
+        found = tuple(ranks.get(rank, -1) for rank in in_place(mesh.mesh.tolist()))
+        if known is not None:
+            known[id(mesh)] = found
+    return Mesh(tuple(mesh.shape), (found,), splits)
+
+
+def in_place(mesh: Any) -> list[int]:
+    """Return the ranks of a mesh in the order in which they hold the shards, row-major.
+
+    torch gives a rank its shard by its rank in the process group of a mesh dimension, and a group
+    orders its ranks by their number, however the mesh has them.
+    """
+    grid = torch.tensor(mesh, device="cpu")
+    for axis in range(grid.dim()):
+        grid = grid.sort(axis).values
+    return [int(rank) for rank in grid.flatten().tolist()]
+
+
+def _split(placement: Any, key: str) -> Split:
+    if placement.is_replicate():
+        return Split(None)
+    if placement.is_partial():
+        raise LoadMismatchError(
+            f"{key}: it is {placement}, a sum that no rank has; redistribute it first "
+            "(`tensor.redistribute(placements=[Replicate(), ...])`)"
+        )
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        raise UnknownPlacementError(
+            f"{key}: its placement {type(placement).__name__} is not known here; give the part of "
+            "this rank as a FlatShard, or redistribute it to Shard or Replicate"
+        )
+    return Split(int(dim), int(getattr(placement, "split_factor", 1)))

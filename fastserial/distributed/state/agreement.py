@@ -1,0 +1,192 @@
+"""Whether one file can hold what the ranks have, beyond what their tables say.
+
+A tensor that the ranks write together has to be equal on them, and no rank may have an entry that
+the file would lack. That is compared on every save, by digests that travel with what the ranks tell
+anyway; only where these differ the ranks tell more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import pickle
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fastserial.config import Config
+from fastserial.distributed.ranks.copies import Copies, Copy, Ranks, differing, ranks_in_words
+from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.state.joined import Joined
+from fastserial.distributed.state.tables import Table, difference
+from fastserial.distributed.state.walk import Leaves
+from fastserial.errors import DistributedError
+
+__all__ = ["Agreement", "Likeness", "are_alike", "blame"]
+
+_SHOWN = 5
+_PARTS = (
+    "Parts of one tensor: save a DTensor or a FlatShard. What should be the same everywhere: "
+    "broadcast it from rank 0 first. A tensor for each rank: give each a key of its own, with "
+    'distributed.save(…, merge="union")'
+)
+_GATHER = (
+    "what is no tensor counts as rank 0 has it. Gather it there "
+    "(torch.distributed.all_gather_object) under a key that all have, or use "
+    'distributed.save(…, merge="union")'
+)
+
+
+class Likeness(NamedTuple):
+    """What a rank tells of its state in each save, to be compared.
+
+    Attributes:
+        compare: the option.
+        copies: digests of the copies of tensors, by the ranks that have them.
+        keys: digest of the keys of what is no tensor.
+        odd: a tensor that no load could fill, and why; "" if there is none.
+    """
+
+    compare: str
+    copies: dict[Ranks, bytes]
+    keys: bytes
+    odd: str
+
+
+class _Details(NamedTuple):
+    """What a rank tells if something differs; see `Copies` and `Leaves`."""
+
+    compare: str
+    odd: str
+    sums: dict[int, int]
+    others: list[tuple[str, list[str]]]
+
+
+class Agreement:
+    """This rank's side of it."""
+
+    def __init__(
+        self,
+        found: Leaves,
+        copies: Sequence[Copy],
+        traffic: Traffic,
+        config: Config,
+        odd: Sequence[str] = (),
+    ) -> None:
+        """Take the checksums of the tensors.
+
+        Args:
+            found: the leaves of the state.
+            copies, odd: see `Table`.
+        """
+        self._found, self._traffic, self._compare = found, traffic, config.compare
+        self._odd = odd[0] if odd else ""
+        self._shared = {copy.leaf for copy in copies if copy.shared}
+        copies = copies if traffic.size > 1 else ()
+        leaves = [found.values[copy.leaf] for copy in copies]
+        tensors = [one.leaf if isinstance(one, Joined) else one for one in leaves]
+        self._copies = Copies(copies, tensors, config.compare == "all", traffic.alive)
+
+    def likeness(self) -> Likeness:
+        """Return what this rank tells."""
+        keys = hashlib.sha256(marshal.dumps(self._found.others, 2)).digest()
+        return Likeness(self._compare, self._copies.digests(), keys, self._odd)
+
+    def settle(self) -> None:
+        """Raise, or warn on rank 0, now that something is known to differ. Collective.
+
+        Raises:
+            DistributedError: the file would lack something, or mix what different ranks have.
+        """
+        mine = _Details(self._compare, self._odd, self._copies.sums, self._found.others)
+        _refuse(self._traffic.consult(pickle.dumps(mine), self._judge))
+
+    def _judge(self, messages: list[bytes]) -> bytes:
+        told: list[_Details] = [pickle.loads(text) for text in messages]
+        for rank, one in enumerate(told):
+            if one.compare != told[0].compare:
+                text = f'its option compare is "{one.compare}", that of rank 0 "{told[0].compare}"'
+                return pickle.dumps((rank, text))
+            if one.odd:
+                return pickle.dumps((rank, one.odd))
+        ours = {before + key for before, keys in told[0].others for key in keys}
+        ours.update(self._found.paths)
+        # What is no such dictionary on rank 0 is a value, and values may differ.
+        looked_into = {before for before, _ in (*told[0].others, *self._found.keys)}
+        for rank, one in enumerate(told):
+            theirs = [
+                before + key for before, keys in one.others if before in looked_into for key in keys
+            ]
+            lacking = [key for key in theirs if key not in ours]
+            if lacking:
+                text = f"it has {_named(lacking)}, which rank 0 has not; {_GATHER}"
+                return pickle.dumps((rank, text))
+        found = differing([one.sums for one in told])
+        if mixed := [leaf for leaf in found if leaf in self._shared]:
+            ranks = found[mixed[0]]
+            first = next(rank for rank, one in enumerate(told) if mixed[0] in one.sums)
+            keys = _named([self._found.paths[leaf] for leaf in mixed])
+            text = (
+                f"plain tensors differ between rank {first} and {ranks_in_words(ranks)}, which "
+                f"would write them together: {keys}. {_PARTS}"
+            )
+            return pickle.dumps((ranks[0], text))
+        self._warn({self._found.paths[leaf]: ranks for leaf, ranks in found.items()})
+        return b""
+
+    def _warn(self, lost: dict[str, list[int]]) -> None:
+        """Name, once in a job, the small tensors of which the file has one rank's."""
+        known = self._traffic.kept.setdefault("warned", set())
+        new = [key for key in lost if isinstance(known, set) and key not in known]
+        if isinstance(known, set):
+            known.update(new)
+        if new:
+            ranks = ranks_in_words(sorted({rank for key in new for rank in lost[key]}))
+            text = (
+                f"plain tensors differ between the lowest rank, whose are in the file, and "
+                f"{ranks}: {_named(new)}. {_PARTS}"
+            )
+            warnings.warn(text, UserWarning, stacklevel=9)
+
+
+def are_alike(told: Sequence[Likeness]) -> bool:
+    """Return whether nothing differs between the ranks."""
+    first: dict[Ranks, bytes] = {}
+    return all(
+        one.compare == told[0].compare
+        and one.keys == told[0].keys
+        and not one.odd
+        and all(first.setdefault(ranks, digest) == digest for ranks, digest in one.copies.items())
+        for one in told
+    )
+
+
+def blame(table: Table, traffic: Traffic) -> None:
+    """Say which rank's table differs from rank 0's, and where. Collective.
+
+    Raises:
+        DistributedError: one does.
+    """
+
+    def judge(messages: list[bytes]) -> bytes:
+        rows = [marshal.loads(text) for text in messages]
+        found = ((rank, difference(rows[0], other)) for rank, other in enumerate(rows))
+        return pickle.dumps(next((one for one in found if one[1] is not None), None))
+
+    _refuse(traffic.consult(marshal.dumps(table.rows, 2), judge))
+
+
+def _refuse(answer: bytes) -> None:
+    """Raise on all ranks alike what rank 0 found; the connections stay as they are.
+
+    Args:
+        answer: a pickle of the rank and the cause; of None, or nothing: there is none.
+    """
+    found = pickle.loads(answer) if answer else None
+    if found is not None:
+        raise DistributedError(*found)
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(map(repr, keys[:_SHOWN])) + more

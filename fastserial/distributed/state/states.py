@@ -1,0 +1,275 @@
+"""Modules and optimizers as state dicts, and the way back.
+
+torch's own functions name the parameters. What is a module's own memory is filled in place; if that
+is not all of its state, or the user has hooks or methods for it, `load_state_dict` gets it when the
+bytes are there.
+
+An optimizer without a state torch would make take a step: Adam would count it, momentum would begin
+with zeros, and training would not be what it is without a checkpoint. It is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fastserial.distributed.sharding.pieces import as_dtensor
+from fastserial.errors import ConfigError
+from fastserial.nests import walk
+
+__all__ = ["LiveState", "module_of", "state_of_module", "state_of_optimizer"]
+
+
+class _AsItIs:
+    """An optimizer, for functions that would make its state if there is none."""
+
+    state = True
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def state_of_module(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state by canonical names; shards stay shards.
+
+    Raises:
+        ConfigError: its shards are `ShardedTensor`s.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    state = get_model_state_dict(module)
+    for name, value in state.items():
+        # Looked up by name: to import the class warns that it is deprecated.
+        if type(value).__name__ == "ShardedTensor":
+            raise ConfigError(
+                f"{name} is a ShardedTensor, as FullyShardedDataParallel (FSDP1) has them without "
+                "a device mesh. Pass it device_mesh=init_device_mesh(...), so that they are "
+                "DTensors, or use FSDP2 (fully_shard)"
+            )
+    return state
+
+
+def state_of_optimizer(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state by the canonical names of its parameters, and change nothing.
+
+    Raises:
+        ConfigError: its ranks keep their parts of the state to themselves.
+    """
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            "a ZeroRedundancyOptimizer does not say what each rank has of its state: shard with "
+            "torch.distributed.fsdp.fully_shard instead, or call consolidate_state_dict(0) on all "
+            "ranks and save its state_dict() by torch.save on rank 0"
+        )
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    asked: Any = [optimizer if optimizer.state else _AsItIs(optimizer)]
+    return get_optimizer_state_dict(module, asked)
+
+
+def module_of(optimizer: Optimizer, modules: list[nn.Module], nest: object) -> nn.Module:
+    """Return a module that names the parameters of an optimizer.
+
+    It is the one that has them all, or one made of those modules and tensors of the nest that the
+    optimizer has parameters of, under their keys: `actor.0.weight`, `log_alpha`.
+
+    Raises:
+        ConfigError: a parameter is in no module of the nest, and is no tensor of it.
+    """
+    wanted = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        if wanted.keys() <= {id(p) for p in module.parameters()}:
+            return module
+    joined = nn.Module()
+    where = ""
+    for path, found in walk(nest, once=True, objects=True):
+        name = "/".join(map(str, path))  # a dot would be one between a module and its parameter
+        if found is optimizer:
+            where = name
+        name += "_" * hasattr(joined, name)  # such as `train`
+        if isinstance(found, nn.Module):
+            if not wanted.keys().isdisjoint(id(p) for p in found.parameters()):
+                joined._modules[name] = found
+        elif id(found) in wanted:
+            joined._parameters[name] = found
+    known = {id(p) for p in joined.parameters()}
+    for number, parameter in wanted.items():
+        if number not in known:
+            raise ConfigError(
+                f"the optimizer {where!r} ({type(optimizer).__name__}) has a parameter of shape "
+                f"{tuple(parameter.shape)} that is in no module of what is saved or loaded with "
+                "it, which would name it. Put the module, or the parameter itself, beside the "
+                'optimizer: {"model": model, "log_alpha": log_alpha, "optimizer": optimizer}'
+            )
+    return joined
+
+
+class LiveState:
+    """The state of a module or an optimizer while it is filled.
+
+    Attributes:
+        entries: of a module, what its state dict holds; of an optimizer, the state of its
+            parameters by their names.
+        parameters: of an optimizer, by their names.
+    """
+
+    def __init__(
+        self, value: nn.Module | Optimizer, modules: list[nn.Module], nest: object
+    ) -> None:
+        """Get the state.
+
+        Raises:
+            ConfigError: an optimizer comes without what names its parameters.
+        """
+        self._optimizer: Optimizer | None = None
+        self._groups: list[Any] = []
+        self._loose = False
+        self.entries: dict[str, Any]
+        self.parameters: dict[str, torch.Tensor] = {}
+        if isinstance(value, Optimizer):
+            self._module = module_of(value, modules, nest)
+            self._optimizer = value
+            state = state_of_optimizer(self._module, value)
+            self.entries = state["state"]
+            self._groups = state["param_groups"]
+            names = chain.from_iterable(group["params"] for group in self._groups)
+            own = chain.from_iterable(group["params"] for group in value.param_groups)
+            self.parameters = dict(zip(names, own, strict=False))
+            return
+        self._module = value
+        self.entries = dict(state_of_module(value))
+        known = {_memory(tensor) for tensor in _own_tensors(value)}
+        self._loose = any(
+            not isinstance(entry, torch.Tensor) or _memory(entry) not in known
+            for entry in self.entries.values()
+        )
+        self._loose |= _loads_by_itself(value)
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether it is the state of an optimizer."""
+        return self._optimizer is not None
+
+    def take_groups(self, groups: Any) -> dict[str, Any] | None:
+        """Take the file's parameter groups for the optimizer's own.
+
+        Returns:
+            What the file calls the parameters that it knows, where it numbers them as
+            `Optimizer.state_dict` does; None if they are not as many as here.
+
+        Raises:
+            ValueError: parameters of one group here have different settings in the file.
+        """
+        mine, self._groups = self._groups, groups
+        numbers = [key for group in groups for key in group.get("params", ())]
+        if not numbers or not all(isinstance(key, int) for key in numbers):
+            self._groups = [_found_group(own, groups) for own in mine] if numbers else groups
+            return {name: name for name in numbers}
+        names = [list(group["params"]) for group in mine]
+        if [len(group["params"]) for group in groups] != [len(group) for group in names]:
+            return None
+        for group, own in zip(groups, names, strict=True):
+            group["params"] = own
+        return dict(zip((name for own in names for name in own), numbers, strict=True))
+
+    def make(self) -> bool:
+        """Make the state of a new optimizer as torch does, with a step; False if that cannot be.
+
+        The optimizer itself gets it in `give_back`.
+        """
+        optimizer = self._optimizer
+        if optimizer is None or optimizer.state:
+            return False
+        if any(parameter.grad is not None for parameter in self.parameters.values()):
+            return False
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        made: Any = get_optimizer_state_dict(self._module, optimizer)["state"]
+        self.entries.update(made)
+        optimizer.state.clear()
+        return True
+
+    def give_back(self) -> None:
+        """Hand over what is not the module's or the optimizer's own memory."""
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        if (optimizer := self._optimizer) is not None:
+            entries = {name: self.entries.get(name, {}) for name in self.parameters}
+            state: Any = {"state": entries, "param_groups": self._groups}
+            asked: Any = [_AsItIs(optimizer)]
+            set_optimizer_state_dict(self._module, asked, state)
+            for parameter in [one for one, found in optimizer.state.items() if not found]:
+                del optimizer.state[parameter]  # torch wants an entry for each
+        elif not _is_torchs(type(self._module).load_state_dict):
+            self._module.load_state_dict(self.entries)
+        elif self._loose:
+            set_model_state_dict(self._module, dict(self.entries))
+
+
+def _found_group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an optimizer's group with the settings that a file has for its parameters.
+
+    Raises:
+        ValueError: the file has several settings for them.
+    """
+    found: dict[str, Any] | None = None
+    for group in groups:
+        names = set(group.get("params", ())).intersection(own["params"])
+        if not names:
+            continue
+        if found is None:
+            found = group
+            continue
+        for key in found.keys() | group.keys():
+            one, other = found.get(key), group.get(key)
+            if key == "params" or one is other:
+                continue
+            # the bytes of a tensor are not read yet
+            unread = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
+            if unread or one != other:
+                value = "a tensor" if unread else repr(other)
+                raise ValueError(
+                    f"the parameters of one group here have several values of {key!r} in the file "
+                    f"(that of {min(names)} is {value}): give them groups of their own"
+                )
+    return own if found is None else {**found, "params": own["params"]}
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Tell whether code that is not torch's takes part in `load_state_dict`."""
+    for one in module.modules():
+        hooks = (
+            *one._load_state_dict_pre_hooks.values(),
+            *one._load_state_dict_post_hooks.values(),
+        )
+        if not all(map(_is_torchs, (type(one)._load_from_state_dict, *hooks))):
+            return True
+    return False
+
+
+def _is_torchs(function: Any) -> bool:
+    function = getattr(function, "hook", function)
+    name = getattr(getattr(function, "func", function), "__module__", None) or ""
+    return bool(name.partition(".")[0] == "torch")
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    sharded = as_dtensor(tensor)
+    local = sharded._local_tensor if sharded is not None else tensor
+    return local.device, local.untyped_storage().data_ptr()
