@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from mounts import Lab, need
 from proofs import Proof
 from states import check, listing
+from support import processes
 from victims import Zygote
 
 from fastserial.files import linux
@@ -170,18 +168,10 @@ def test_the_directory_is_removed(tmp_path: Path, zygote: Zygote) -> None:
 def test_no_proc(lab: Lab, tmp_path: Path) -> None:
     """Without /proc there is no direct I/O and no nameless file; saves work all the same."""
     need("unshare")
-    script = Path(__file__).parents[1] / "programs" / "no_proc.py"
     folder = tmp_path / "saves"
     folder.mkdir()
-    done = subprocess.run(
-        ["unshare", "-m", sys.executable, str(script), str(folder / "x.pt")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    ended = processes.run("no_proc", folder / "x.pt", under=["unshare", "-m"])
+    report = json.loads(ended.out.splitlines()[-1])
     assert not report["direct"]
     assert report["fallback"] == linux.NO_PROC
     assert listing(folder) == ["x.pt"]

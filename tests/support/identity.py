@@ -38,8 +38,21 @@ import torch
 
 from support.corpus import Case
 
-__all__ = ["STOCK_ONLY", "TARGETS", "both", "compare", "difference", "digest", "fast", "stock"]
+__all__ = [
+    "SMALL",
+    "STOCK_ONLY",
+    "TARGETS",
+    "both",
+    "compare",
+    "difference",
+    "digest",
+    "fast",
+    "raised",
+    "save",
+    "stock",
+]
 
+SMALL = {"x": torch.arange(1000.0)}
 STOCK_ONLY = os.environ.get("FASTSERIAL_IDENTITY_STOCK_ONLY", "0") != "0"
 
 
@@ -77,6 +90,21 @@ def _options(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
     import fastserial
 
     return fastserial.options(**options)
+
+
+def save(f: Any, fmt: str, live: Any = SMALL) -> None:
+    """`torch.save` in the format `zip` or `legacy`."""
+    torch.save(live, f, _use_new_zipfile_serialization=fmt == "zip")
+
+
+def raised(call: Callable[..., object], *arguments: Any) -> BaseException | None:
+    """What a call raises, interrupts included."""
+    try:
+        call(*arguments)
+    except BaseException as error:
+        error.__traceback__ = None
+        return error
+    return None
 
 
 # --- targets ----------------------------------------------------------------------------------
