@@ -18,10 +18,7 @@ NAMES = {
     "ema": ["torch_ema"],
     "gan": [],
     "lora": ["peft", "transformers"],
-    "milestones": [],
     "momentum_encoder": [],
-    "own_optimizer": [],
-    "sac": [],
     "sam": ["pytorch_optimizer"],
     "stateful_loader": ["torchdata"],
 }
