@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mounts import Lab, need
+from mounts import Lab, need, run
 from proofs import Proof
 from states import check, listing
 from support import processes
@@ -120,7 +120,7 @@ def test_read_only(lab: Lab, zygote: Zygote, proof: Proof) -> None:
     path = disk / "x.pt"
     assert zygote.start(path, 1, 1, nbytes=1_000_000).wait() == 0
     old = path.read_bytes()
-    lab.run("mount", "-o", "remount,ro", disk)
+    run("mount", "-o", "remount,ro", disk)
     for name in ("x.pt", "new.pt"):
         victim = zygote.start(disk / name, 2, 1, nbytes=1_000_000)
         assert victim.wait() == 3

@@ -95,10 +95,12 @@ def run(name: str, *arguments: object, flags: Sequence[str] = (), **options: Any
     return python(*flags, program(name), *arguments, **options)
 
 
-def start(*words: object, **options: Any) -> subprocess.Popen[str]:
+def start(
+    *words: object, variables: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[str]:
     """Start Python with these words; it is fed and read through pipes unless told otherwise."""
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, **options}
-    return subprocess.Popen(command(*words), text=True, env=environment(), **options)
+    return subprocess.Popen(command(*words), text=True, env=environment(variables), **options)
 
 
 def ask(name: str, *arguments: object, **options: Any) -> Any:
