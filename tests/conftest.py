@@ -12,6 +12,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
+from support.forms import dice, trials  # noqa: F401
 
 from fastserial.patching import compile as patch_compile
 from fastserial.patching import install

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.beside import FULL
+from support.forms import FULL
 from support.processes import run
 
 KINDS = ("copy", "in_place")
