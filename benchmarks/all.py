@@ -63,15 +63,15 @@ def main() -> int:
 
 def _run(name: str, folder: Path, short: bool) -> dict[str, Any] | None:
     """Run a script; return what it found, and whether it is `right`; None if it failed."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        words = ["--folder", str(folder), "--json", file.name, *(["--short"] if short else [])]
-        command = [sys.executable, str(_HERE / f"{name}.py"), *words]
-        status = subprocess.run(command, check=False).returncode
-        text = Path(file.name).read_text(encoding="utf-8")
-    if not text:
-        say(f"{name} ended with {status}", err=True)
-        return None
-    found: dict[str, Any] = json.loads(text)
+    with tempfile.TemporaryDirectory() as place:
+        target = Path(place, "found.json")
+        words = ["--folder", str(folder.resolve()), "--json", str(target)]
+        command = [sys.executable, str(_HERE / f"{name}.py"), *words, *["--short"] * short]
+        status = subprocess.run(command, check=False, cwd=place).returncode
+        if not target.exists():
+            say(f"{name} ended with {status}", err=True)
+            return None
+        found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
     return {**found, "right": status == 0}
 
 
