@@ -14,7 +14,7 @@ from typing import Any
 import nox
 from nox.command import CommandFailed
 
-nox.needs_version = ">=2024.4.15"
+nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["tests", "lint"]
 nox.options.error_on_missing_interpreters = False
 
@@ -233,7 +233,7 @@ def compat(session: nox.Session, ours: str, stock: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@nox.session(python=["3.10", "3.11", "3.12", "3.13"])
+@nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14"])
 def python(session: nox.Session) -> None:
     """The suite on each Python that is there."""
     install(session, TORCH, "test")
@@ -277,12 +277,59 @@ def lowest(session: nox.Session, part: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, format and strict types."""
-    session.install("ruff>=0.14", "mypy>=1.18", "nox", "tomli", "import-linter>=2.5")
+    project = nox.project.load_toml("pyproject.toml")
+    session.install(*nox.project.dependency_groups(project, "lint"), "nox", "tomli")
     install(session, TORCH, "bench,test")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """The suite with a count of the lines and branches it runs, in all its processes."""
+    session.install(f"torch=={TORCH}")
+    session.install("-e", ".[test]", f"torch=={TORCH}", "coverage>=7.10")
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *(session.posargs or [*PARALLEL, "tests"]))
+    session.run("coverage", "combine", "-q")
+    session.run("coverage", "report")
+
+
+@nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Every script of benchmarks/, into benchmarks/results/: `-- --folder D [--short]`."""
+    install(session, TORCH, "bench,plot")
+    session.run("python", "benchmarks/all.py", *session.posargs)
+
+
+TORCH_SOURCE = "https://github.com/pytorch/pytorch"
+# torch's own tests of what we stand in for; the second line is what the first imports.
+TORCH_TESTS = [
+    "test/test_serialization.py", "test/distributed/checkpoint",
+    "test/serialization/serialization_data.pt",
+]  # fmt: skip
+
+
+@nox.session
+def torch_suite(session: nox.Session) -> None:
+    """torch's own tests of serialization and DCP, with stock torch and with fastserial installed.
+
+    `FASTSERIAL_TORCH_SOURCE` names a checkout of the release, if there is one; else it is fetched.
+    """
+    install(session, TORCH, "test")
+    session.install("expecttest", "zstandard")
+    source = os.environ.get("FASTSERIAL_TORCH_SOURCE")
+    if source is None:
+        source = str(Path(session.create_tmp()).resolve() / f"pytorch-{TORCH}")
+        if not Path(source).exists():
+            sparse = ("--depth=1", "--filter=blob:none", "--sparse", f"--branch=v{TORCH}")
+            session.run("git", "clone", *sparse, TORCH_SOURCE, source, external=True)
+            only = ("sparse-checkout", "set", "--no-cone", *TORCH_TESTS)
+            session.run("git", "-C", source, *only, external=True)
+    env = {"FASTSERIAL_TORCH_SOURCE": source}
+    session.run("pytest", "-rP", *(session.posargs or ["tests/torch_suite"]), env=env)
 
 
 @nox.session

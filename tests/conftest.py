@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
+from support.forms import dice, trials  # noqa: F401
 
 from fastserial.patching import compile as patch_compile
 from fastserial.patching import install
@@ -19,6 +21,17 @@ from fastserial.patching import install
 # Loads that stock itself does not repeat cannot be compared: 4 of them today.
 _MOST_INCOMPARABLE = 8
 _incomparable: list[str] = []
+
+# Folders whose tests start programs, mount file systems, or train.
+_SLOW = {"bench", "compat", "deepspeed", "faults", "gpu", "integrations", "package", "torch_suite"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folders = item.path.relative_to(Path(__file__).parent).parts
+        if folders[0] in _SLOW or item.get_closest_marker("trials") is not None:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,20 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run
 
 import fastserial
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.files import replacement
 from fastserial.interrupts import OWN, Background, Descriptors, finish, open_file
-
-PROGRAMS = Path(__file__).with_name("programs")
-
-
-def run(program: str, *arguments: object, seconds: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(PROGRAMS / program), *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=seconds,
-    )  # fmt: skip
 
 
 def descriptors() -> int:
@@ -39,17 +30,16 @@ def test_while_the_interpreter_shuts_down(what: str, tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     if what == "load":
         torch.save({str(i): torch.full((100_000,), float(i)) for i in range(10)}, path)
-    done = run("at_exit.py", path, what, "fast", seconds=100)
-    assert done.returncode == 1, done.stderr
-    assert "the trainer lives on" in done.stderr
+    ended = run("at_exit", path, what, "fast", code=1, timeout=100)
+    assert "the trainer lives on" in ended.err
     if what == "half":  # what its threads had begun is lost; that is told
-        assert "shutting down" in done.stderr or path.read_bytes() == bytes(2_000_000)
+        assert "shutting down" in ended.err or path.read_bytes() == bytes(2_000_000)
         return
-    assert done.stdout == "done\n", done.stderr
+    assert ended.out == "done\n", ended.err
     if what == "save":
         again = tmp_path / "stock" / "f.pt"
         again.parent.mkdir()
-        assert run("at_exit.py", again, what, "stock").stdout == "done\n"
+        assert run("at_exit", again, what, "stock", code=1).out == "done\n"
         assert len(torch.load(path)) == 10
         assert path.read_bytes() == again.read_bytes()
 
@@ -190,8 +180,7 @@ def test_loads_import_nothing_that_a_handler_could_find_half_of(tmp_path: Path) 
     torch.save({"x": torch.ones(3)}, small)
     torch.save({"x": torch.ones(4_000_000)}, large)
     torch.save(torch.ones(4_000_000), legacy, _use_new_zipfile_serialization=False)
-    done = run("first_load.py", small, large, legacy)
-    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+    assert run("first_load", small, large, legacy).out == "\n"
 
 
 def test_a_load_owns_its_file_before_a_handler_can_run(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def _print_report(console: Console, report: VerifyReport) -> None:
 
 
 def some(names: tuple[str, ...]) -> str:
+    """Return the first few names, and how many more there are."""
     shown = ", ".join(name or "(root)" for name in names[:_SHOWN_TENSORS])
     rest = len(names) - _SHOWN_TENSORS
     return f"{shown} and {rest} more" if rest > 0 else shown or "-"

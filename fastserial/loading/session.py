@@ -154,6 +154,7 @@ def _has_room(config: Config, needed: int) -> bool:
 
 
 def current_session() -> LoadSession | None:
+    """Return the load of this thread that has not taken its session yet, None without one."""
     loads = _open.loads
     load = loads[-1]() if loads else None
     return load if load is not None and not load.used else None

@@ -36,7 +36,8 @@ DEFAULT_ALIGNMENT = 64
 
 
 def has_alignment() -> bool:
-    return hasattr(torch.serialization, "_get_storage_alignment")  # since 2.7
+    """Return whether this torch can align storages (since 2.7)."""
+    return hasattr(torch.serialization, "_get_storage_alignment")
 
 
 def alignment() -> int:
@@ -52,6 +53,7 @@ def checksums_wanted() -> bool:
 
 
 def new_writer(sink: Any, align: int) -> Any:
+    """Return torch's own writer of archives, which gives its bytes to `sink`."""
     more = (align,) if has_alignment() else ()
     return torch._C.PyTorchFileWriter(sink, True, *more)
 

@@ -18,16 +18,15 @@ import torch
 from rich.console import Console
 
 import fastserial
-from fastserial.bench import fio, load, payload, rotation, save, state, table
-from fastserial.bench.compare import different_tensors, digest, tensors_of, unshared
+from fastserial.bench import fio, load, rotation, save, state, table
+from fastserial.bench.compare import different_tensors, digest
 from fastserial.bench.fio import FioVariant
 from fastserial.bench.load import COLD, FRESH, WARM
 from fastserial.bench.measure import BenchError, Sample, measure, parse_bytes
-from fastserial.bench.payload import build_model, fill, mixed_state, model_state, tensor_sizes
+from fastserial.bench.payload import build_model, mixed_state, model_state
 from fastserial.bench.rotation import DURABLE, LOOSE, Measured, Plan, Row, Spread, rotate, summarize
-from fastserial.bench.save import compare
-from fastserial.bench.state import reserved_huge_bytes, scratch, small_pages
-from fastserial.bench.table import Column, Result, Table, check_files, number, progress
+from fastserial.bench.state import scratch
+from fastserial.bench.table import Column, Result, Table, number
 from fastserial.bench.torch_rows import (
     Format,
     engine_rows,
@@ -36,7 +35,6 @@ from fastserial.bench.torch_rows import (
     torch_rows,
     zip_holds,
 )
-from fastserial.engines.null import NullEngine
 from fastserial.errors import ConfigError
 from fastserial.files.caching import cached_fraction
 
@@ -55,21 +53,6 @@ def sample(seconds: float, nbytes: int = 1000) -> Sample:
 
 
 # --- data -------------------------------------------------------------------------------------
-
-
-def test_states_are_the_same_every_time_and_of_mixed_sizes() -> None:
-    sizes = tensor_sizes(1 << 30, 300)
-    assert sum(sizes) == pytest.approx(1 << 30, rel=1e-3)
-    assert max(sizes) > 1000 * min(sizes)
-    assert min(tensor_sizes(100, 300)) > 0
-    one, two = mixed_state(1 << 20, 20), mixed_state(1 << 20, 20)
-    assert different_tensors(one, two) == []
-    assert len({tensor.dtype for tensor in one.values()}) > 2
-    for dtype in (torch.float16, torch.uint8):
-        for shape in ((), (7, 5), (0, 4), (1001,)):
-            tensor = torch.zeros(shape, dtype=dtype)
-            fill(tensor, torch.Generator().manual_seed(1))
-            assert tensor.numel() < 30 or tensor.view(-1)[-4:].any()
 
 
 def test_states_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +88,6 @@ def test_model_state_is_that_of_the_model() -> None:
         }
 
 
-@pytest.mark.parametrize("text", [None, "[]", '{"model_type": "gpt99"}', '{"model_type": "vit"}'])
-def test_a_config_that_is_none(tmp_path: Path, text: str | None) -> None:
-    pytest.importorskip("transformers")
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(BenchError, match="a causal language model") as caught:
-        build_model(str(tmp_path), "meta")
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(BenchError, match="llama3-1b"):
-        build_model("gpt9", "meta")
-
-
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("3GiB", 3 << 30), ("3GB", 3 * 10**9), ("1.5kb", 1500), ("7", 7)]
 )
@@ -145,13 +115,6 @@ def test_what_differs_is_seen(tmp_path: Path) -> None:
     assert different_tensors({"a": nan}, {"b": nan}) == ["a", "b"]
     assert different_tensors({"a": nan}, {"a": nan.double()}) == ["a"]
     assert different_tensors({"a": torch.zeros(())}, {"a": torch.zeros(1)}) == ["a"]
-
-
-def test_tensors_have_names_and_are_kept_once() -> None:
-    weight = torch.rand(3)
-    nested = {"model": {"a": weight, "tied": weight.view(3, 1)}, "steps": [torch.ones(()), 7]}
-    assert list(tensors_of(nested)) == ["model.a", "model.tied", "steps.0"]
-    assert list(unshared(nested)) == ["model.a", "steps.0"]
 
 
 def test_stock_is_read_back(tmp_path: Path) -> None:
@@ -257,17 +220,6 @@ def test_torch_rows(tmp_path: Path, container: Format) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_engine_is_the_one_of_the_row(tmp_path: Path) -> None:
-    value = {"a": torch.arange(100_000)}
-    with fastserial.options(engine=NullEngine):
-        rows, _ = engine_rows(value, ("zip",))
-        assert rows[0].name == "fastserial zip, engine threads"
-        # with that of the options the file would be empty
-        measured = rotate([stock_row(value, "zip"), rows[0]], tmp_path, CALM)
-        assert measured[1].identical
-    assert not any("threads" in row.name for row in engine_rows(value, ("zip",))[0])
-
-
 def test_a_save_that_is_not_ours_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,16 +298,6 @@ def test_summary() -> None:
     assert lines["loose"]["to_stock"] is None
     assert lines["stock"]["cpu_seconds_per_gb"].median == pytest.approx(4e6)
     assert fast["extra_bytes"] == 100
-
-
-@pytest.mark.parametrize(("slowest", "noted"), [(1.5, False), (3.0, True)])
-def test_unsteady_runs_are_told(slowest: float, noted: bool) -> None:
-    row = Row("stock", DURABLE, lambda path: sample(1))
-    calm = Measured(row, [sample(1), sample(1)])
-    varied = [Measured(row, [sample(1), sample(slowest)]) for _ in range(3)]
-    notes = save._unsteady(summarize([calm, *varied]))
-    assert bool(notes) is noted
-    assert not noted or "3.0-fold" in notes[0]
 
 
 # --- fio --------------------------------------------------------------------------------------
@@ -438,37 +380,6 @@ def test_best_of_fio() -> None:
         fio.best_variants(fail)
 
 
-def test_small_pages_are_for_the_block_only() -> None:
-    def disabled() -> bool:
-        status = Path("/proc/self/status").read_text()
-        return "THP_enabled:\t0" in status
-
-    before = disabled()
-    with small_pages():
-        assert disabled()
-    assert disabled() is before
-    assert reserved_huge_bytes() >= 0
-
-
-@pytest.mark.parametrize("has_memory", [True, False])
-def test_fresh_data_stands_beside_the_yardstick(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    touch = 'for word; do case $word in --filename=*) : > "${word#--filename=}";; esac; done'
-    fake_fio(tmp_path, monkeypatch, f"{touch}\necho '{json.dumps({'jobs': [WORDS]})}'")
-    if not has_memory:
-        monkeypatch.setattr(state, "meminfo", lambda: {"MemAvailable": 1 << 20})
-    missing: dict[str, str] = {}
-    found, _ = compare(lambda small_pages: [], 8 << 20, folder, CALM, missing)
-    fresh = [row for row in found.rows if "fresh data" in row["name"]]
-    assert [row["to_fio"] for row in fresh] == ([Spread(1.0, 1.0, 1.0)] if has_memory else [])
-    assert len(found.rows) == 2 + len(fresh)
-    assert list(missing) == ([] if has_memory else ["fio, fresh data"])
-    assert list(folder.iterdir()) == []
-
-
 # --- tables -----------------------------------------------------------------------------------
 
 ROWS = [
@@ -500,41 +411,3 @@ def test_a_table_prints_and_is_written(tmp_path: Path) -> None:
     result = Result("test", tmp_path, "", {}, [Table(wrong, columns)])
     result.show(console)
     assert "WRONG" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_narrow_terminal_cuts_no_number_off() -> None:
-    columns = [Column(str(index), f"column {index}") for index in range(8)]
-    row = {str(index): f"{index}{index}1,234.56" for index in range(8)}
-    console = Console(width=60, file=io.StringIO())
-    console.print(Table([{"name": "a row", **row}], columns).as_rich())
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "…" not in said
-    rows = [line.split("│")[2:10] for line in said.splitlines() if line.startswith("│")]
-    parts = ["".join(words).replace(" ", "") for words in zip(*rows, strict=True)]
-    assert parts == list(row.values())
-
-
-def test_files_are_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_files(tmp_path / "out.json", None)
-    with pytest.raises(BenchError, match="create it first"):
-        check_files(tmp_path / "missing" / "out.json")
-    with pytest.raises(BenchError, match="is a directory"):
-        check_files(tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root
-    with pytest.raises(BenchError, match=r"out\.csv cannot be written"):
-        check_files(tmp_path / "out.csv")
-
-
-@pytest.mark.parametrize("silence", [0.0, 1000.0])
-def test_progress_without_a_terminal(
-    silence: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(table, "_SILENCE", silence)
-    with progress(Console(force_terminal=False)) as show:
-        show("round 1/5: stock [zip]")
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "" if silence else "round 1/5: stock [zip]\n")
-
-
-def test_payload_names_its_models() -> None:
-    assert {"gpt2", "gpt2-large", "llama3-1b"} <= payload.MODELS.keys()

@@ -4,53 +4,91 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fastserial.bench import fio
+import torch
+from support import processes
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
-STOCK, OURS = "stock zip", "fastserial zip"
-OVERLAP = ["--model", "tiny", "--tokens", "16", "--batch", "1", "--every", "1", "--saves", "1"]
+NOT_SCRIPTS = {"all", "common", "peers", "ranks"}
+MATRIX = "--size 2MiB --block-size 1MiB,2MiB --queue-depth 6 --threads 6"
+# What makes it shorter than --short, what it needs beside torch, and some of the rows it must have.
+RUNS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
+    "torch_save_tensor": (
+        "--mb_size 1 --no-fio",
+        ("safetensors",),
+        {"stock zip", "fastserial legacy", "safetensors, not durable", "DCP FileSystemWriter"},
+    ),
+    "torch_save_model": (
+        "--half --optimizer --legacy --no-loose --no-fio",
+        ("transformers",),
+        {"stock legacy", "fastserial legacy"},
+    ),
+    "load": (
+        "--size 9MiB --tensors 5 --temperature warm",
+        ("safetensors",),
+        {"fastserial zip, warm", "safetensors + clone, warm", "DCP FileSystemReader, warm"},
+    ),
+    "scaling": ("--max-size 16KiB --max-tensors 20 --total 8KiB", (), {"stock zip"}),
+    "threads": ("--size 4MiB", (), {"stock torch.save in a thread", "fastserial, in place"}),
+    "startup": ("", (), {"import fastserial, and install()"}),
+    "overlap": (
+        "--model tiny --tokens 16 --batch 1 --every 1 --saves 1 --only fastserial stock",
+        (),
+        {"no checkpoints", "stock torch.save", "fastserial, copy", "fastserial, in place"},
+    ),
+    "onefile": (
+        "--size 12MiB --tensors 20",
+        (),
+        {"gather + torch.save", "fastserial, 1 writer", "fastserial, 2 writers"},
+    ),
+    "dcp": (
+        "--size 6MiB --tensors 10 --small 20 --planned 20 --case mixed small planning",
+        (),
+        {"DCP", "fastserial"},
+    ),
+    "sweep": (f"{MATRIX} --op write", (), {"threads (default)"}),
+    "phases": ("--size 16MiB --tensors 12", (), {"pickle", "fsync", "rename", "directory sync"}),
+}
 
 
-def run(name: str, folder: Path, *words: str, runs: int = 1, status: int = 0) -> dict[str, Any]:
+def run(name: str, folder: Path, *words: object) -> dict[str, Any]:
     """Run a script in its short form, with other sizes; return what it wrote as JSON."""
     disk, target = folder / "disk", folder / "out.json"
     disk.mkdir(exist_ok=True)
-    command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--folder", str(disk), "--short"]
-    command += ["--pause", "0", "--runs", str(runs), "--json", str(target), *words]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=280,
-    )
-    assert done.returncode == status, (done.stdout, done.stderr)
+    common = ("--folder", disk, "--short", "--pause", 0, "--runs", 1, "--json", target)
+    where: dict[str, Any] = {"cwd": folder, "variables": {"OMP_NUM_THREADS": "1"}}
+    processes.python(SCRIPTS / f"{name}.py", *common, *words, timeout=280, **where)
     assert list(disk.iterdir()) == []
     found: dict[str, Any] = json.loads(target.read_text())
     assert found["command"].startswith(f"{name}.py")
+    assert found["machine"]["torch"] == torch.__version__
     return found
 
 
-def rows_of(found: dict[str, Any], table: int = 0) -> dict[str, dict[str, Any]]:
-    """Return a table's rows by name; each has run, and none is wrong."""
-    rows = {row["name"]: row for row in found["tables"][table]["rows"]}
-    for row in rows.values():
+def test_every_script_is_run_here() -> None:
+    names = {path.stem for path in SCRIPTS.glob("*.py")} - NOT_SCRIPTS
+    assert names == {*RUNS, "deepspeed_save_model"}  # in tests/deepspeed
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_scripts(name: str, tmp_path: Path) -> None:
+    words, packages, expected = RUNS[name]
+    for package in packages:
+        pytest.importorskip(package)
+    found = run(name, tmp_path, *words.split())
+    rows = [row for table in found["tables"] for row in table["rows"]]
+    assert expected <= {row["name"] for row in rows}
+    for row in rows:
         assert not row.get("problem"), row
         assert row.get("identical") is not False, row
         assert row.get("equal") is not False, row
         if isinstance(row.get("seconds"), dict):
             assert 0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
-    return rows
+        if "zip" in row["name"] and row["name"].startswith("fastserial") and name != "load":
+            assert row["identical"] is True
 
 
 # All in one process: most of what a script takes here is the import of torch.
@@ -75,43 +113,31 @@ print(json.dumps(ended))
 def ends(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
     """Return status and output of scripts that measure nothing."""
     lines = [json.dumps(words) for words in commands]
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSALS, str(SCRIPTS), *lines],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        timeout=280,
+    ended: list[tuple[int, str]] = json.loads(
+        processes.python("-c", REFUSALS, SCRIPTS, *lines, cwd=folder).out
     )
-    assert done.returncode == 0, done.stderr
-    ended: list[tuple[int, str]] = json.loads(done.stdout)
     assert len(ended) == len(commands)
     return ended
 
 
 def test_help_says_how_long_it_takes(tmp_path: Path) -> None:
-    names = {path.stem for path in SCRIPTS.glob("*.py")} - {"common", "peers", "ranks"}
-    assert names == {
-        "deepspeed_save_model", "dcp", "load", "onefile", "overlap", "phases", "scaling",
-        "startup", "sweep", "threads", "torch_save_model", "torch_save_tensor",
-    }  # fmt: skip
-    for status, text in ends(tmp_path, *([name, "--help"] for name in sorted(names))):
+    for status, text in ends(tmp_path, *([name, "--help"] for name in (*RUNS, "all"))):
         assert status == 0
         for words in ("--folder", "--short", "The full form takes about"):
             assert words in text
 
 
 def test_what_cannot_be_measured(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
+    disk, table = tmp_path / "disk", tmp_path / "a.csv"
     disk.mkdir()
+    table.write_text("name,value\na,1\n")
     sweep = ["sweep", "--folder", str(disk), "--short"]
     refused = {
         "--op": [*sweep, "--op", "erase"],
-        "transfer 'gpu'": [*sweep, "--transfer", "gpu"],
-        "--queue-depth: expected a whole number": [*sweep, "--queue-depth", "four"],
         "multiple of 4096": [*sweep, "--block-size", "1000"],
         "no I/O engine 'warp'": [*sweep, "--engine", "warp"],
         "no combination is left": [*sweep, "--threads", "6", "--queue-depth", "2"],
+        "something else": [*sweep, "--csv", str(table)],
         "expected a size": [*sweep, "--size", "much"],
         "create it first": [*sweep, "--json", "missing/out.json"],
         "smaller --size": ["dcp", "--folder", str(disk), "--size", "1000TB"],
@@ -123,145 +149,16 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
     for (status, text), message in zip(ends(tmp_path, *refused.values()), refused, strict=True):
         assert (status, message in text, "Traceback" in text) == (2, True, False), text
     assert list(disk.iterdir()) == []
-    assert list(tmp_path.iterdir()) == [disk]
-
-
-def test_a_csv_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    table = tmp_path / "a.csv"
-    table.write_text("name,value\na,1\n")
-    words = ["sweep", "--folder", str(tmp_path), "--short", "--csv", str(table)]
-    ((status, text),) = ends(tmp_path, words)
-    assert status == 2
-    assert "something else" in text
     assert table.read_text() == "name,value\na,1\n"
 
 
-def test_torch_save_tensor(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    words = ["--mb_size", "1", "--no-fio", "--csv", str(tmp_path / "out.csv")]
-    rows = rows_of(run("torch_save_tensor", tmp_path, *words, runs=2))
-    durable = {name for name, row in rows.items() if row["group"] == "durable"}
-    expected = {f"{who} {one}" for who in ("stock", "fastserial") for one in ("zip", "legacy")}
-    assert durable >= expected | {"stock zip, CRC off", "safetensors", "DCP FileSystemWriter"}
-    assert all(f"{name}, not durable" in rows for name in expected | {"safetensors"})
-    for name in durable:
-        assert rows[name]["to_stock"]["median"] > 0
-        assert rows[name]["bytes"] >= 1 << 20
-        assert len(rows[name]["runs"]) == 2
-        assert rows[name]["identical"] or rows[name]["equal"] or name == "stock legacy"
-    assert (tmp_path / "out.csv").read_text().count("\n") == 1 + len(rows)
-
-
-def test_torch_save_model(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    words = ["--half", "--optimizer", "--legacy", "--no-loose", "--no-fio"]
-    found = run("torch_save_model", tmp_path, *words)
-    assert "gpt2-tiny, float16 weights, Adam's states in float32" in found["caption"]
-    rows = rows_of(found)
-    assert {"stock legacy", "fastserial legacy"} <= set(rows)
-    assert not any("zip" in name for name in rows)
-    assert rows["fastserial legacy"]["identical"]
-
-
-def test_load(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    found = run("load", tmp_path, "--size", "9MiB", "--tensors", "5", "--temperature", "warm")
-    rows = rows_of(found)
-    assert {f"{OURS}, warm", f"{STOCK}, warm", "safetensors + clone, warm"} <= set(rows)
-    assert "DCP FileSystemReader, warm" in rows
-    assert not any("cold" in name for name in rows)
-    assert all(row["equal"] for row in rows.values())
-
-
-def test_scaling(tmp_path: Path) -> None:
-    words = ["--max-size", "16KiB", "--max-tensors", "20", "--total", "8KiB"]
-    found = run("scaling", tmp_path, *words)
-    sizes, counts = (table["rows"] for table in found["tables"])
-    assert {row["tensors"] for row in sizes} == {16}
-    assert sorted({row["x"] for row in sizes}) == [1 << 10, 1 << 12, 1 << 14]
-    assert sorted({row["x"] for row in counts}) == [1, 10, 20]
-    for row in (*sizes, *counts):
-        assert row["identical"] or row["equal"]
-        assert row["bytes"] == row["data_bytes"]
-        assert len(row["runs"]) == 4
-
-
-def test_threads(tmp_path: Path) -> None:
-    rows = rows_of(run("threads", tmp_path, "--size", "4MiB"))
-    assert {"stock torch.save in a thread", "fastserial, in place"} <= set(rows)
-    assert all(0 <= row["share"]["median"] <= 1 for row in rows.values())
-
-
-def test_startup(tmp_path: Path) -> None:
-    rows = rows_of(run("startup", tmp_path))
-    assert 0 < rows["import fastserial, and install()"]["to_torch"]["median"] < 5
-
-
-def test_overlap(tmp_path: Path) -> None:
-    words = ["--only", "fastserial", "stock", "--threads", "1"]
-    found = run("overlap", tmp_path, *OVERLAP, *words, runs=2)
-    rows = {row["name"]: row for row in found["tables"][0]["rows"]}
-    kinds = ["stock torch.save", *(f"fastserial, {n}" for n in ("blocking", "copy", "in place"))]
-    assert list(rows) == ["no checkpoints", *kinds]
-    for name in kinds:
-        assert rows[name]["equal"] is True
-        assert len(rows[name]["seconds"]) == len(rows[name]["without"]) == 2
-        assert len(rows[name]["steps"]) == 2
-        assert 0 < rows[name]["call_seconds"]["median"] <= max(rows[name]["seconds"])
-
-
-def test_onefile(tmp_path: Path) -> None:
-    words = ["--size", "12MiB", "--tensors", "20"]
-    found = run("onefile", tmp_path, *words)
-    rows = rows_of(found)
-    ours = ["fastserial, 1 writer", "fastserial, 2 writers"]
-    assert list(rows) == ["gather + torch.save", "DCP save + consolidation", *ours]
-    assert all(row["bytes"] > 11 << 20 for row in rows.values())
-    for count, name in enumerate(ours, 1):
-        assert rows[name]["identical"] is True
-        (ranks,) = rows[name]["ranks"]
-        assert [part["rank"] for part in ranks] == [0, 1]
-        assert [part["bytes"] > 0 for part in ranks] == [True, count > 1]
-    assert set(rows_of(found, 1)) == {"rank 0", "rank 1"}
-
-
-def test_dcp(tmp_path: Path) -> None:
-    words = ["--size", "6MiB", "--tensors", "10", "--small", "20", "--planned", "20"]
-    words += ["--case", "mixed", "small", "planning"]
-    found = run("dcp", tmp_path, *words)
-    mixed, small, planned = (rows_of(found, index) for index in range(3))
-    ours = ["fastserial"]
-    settings = ["2 threads", "CRC off", "2 threads, CRC off", "copies ahead"]
-    assert list(mixed) == ["DCP", *(f"DCP, {text}" for text in settings), *ours]
-    assert all(row["bytes"] > 5 << 20 for row in mixed.values())
-    first = [f"{name}, first save" for name in ours]
-    assert set(small) == {"DCP", *ours, *first}
-    assert set(planned) - {"DCP, plan caching"} == {"DCP", ours[0], first[0]}
-    for row in (*mixed.values(), *small.values(), *planned.values()):
-        assert row["equal"] is True
-        assert 0 < row["plan_seconds"]["median"] < row["seconds"]["median"]
-    balance = rows_of(found, 3)
-    assert all(row["ours_most"] <= 1.05 for row in balance.values())
-    assert balance["one tensor of 1 GiB"]["stock_most"] == 4, "stock cuts a tensor"
-
-
-@pytest.mark.skipif(not fio.installed(), reason="fio is not installed")
-def test_fio_beside_the_ranks(tmp_path: Path) -> None:
-    program = (
-        "from ranks import best_fio, finish, start; from pathlib import Path\n"
-        "found = best_fio(Path(start()['folder']), 8 << 20, 2, 0.0)\n"
-        "finish([{'write': str(found[0]), 'read': str(found[1])}])\n"
-    )
-    script = tmp_path / "script.py"
-    script.write_text(program)
-    code = (
-        f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from ranks import run_ranks\n"
-        f"print(run_ranks({str(script)!r}, {{'folder': {str(tmp_path)!r}}}, 2))"
-    )
-    env = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    assert "fio " in done.stdout
+def test_all_of_them_go_into_one_file(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    words = ("--folder", tmp_path, "--short", "--results", target, "--only", "startup")
+    processes.python(SCRIPTS / "all.py", *words)
+    assert json.loads(target.read_text())["startup"]["command"].startswith("startup.py --folder")
+    again = processes.python(SCRIPTS / "all.py", *words)  # it goes on where it was
+    assert again.out.split() == [str(target)]
 
 
 def test_a_rank_that_fails_ends_the_run(tmp_path: Path) -> None:
@@ -271,20 +168,13 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from ranks import run_ranks\n"
         f"run_ranks({str(script)!r}, {{}}, 2)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "rank 1 ended with 3" in done.stderr
+    assert "rank 1 ended with 3" in processes.python("-c", code, code=1, timeout=120).err
 
 
 def test_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     table = tmp_path / "sweep.csv"
-    words = ["--size", "2MiB", "--block-size", "1MiB,2MiB", "--queue-depth", "6", "--threads", "6"]
-    words += ["--csv", str(table)]
-    found = run("sweep", tmp_path, *words, "--op", "write")
-    rows = found["tables"][0]["rows"]
-    assert [row["ratio_to_default"]["median"] > 0 for row in rows] == [True, True]
-    assert "threads (default)" in {row["name"] for row in rows}
-    assert found["notes"][0].startswith("# write, cpu: ")
+    words = [*MATRIX.split(), "--csv", table]
+    run("sweep", tmp_path, *words, "--op", "write")
     before = table.read_text()
     assert len(before.splitlines()) == 3
     table.write_text(before[:-20])  # the last line was cut
@@ -296,54 +186,30 @@ def test_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert table.read_text().splitlines() == lines
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_phases(tmp_path: Path, legacy: bool) -> None:
+def test_the_trace_of_phases(tmp_path: Path) -> None:
+    """For a viewer of traces: spans of one thread nest, and lie within the save."""
     trace = tmp_path / "trace.json"
-    words = ["--size", "16MiB", "--tensors", "12", "--trace", str(trace)]
-    found = run("phases", tmp_path, *words, *(["--legacy"] if legacy else []))
-    caller = rows_of(found)
-    assert sum(row["seconds"] for row in caller.values()) == pytest.approx(found["seconds"])
-    assert sum(row["share"] for row in caller.values()) == pytest.approx(1)
-    steps = {"open target", "pickle", "layout", "preallocate", "cut into blocks", "submit"}
-    steps |= {"wait for blocks", "fsync", "rename", "directory sync"}
-    assert steps <= set(caller)
-    workers = rows_of(found, 1)
-    assert sum(row["share"] for row in workers.values()) == pytest.approx(1)
-    report = found["report"]
-    blocks = -(-report["bytes"] // report["block_size"])
-    assert workers["device write"]["times"] == pytest.approx(blocks, abs=1)
-    copies = {name: row for name, row in {**caller, **workers}.items() if name == "CRC-32"}
-    assert bool(copies) is not legacy
-    assert rows_of(found, 2)["every file"]["identical"]
-    events = json.loads(trace.read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    whole = next(event for event in spans if event["name"] == "torch.save")
-    assert whole["ts"] == 0
-    assert all(event["ts"] + event["dur"] <= whole["dur"] + 1 for event in spans)
-    for track in {event["tid"] for event in spans}:  # spans of one thread nest, as the viewer wants
-        ends: list[float] = []
-        for event in (event for event in spans if event["tid"] == track):
-            while ends and ends[-1] <= event["ts"] + 0.01:
-                ends.pop()
-            assert not ends or event["ts"] + event["dur"] <= ends[-1] + 0.01
-            ends.append(event["ts"] + event["dur"])
-    levels = [event["args"] for event in events if event["ph"] == "C"]
-    assert levels[-1] == {"blocks in flight": 0}
-    assert max(level["blocks in flight"] for level in levels) <= 6
+    found = run("phases", tmp_path, "--size", "16MiB", "--tensors", 12, "--trace", trace)
+    for table in found["tables"][:2]:
+        assert sum(row["share"] for row in table["rows"]) == pytest.approx(1)
+    spans = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
+    whole = next(span for span in spans if span["name"] == "torch.save")
+    assert all(span["ts"] + span["dur"] <= whole["dur"] + 1 for span in spans)
+    for track in {span["tid"] for span in spans}:
+        ends_of: list[float] = []
+        for span in (span for span in spans if span["tid"] == track):
+            while ends_of and ends_of[-1] <= span["ts"] + 0.01:
+                ends_of.pop()
+            assert not ends_of or span["ts"] + span["dur"] <= ends_of[-1] + 0.01
+            ends_of.append(span["ts"] + span["dur"])
 
 
 def test_plots(tmp_path: Path) -> None:
     target = tmp_path / "out.png"
-    command = [sys.executable, str(SCRIPTS / "startup.py"), "--folder", str(tmp_path), "--short"]
-    done = subprocess.run(
-        [*command, "--plot", str(target)], capture_output=True, text=True, check=False
-    )
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        assert done.returncode == 2
-        assert "pip install matplotlib" in done.stderr
+    words = (SCRIPTS / "startup.py", "--folder", tmp_path, "--short", "--plot", target)
+    if importlib.util.find_spec("matplotlib") is None:
+        assert "pip install matplotlib" in processes.python(*words, code=2).err
         assert list(tmp_path.iterdir()) == []
     else:
-        assert done.returncode == 0, done.stderr
+        processes.python(*words)
         assert target.read_bytes().startswith(b"\x89PNG")

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.children import SMALL, child, raised, save
 from support.corpus import CASES, FORMATS, noise
-from support.identity import difference, fast, stock
+from support.identity import SMALL, difference, fast, raised, save, stock
+from support.processes import ask
 
 OLD = b"the previous checkpoint" * 5000
 SIDES: dict[str, Callable[..., AbstractContextManager[None]]] = {"stock": stock, "fast": fast}
@@ -183,7 +183,7 @@ def permitted(
                 (folder / "a.pt").write_bytes(OLD)
                 (folder / "a.pt").chmod(file_mode)
             folder.chmod(directory_mode)
-    outcomes = child("as_nobody.py", request.param, *SCENES, cwd=root)
+    outcomes = ask("as_nobody", request.param, *SCENES, cwd=root)
     found: Permitted = {}
     for key, outcome in outcomes.items():
         seen: dict[str, Any] = {}
@@ -278,7 +278,7 @@ def test_file_grows_too_large(fmt: str, tmp_path: Path) -> None:
     for side in SIDES:
         (tmp_path / side).mkdir()
         (tmp_path / side / "a.pt").write_bytes(OLD)
-    (want, _, _), _, *ours = child("too_large.py", tmp_path, fmt)
+    (want, _, _), _, *ours = ask("too_large", tmp_path, fmt)
     assert "Exception" in want
     for kinds, number, message in ours:
         assert want[0] in kinds
@@ -405,7 +405,7 @@ def test_dev_null(fmt: str) -> None:
 @both_formats
 def test_dev_stdout(fmt: str, tmp_path: Path) -> None:
     """``| reader`` and ``> file``: the descriptor that the shell opened gets the bytes."""
-    result = child("to_stdout.py", tmp_path, fmt)
+    result = ask("to_stdout", tmp_path, fmt)
     assert result["fast"] == result["stock"]
     for data in result["fast"]:
         assert torch.equal(torch.load(io.BytesIO(bytes.fromhex(data)))["x"], SMALL["x"])
@@ -604,7 +604,7 @@ def _run_all(calls: list[Callable[[], object]]) -> None:
 @both_formats
 def test_fork_while_another_thread_saves(fmt: str, tmp_path: Path) -> None:
     """The child can save, the parent's save is not disturbed."""
-    result = child("fork_while_saving.py", tmp_path, fmt)
+    result = ask("fork_while_saving", tmp_path, fmt)
     assert result["codes"] == [0] * 8
     assert result["errors"] == []
     assert result["saves"] > 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.children import child
+from support.processes import ask
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fastserial import convert, inspect
@@ -19,7 +19,7 @@ from fastserial.errors import CorruptCheckpointError
 
 def test_no_pickle_ends_the_process(tmp_path: Path) -> None:
     """A dictionary's key, which is hashed, is nested deeper than the stack allows."""
-    found: dict[str, dict[str, str]] = child("hostile_pickles.py", tmp_path)
+    found: dict[str, dict[str, str]] = ask("hostile_pickles", tmp_path)
     tools = dict.fromkeys(("inspect", "convert"), "PickleLimitError")
     files = {
         **tools,

@@ -11,8 +11,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -25,6 +23,7 @@ import torch
 from support.archives import checkpoint, rewritten
 from support.corpus import CASES, MIB, Case, noise
 from support.identity import saver, stock
+from support.processes import run
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fastserial
@@ -583,12 +582,7 @@ def test_a_thread_may_be_the_last_to_refer_to_a_pool(tmp_path: Path) -> None:
     """It cannot wait for itself."""
     path = tmp_path / "a"
     path.write_bytes(bytes(5000))
-    program = Path(__file__).parents[1] / "programs" / "engine_pools.py"
-    done = subprocess.run(
-        [sys.executable, str(program), str(path)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "4096\n"
+    assert run("engine_pools", path, timeout=60).out == "4096\n"
 
 
 def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.processes import run
 from support.transfers import BLOCK, drive, write
 
 import fastserial
@@ -23,7 +22,6 @@ from fastserial.engines.deepspeed.engine import DeepSpeedEngine
 from fastserial.errors import WriteError
 
 MIB = 1 << 20
-_PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 class Spy:
@@ -184,26 +182,13 @@ def test_large_sectors(large_sectors: Path, spies: list[Spy]) -> None:
 @pytest.mark.parametrize(("kib", "expected"), [(4096, "8"), (900, "2"), (0, "ulimit -l 256")])
 def test_little_memory_may_be_locked(op: Any, kib: int, expected: str) -> None:
     """Fewer buffers, or an error that says what to do; DeepSpeed's allocator would abort."""
-    done = subprocess.run(
-        [sys.executable, _PROGRAMS / "little_locked_memory.py", str(kib * 1024)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
+    assert expected in run("little_locked_memory", kib * 1024).out
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_fork(op: Any, tmp_path: Path) -> None:
     """A child saves and ends; the handles' threads are its parent's."""
-    done = subprocess.run(
-        [sys.executable, _PROGRAMS / "fork_with_deepspeed.py", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run("fork_with_deepspeed", tmp_path)
 
 
 def test_interrupted(spies: list[Spy], opened: Any, make_handle: Callable[..., Any]) -> None:

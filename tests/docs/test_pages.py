@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.blocks import RUN, BadPage, blocks_of
+from support.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -26,24 +26,19 @@ def _with_code() -> list[Path]:
 
 @pytest.mark.parametrize("page", _with_code(), ids=lambda page: page.stem)
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
-    start = [sys.executable]
+    flags: list[str] = []
     if page.stem in RANKS:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
-        start += [*torchrun, f"--nproc-per-node={RANKS[page.stem]}"]
-    command = [*start, str(ROOT / "tests" / "programs" / "docs_page.py"), str(page)]
+        flags = [*torchrun, f"--nproc-per-node={RANKS[page.stem]}"]
     before = BEFORE / f"{page.stem.replace('-', '_').lower()}.py"
-    if before.exists():
-        command.append(str(before))
-    environment = {
-        **os.environ,
+    words = [page, *([before] if before.exists() else [])]
+    variables = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
-    print(ended.stdout)
-    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    ended = run("docs_page", *words, flags=flags, code=None, cwd=tmp_path, variables=variables)
+    print(ended.out)
+    assert ended.code == 0, ended.err
 
 
 def test_what_comes_before_belongs_to_a_page() -> None:
@@ -66,9 +61,7 @@ def test_blocks_say_what_they_are() -> None:
 def test_a_failing_block_fails_its_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```sh\nfalse | true\n```\n")
-    program = ROOT / "tests" / "programs" / "docs_page.py"
-    ended = subprocess.run([sys.executable, program, page], cwd=tmp_path, capture_output=True)
-    assert ended.returncode != 0
+    assert run("docs_page", page, code=None, cwd=tmp_path).code != 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import inspect
-import os
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from support.cufile import FakeCuFile, _Event, _Params
+from support.processes import PROGRAMS, run
 
 from fastserial.engines.gds import cufile
 from fastserial.memory.transfers import DIRECT
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+STUB = PROGRAMS / "engines" / "cufile_stub.c"
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def stub(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs a C compiler (cc)")
     library = tmp_path_factory.mktemp("stub") / "libcufile.so.0"
     options = ("-Wall", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}")
-    subprocess.run([compiler, *options, PROGRAMS / "cufile_stub.c", "-o", library], check=True)
+    subprocess.run([compiler, *options, STUB, "-o", library], check=True)
     return library
 
 
@@ -180,12 +180,9 @@ def stub(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("word", DIRECT)
 def test_the_package(stub: Path, tmp_path: Path, word: str, fault: str) -> None:
     """A save and a load, through the package itself."""
-    path = os.pathsep.join([str(PROGRAMS.parent), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "CUFILE_STUB_FAULT": fault}
-    program = (sys.executable, PROGRAMS / "past_the_host.py", stub, word, tmp_path)
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    saved, loaded = done.stdout.splitlines()
+    fault_of_stub = {"CUFILE_STUB_FAULT": fault}
+    ended = run("past_the_host", stub, word, tmp_path, variables=fault_of_stub, timeout=100)
+    saved, loaded = ended.out.splitlines()
     assert loaded.startswith(f"{word}: asked for: cuFile 99.99")
     if fault:
         assert saved.startswith(f"cpu_async_gpu: {word}: cuFile")

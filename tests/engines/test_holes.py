@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.processes import run
 
 from fastserial.engines.deepspeed.holes import is_blank, is_written
 from fastserial.engines.deepspeed.locked_memory import may_lock
 
 PAGE = mmap.PAGESIZE
-_LOCKABLE = str(Path(__file__).parents[1] / "programs" / "lockable.py")
 
 
 @pytest.fixture
@@ -75,7 +73,4 @@ def test_nothing_is_proven_where_nothing_can_be(tmp_path: Path, fd: int) -> None
 def test_what_may_be_locked(pages: int, expected: str) -> None:
     """As much as the hard limit allows."""
     assert may_lock(PAGE)
-    out = subprocess.run(
-        [sys.executable, _LOCKABLE, str(pages * PAGE)], check=True, capture_output=True, text=True
-    )
-    assert out.stdout.strip() == expected
+    assert run("lockable", pages * PAGE).out.strip() == expected

@@ -9,14 +9,13 @@ import os
 import platform
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.processes import run
 from support.transfers import BLOCK, drive, into, noise, read, wait_for, write
 
 import fastserial
@@ -24,7 +23,6 @@ from fastserial.engines import Engine, Op, Request, io_uring
 from fastserial.engines.io_uring import IoUringEngine
 from fastserial.memory.buffers import BufferPool
 
-_PROGRAMS = Path(__file__).parents[1] / "programs"
 _MISSING = IoUringEngine.unavailable()
 _needs = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 DEPTH = 4
@@ -277,12 +275,6 @@ def test_saves_and_loads(tmp_path: Path, direct: bool, zip_format: bool) -> None
 )
 def test_where_it_is_forbidden(tmp_path: Path, call: str, number: int, word: str) -> None:
     """As in containers: the engine says so, and the usual one saves."""
-    done = subprocess.run(
-        [sys.executable, _PROGRAMS / "filtered_io_uring.py", call, str(number), tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "'io_uring' cannot run here" in done.stdout
-    assert word in done.stdout
+    out = run("filtered_io_uring", call, number, tmp_path).out
+    assert "'io_uring' cannot run here" in out
+    assert word in out

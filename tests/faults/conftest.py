@@ -7,7 +7,6 @@ Each proof counts its trials; one table of all counts is printed at the end, and
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ from typing import Any
 import pytest
 from mounts import Lab, own_mounts
 from proofs import Proof
+from support.forms import FULL
 from victims import Zygote
-
-FULL = os.environ.get("FASTSERIAL_FAULTS", "") == "full"
-SEED = int(os.environ.get("FASTSERIAL_FAULTS_SEED", "20261121"))
-
 
 _proofs: dict[str, Proof] = {}
 
@@ -45,19 +41,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
                 row.outcomes.update(outcomes)
 
 
-@pytest.fixture
-def trials(request: pytest.FixtureRequest) -> int:
-    """How many: `@pytest.mark.trials(short, full)`."""
-    short, full = request.node.get_closest_marker("trials").args
-    return int(full if FULL else short)
-
-
-@pytest.fixture
-def dice(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers, the same in every run with the same `FASTSERIAL_FAULTS_SEED`."""
-    return random.Random(f"{SEED} {request.node.name}")
-
-
 @pytest.fixture(scope="session")
 def _mounts() -> None:
     own_mounts()
@@ -75,11 +58,6 @@ def zygote(_mounts: None) -> Iterator[Zygote]:
     """Starts processes that save, without importing torch each time."""
     with Zygote() as made:
         yield made
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "proof(name): the row of the table its counts go to")
-    config.addinivalue_line("markers", "trials(short, full): number of trials")
 
 
 def _rows() -> list[tuple[str, str, str]]:

@@ -7,15 +7,15 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 import pytest
+from support import processes
 
-__all__ = ["Lab", "need", "own_mounts"]
+__all__ = ["Lab", "fill", "need", "own_mounts", "run"]
 
 _HERE = Path(__file__).parent
 _PACKAGES = {
@@ -74,6 +74,23 @@ def run(*words: str | os.PathLike[str]) -> str:
     )
     assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     return done.stdout.strip()
+
+
+def fill(path: Path, leave: int) -> None:
+    """Make a file that takes all but about `leave` bytes, root's reserve included."""
+    with path.open("wb", buffering=0) as file:
+        more = 1 << 40
+        size = 0
+        while more >= 4096:
+            stats = os.statvfs(path)
+            more = min(more, stats.f_bfree * stats.f_frsize - leave)
+            try:
+                if more > 0:
+                    os.posix_fallocate(file.fileno(), size, more)
+                    size += more
+            except OSError:  # there is less in one piece, or after the file system's own needs
+                more //= 2
+        os.fsync(file.fileno())
 
 
 class Lab:
@@ -155,10 +172,6 @@ class Lab:
         run(*_MKFS[kind], *mkfs, device)
         return self.mount(device, kind, *options)
 
-    def run(self, *words: str | os.PathLike[str]) -> str:
-        """Run a command that must succeed and return its output."""
-        return run(*words)
-
     def mkfs(self, kind: str, device: str | Path) -> None:
         run(*_MKFS[kind], device)
 
@@ -179,9 +192,7 @@ class Lab:
         """Mount `mirror.py`, a FUSE file system in Python, over a folder; or `store.py`."""
         where = self._new("fuse")
         where.mkdir()
-        process = subprocess.Popen(
-            [sys.executable, str(_HERE / program), str(folder), str(where), *options]
-        )
+        process = processes.start(_HERE / program, folder, where, *options)
         self._stack.callback(process.wait, 30)
         self._stack.callback(self.unmount, where)
         deadline = time.monotonic() + 30

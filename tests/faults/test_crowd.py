@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,27 +10,25 @@ import pytest
 from crowd import TARGETS
 from proofs import Proof
 from states import check, is_whole, listing
+from support import processes
 
 pytestmark = pytest.mark.timeout(3600)
 
-_SCRIPT = str(Path(__file__).with_name("crowd.py"))
+_SCRIPT = Path(__file__).with_name("crowd.py")
 _MORE_MEMORY = 6 << 20  # bytes that the noise of an allocator may add
 
 
 def read_while(
     folder: Path,
     read: Callable[[Path], object],
-    processes: int,
+    count: int,
     threads: int,
     saves: int,
     *way: str,
 ) -> list[object]:
     """Read the targets over and over until all saves are done; return what the reads gave."""
     writers = [
-        subprocess.Popen(
-            [sys.executable, _SCRIPT, str(folder), str(threads), str(saves), str(seed), *way]
-        )
-        for seed in range(1, processes + 1)
+        processes.start(_SCRIPT, folder, threads, saves, seed, *way) for seed in range(1, count + 1)
     ]
     found = []
     try:
@@ -41,22 +37,22 @@ def read_while(
     finally:
         for writer in writers:
             writer.kill()
-            writer.wait()
+            writer.communicate()
     assert way or [writer.returncode for writer in writers] == [0] * len(writers)
     return found
 
 
 @pytest.mark.proof("saves at once")
 @pytest.mark.trials(8, 200)
-@pytest.mark.parametrize(("processes", "threads"), [(1, 8), (4, 1)])
-def test_crowd(processes: int, threads: int, tmp_path: Path, proof: Proof, trials: int) -> None:
-    numbers = read_while(tmp_path, check, processes, threads, trials)
+@pytest.mark.parametrize(("count", "threads"), [(1, 8), (4, 1)])
+def test_crowd(count: int, threads: int, tmp_path: Path, proof: Proof, trials: int) -> None:
+    numbers = read_while(tmp_path, check, count, threads, trials)
     assert len(set(numbers)) >= 5, "too few reads between the first save and the last"
     assert listing(tmp_path) == sorted(TARGETS)
     for name in TARGETS:
         check(tmp_path / name)
-    kind = f"{threads} threads" if threads > 1 else f"{processes} processes"
-    proof.count(f"saves of {kind}", processes * threads * trials)
+    kind = f"{threads} threads" if threads > 1 else f"{count} processes"
+    proof.count(f"saves of {kind}", count * threads * trials)
     proof.outcomes[f"reads beside {kind}, all whole"] += len(numbers)
 
 
@@ -68,14 +64,8 @@ def test_readers_see_what_is_torn(tmp_path: Path) -> None:
 @pytest.mark.proof("soak: saves in one process")
 @pytest.mark.trials(210, 2000)
 def test_soak(tmp_path: Path, proof: Proof, trials: int) -> None:
-    done = subprocess.run(
-        [sys.executable, _SCRIPT, str(tmp_path), "soak", str(trials)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    ended = processes.python(_SCRIPT, tmp_path, "soak", trials, timeout=3600)
+    found = [json.loads(line) for line in ended.out.splitlines()]
     first, last = found[0], found[-1]
     for what in ("descriptors", "threads"):
         assert last[what] == first[what], found

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mounts import Lab, need
+from mounts import Lab, need, run
 from proofs import Proof
 from states import check, listing
+from support import processes
 from victims import Zygote
 
 from fastserial.files import linux
@@ -122,7 +120,7 @@ def test_read_only(lab: Lab, zygote: Zygote, proof: Proof) -> None:
     path = disk / "x.pt"
     assert zygote.start(path, 1, 1, nbytes=1_000_000).wait() == 0
     old = path.read_bytes()
-    lab.run("mount", "-o", "remount,ro", disk)
+    run("mount", "-o", "remount,ro", disk)
     for name in ("x.pt", "new.pt"):
         victim = zygote.start(disk / name, 2, 1, nbytes=1_000_000)
         assert victim.wait() == 3
@@ -170,18 +168,10 @@ def test_the_directory_is_removed(tmp_path: Path, zygote: Zygote) -> None:
 def test_no_proc(lab: Lab, tmp_path: Path) -> None:
     """Without /proc there is no direct I/O and no nameless file; saves work all the same."""
     need("unshare")
-    script = Path(__file__).parents[1] / "programs" / "no_proc.py"
     folder = tmp_path / "saves"
     folder.mkdir()
-    done = subprocess.run(
-        ["unshare", "-m", sys.executable, str(script), str(folder / "x.pt")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    ended = processes.run("no_proc", folder / "x.pt", under=["unshare", "-m"])
+    report = json.loads(ended.out.splitlines()[-1])
     assert not report["direct"]
     assert report["fallback"] == linux.NO_PROC
     assert listing(folder) == ["x.pt"]

@@ -6,13 +6,12 @@ At least half of the disks must have been too small.
 from __future__ import annotations
 
 import errno
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mounts import Lab, need
+from mounts import Lab, fill, need, run
 from proofs import Proof
 from states import check, listing
 from victims import Zygote
@@ -28,23 +27,6 @@ _JOBS: list[dict[str, Any]] = [
     {"zipped": False, "options": {"preallocate": False, "direct": False}},
     {"zipped": True, "named": True},
 ]
-
-
-def fill(path: Path, leave: int) -> None:
-    """Make a file that takes all but about `leave` bytes, root's reserve included."""
-    with path.open("wb", buffering=0) as file:
-        more = 1 << 40
-        size = 0
-        while more >= 4096:
-            stats = os.statvfs(path)
-            more = min(more, stats.f_bfree * stats.f_frsize - leave)
-            try:
-                if more > 0:
-                    os.posix_fallocate(file.fileno(), size, more)
-                    size += more
-            except OSError:  # there is less in one piece, or after the file system's own needs
-                more //= 2
-        os.fsync(file.fileno())
 
 
 @pytest.mark.proof("full disk")
@@ -164,9 +146,9 @@ def test_quota(lab: Lab, zygote: Zygote) -> None:
     need("mkfs.btrfs", "losetup")
     disk = lab.make("btrfs", 320 << 20)
     folder = disk / "saves"
-    lab.run("btrfs", "quota", "enable", disk)
-    lab.run("btrfs", "subvolume", "create", folder)
-    lab.run("btrfs", "qgroup", "limit", "8m", folder)
+    run("btrfs", "quota", "enable", disk)
+    run("btrfs", "subvolume", "create", folder)
+    run("btrfs", "qgroup", "limit", "8m", folder)
     path = folder / "x.pt"
     assert zygote.start(path, 1, 1, nbytes=2_000_000).wait() == 0
     old = path.read_bytes()

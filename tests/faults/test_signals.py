@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from proofs import Proof
+from support.processes import run
 
 pytestmark = pytest.mark.timeout(7200)
 
-_PROGRAM = str(Path(__file__).parents[1] / "programs" / "interrupted.py")
 _MORE_MEMORY = 24 << 20  # bytes that the noise of an allocator may add
 _TRIALS = 80
 
 
 def interrupted(folder: Path, *words: object) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, _PROGRAM, str(folder), *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(run("interrupted", folder, *words, timeout=7200).out)
     return found
 
 

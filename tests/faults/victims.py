@@ -14,7 +14,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from support import processes
 
 __all__ = ["Victim", "Zygote"]
 
@@ -87,16 +88,8 @@ class Zygote:
     """The parent of the victims, in a process of its own."""
 
     def __init__(self, preload: str | None = None) -> None:
-        environment = dict(os.environ)
-        if preload is not None:
-            environment["LD_PRELOAD"] = preload
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        variables = {} if preload is None else {"LD_PRELOAD": preload}
+        self._process = processes.start(__file__, variables=variables)
         self._logs = Path(f"/dev/shm/fastserial-victims-{self._process.pid}")
         self._logs.mkdir()
         self._count = 0

@@ -11,21 +11,19 @@ import os
 import shutil
 import stat
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.processes import run
 
 from fastserial.errors import WriteError
 from fastserial.files import replacement
 from fastserial.files.durable import replace_text
 from fastserial.saving.writer import FastFileWriter
 
-_PROGRAM = Path(__file__).parents[1].joinpath("programs") / "write_as.py"
 _ACCESS, _DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
 _USER_OBJ, _USER, _GROUP_OBJ, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
 _NOBODY_IN_PARTICULAR = 0xFFFFFFFF
@@ -70,15 +68,8 @@ def save(path: Path) -> Any:
 def save_as(path: Path, *words: str, **job: Any) -> dict[str, Any]:
     """Save in another process, which need not be allowed to see what is above the folder."""
     job["path"] = path.name
-    done = subprocess.run(
-        [*words, sys.executable, str(_PROGRAM), json.dumps(job)],
-        cwd=path.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    ended = run("write_as", json.dumps(job), under=words, cwd=path.parent)
+    found: dict[str, Any] = json.loads(ended.out)
     return found
 
 

@@ -8,8 +8,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 from support.corpus import FORMATS
 from support.identity import difference, fast, stock
+from support.processes import run
 
 import fastserial
 from fastserial.checksums import CrcLedger, crc32
@@ -33,7 +32,6 @@ from fastserial.saving.fill import Part
 
 SMALL = {"x": torch.arange(1000.0)}
 HELD = "this process has the file open or locked"
-_PROGRAMS = Path(__file__).parents[1] / "programs"
 
 both_formats = pytest.mark.parametrize("fmt", FORMATS)
 both_ways = pytest.mark.parametrize("way", [{}, {"small_file": 0}], ids=["small", "blocks"])
@@ -103,29 +101,14 @@ def test_a_lock_stays_on_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_file_that_is_open_for_reading_is_replaced(tmp_path: Path, alone: bool) -> None:
     """Whether another thread runs or not: a leaked handle does not make the save less safe."""
-    done = subprocess.run(
-        [sys.executable, str(_PROGRAMS / "held.py"), str(tmp_path), str(int(alone))],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"fallback": None, "held": "old", "there": "new"}
+    ended = run("open_while_saving", tmp_path, int(alone))
+    assert json.loads(ended.out) == {"fallback": None, "held": "old", "there": "new"}
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the program has x86-64's numbers")
 def test_system_calls_that_a_filter_refuses(tmp_path: Path) -> None:
     """A container's seccomp profile says EPERM or ENOSYS; stock torch needs none of these calls."""
-    done = subprocess.run(
-        [sys.executable, str(_PROGRAMS / "filtered.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {}
+    assert json.loads(run("filtered", tmp_path).out) == {}
 
 
 def test_a_mapped_file_is_replaced(tmp_path: Path) -> None:

@@ -1,20 +1,17 @@
-"""Runs of frameworks in processes of their own: `tests/programs/lightning_run.py` and others."""
+"""Runs of frameworks in processes of their own: `tests/programs/integrations`."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import processes
 from support.runs import Ran, Run
-
-_PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 @pytest.fixture
@@ -35,33 +32,21 @@ def run(tmp_path: Path) -> Run:
         nonlocal number
         number += 1
         losses = tmp_path / f"losses{number}"
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        variables = {
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "FASTSERIAL": str(int(fastserial)),
         }
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run(
-            [
-                sys.executable,
-                *(launcher if ranks > 1 else []),
-                str(_PROGRAMS / program),
-                json.dumps({**options, "losses": str(losses)}),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
+        words = json.dumps({**options, "losses": str(losses)})
+        flags = launcher if ranks > 1 else []
+        ended = processes.run(program, words, flags=flags, code=None, variables=variables)
         found = [
             line
             for one in sorted(losses.parent.glob(f"{losses.name}.*"))
             for line in one.read_text().splitlines()
         ]
-        return Ran(done.returncode, found, done.stdout)
+        return Ran(ended.code, found, ended.out + ended.err)
 
     return start

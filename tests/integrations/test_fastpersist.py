@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import CASES, MIB, noise
-from support.identity import difference, legacy_normal_form
+from support.identity import difference, legacy_value
 
 import fastserial
 from fastserial.config import current
@@ -60,7 +60,7 @@ def test_stock_bytes_without_install(name: str, fmt: str, tmp_path: Path) -> Non
             SAVES[fmt](live, str(fast))
     assert not fastserial.installed()
     if fmt == "legacy" and case.fresh_storages:  # keys are addresses
-        assert legacy_normal_form(stock.read_bytes()) == legacy_normal_form(fast.read_bytes())
+        assert legacy_value(stock.read_bytes()) == legacy_value(fast.read_bytes())
     else:
         assert difference(stock.read_bytes(), fast.read_bytes()) is None
 

@@ -20,7 +20,7 @@ if importlib.util.find_spec("lightning") is None:
 from support import ranks
 from support.runs import Ran, Run
 
-PROGRAM = "lightning_run.py"
+PROGRAM = "lightning_run"
 STEPS = 12
 ALL = ["stock", "fast", "async", "in_place"]
 

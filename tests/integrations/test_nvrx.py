@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import run
 
 import fastserial
-
-_PROGRAM = str(Path(__file__).parents[1] / "programs" / "nvrx_saves.py")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nvidia_resiliency_ext") is None,
@@ -25,14 +21,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("switched_on", [True, False])
 def test_its_worker_is_patched_as_its_parent_is(switched_on: bool, tmp_path: Path) -> None:
     path = tmp_path / "saved.pt"
-    done = subprocess.run(
-        [sys.executable, _PROGRAM, str(path)],
-        env={**os.environ, "FASTSERIAL": "1" if switched_on else "0"},
-        capture_output=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    found = json.loads(done.stdout)
+    switch = {"FASTSERIAL": str(int(switched_on))}
+    found = json.loads(run("nvrx_saves", path, variables=switch).out)
     assert not found["own"]
     assert (found["engine"], found["patched"]) == (
         ("threads", True) if switched_on else (None, False)

@@ -19,8 +19,8 @@ if importlib.util.find_spec("transformers") is None or not importlib.util.find_s
 
 from support.runs import Run
 
-TRAINER = "trainer_run.py"
-ACCELERATE = "accelerate_run.py"
+TRAINER = "trainer_run"
+ACCELERATE = "accelerate_run"
 STEPS = 8
 FAST = {"fast": True, "safetensors": True, "callback": True}
 

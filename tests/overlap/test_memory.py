@@ -4,16 +4,14 @@ with each save."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.beside import FULL
+from support.forms import FULL
+from support.processes import run
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "many_saves.py"
 KINDS = ("copy", "in_place")
 MiB = 1024 * 1024
 _MARGIN = 96 * MiB
@@ -22,12 +20,11 @@ _BUDGETS = (0, 20, 600) if FULL else (20,)  # MiB
 
 def saved(folder: Path, saves: int, kind: str, budget: int, size: int) -> dict[str, int]:
     """Run the program; budget and size in MiB."""
-    command = [sys.executable, PROGRAM, folder, str(saves), kind, str(budget * MiB), str(size)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    ended = run("many_saves", folder, saves, kind, budget * MiB, size, code=None, timeout=3600)
     for path in folder.iterdir():  # up to 1.5 GB
         path.unlink()
-    assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout)
+    assert ended.code == 0, ended.err
+    found: dict[str, int] = json.loads(ended.out)
     print(saves, kind, budget, found)
     return found
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from support.beside import Gate
 from support.identity import stock
+from support.processes import run
 
 import fastserial
 from fastserial.config.performance import SWITCH_INTERVAL
@@ -26,7 +27,6 @@ from fastserial.engines.null import NullEngine
 from fastserial.files import replacement
 from fastserial.overlap import asynchronous
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
 KINDS = ("copy", "in_place")
 
 
@@ -271,25 +271,16 @@ def test_an_error_keeps_nothing_alive(small_disk: Path) -> None:
 @pytest.mark.parametrize("end", ["normally", "uncaught", "exit", "failing"])
 def test_the_interpreter_waits_at_its_exit(tmp_path: Path, end: str) -> None:
     path = tmp_path / "state.pt"
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / "leave.py", path, end], capture_output=True, text=True
-    )
+    ended = run("leave", path, end, code=1 if end == "uncaught" else 0)
     if end == "failing":
         assert not path.exists()
-        assert f"{path}: it was not saved" in done.stderr
+        assert f"{path}: it was not saved" in ended.err
     else:
         assert torch.load(path)["x"].eq(7).all()
-    assert (done.returncode == 0) == (end != "uncaught"), done.stderr
 
 
 def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / "leave.py", tmp_path / "state.pt", "fork"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["child", "saved"]
+    assert run("leave", tmp_path / "state.pt", "fork").out.split() == ["child", "saved"]
 
 
 BLOCKING: dict[str, Any] = {
@@ -395,19 +386,14 @@ def test_each_save_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_a_daemon_thread_that_is_cut_off_is_told(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / "daemon.py", path], capture_output=True, text=True
-    )
+    ended = run("daemon", path, code=None)
     assert not path.exists()
-    assert f"{path}: the process ends before it was saved; given up" in done.stderr
+    assert f"{path}: the process ends before it was saved; given up" in ended.err
 
 
 def test_a_signal_handler_may_be_the_first_to_save(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / "first_access.py", path], capture_output=True, text=True
-    )
-    assert done.stdout == "saved\n", done.stderr
+    assert run("first_access", path).out == "saved\n"
     assert torch.load(path)["x"].eq(1).all()
 
 

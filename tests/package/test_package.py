@@ -43,7 +43,7 @@ EXTRAS = {
 ELSEWHERE = {"deepspeed"}
 # torch says so at its import where NumPy is not installed; fastserial does not need it.
 STRICT = ("-W", "error", "-W", "ignore:Failed to initialize NumPy")
-PROGRAM = ROOT / "tests" / "programs" / "new_user.py"
+PROGRAM = ROOT / "tests" / "programs" / "package" / "new_user.py"
 
 
 @cache
@@ -244,7 +244,7 @@ def test_every_module_imports_without_extras(place: Environment) -> None:
         for name in in_wheel()
         if name.startswith("fastserial/") and name.endswith(".py") and "__main__" not in name
     )
-    program = ROOT / "tests" / "programs" / "import_all.py"
+    program = ROOT / "tests" / "programs" / "package" / "import_all.py"
     for line in place.run("python", program, *names).splitlines():
         name, lacking = line.split()
         about = name.startswith("fastserial.integrations.")

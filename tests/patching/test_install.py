@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from support import processes
 
-from fastserial import startup
 from fastserial.cli import run as run_module
 from fastserial.errors import FastserialError
 from fastserial.patching import patches
@@ -31,31 +30,21 @@ def run(
     """Run one of `tests/programs` in a fresh process; it must end well. Return what it printed."""
     paths = [environment.pop("PYTHONPATH", ""), str(ROOT), str(TESTS)]
     path = os.pathsep.join(filter(None, paths))
-    inherited = {key: value for key, value in os.environ.items() if key != startup.VARIABLE}
-    done = subprocess.run(
-        [sys.executable, *flags, str(TESTS / "programs" / program), *arguments],
-        env={**inherited, "PYTHONPATH": path, **environment},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    variables = {"PYTHONPATH": path, **environment}
+    return processes.run(program, *arguments, flags=flags, cwd=cwd, variables=variables).out
 
 
 # --- on and off ------------------------------------------------------------------------------
 
 
 SCENES = {
-    "switching.py": (
+    "switching": (
         "on_and_off_give_back_the_same_objects",
         "options_are_kept_and_reset",
         "wrong_options_are_told_at_once",
         "the_copies_look_like_the_originals",
     ),
-    "other_code.py": (
+    "other_code": (
         "replaced_before_install",
         "replaced_after_install",
         "reloaded_after_install",
@@ -82,11 +71,11 @@ def test_scenes(program: str) -> None:
     ],
 )
 def test_import_orders(imports: str) -> None:
-    run("starting.py", "import_orders", imports)
+    run("starting", "import_orders", imports)
 
 
 def test_status_tells() -> None:
-    out = run("starting.py", "status_tells")
+    out = run("starting", "status_tells")
     status = json.loads(out)
     assert status["installed"] is True
     assert status["exact"] is True
@@ -108,7 +97,7 @@ def test_unknown_functions_stay_stock(version: str | None, tmp_path: Path) -> No
     for path in patches.patches_dir().glob("*.toml"):
         changed = path.read_text().replace('_load = "', '_load = "0')
         (tmp_path / path.name).write_text(changed)
-    out = run("other_code.py", "unknown_functions_stay_stock", str(tmp_path), version or "")
+    out = run("other_code", "unknown_functions_stay_stock", str(tmp_path), version or "")
     assert ("no patch for" if version else "not as released") in out
 
 
@@ -122,13 +111,13 @@ def test_unknown_functions_stay_stock(version: str | None, tmp_path: Path) -> No
     ],
 )
 def test_modified_source_stays_stock(change: str, message: str) -> None:
-    run("other_code.py", "modified_source_stays_stock", change, message)
+    run("other_code", "modified_source_stays_stock", change, message)
 
 
 @pytest.mark.parametrize("first", ["", "torch._dynamo"])
 def test_torch_compile_does_not_trace_it(first: str, tmp_path: Path) -> None:
     run(
-        "other_code.py",
+        "other_code",
         "torch_compile_does_not_trace_it",
         first,
         cwd=tmp_path,
@@ -140,7 +129,7 @@ def test_torch_compile_does_not_trace_it(first: str, tmp_path: Path) -> None:
 
 def test_threads_race_install_and_saves(tmp_path: Path) -> None:
     run(
-        "install_at_once.py",
+        "install_at_once",
         "threads_race_install_and_saves",
         cwd=tmp_path,
     )
@@ -149,7 +138,7 @@ def test_threads_race_install_and_saves(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork(tmp_path: Path) -> None:
     run(
-        "install_at_once.py",
+        "install_at_once",
         "fork",
         flags=("-W", "ignore::DeprecationWarning"),
         cwd=tmp_path,
@@ -173,19 +162,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_variable_installs_at_the_import_of_torch(site: str) -> None:
     for value, wanted in (("1", "True"), (" Yes ", "True"), ("0", "False"), ("", "False")):
         scene = ("at_the_import_of_torch", wanted)
-        run("starting.py", *scene, PYTHONPATH=site, FASTSERIAL=value)
+        run("starting", *scene, PYTHONPATH=site, FASTSERIAL=value)
 
 
 def test_trouble_at_the_start_stays_a_warning(site: str) -> None:
     out = run(
-        "starting.py",
+        "starting",
         "trouble_at_the_start_stays_a_warning",
         PYTHONPATH=site,
         FASTSERIAL="1",
     )
     assert "could not be installed: RuntimeError('broken') 1.0" in out
     run(
-        "starting.py",
+        "starting",
         "trouble_becomes_an_error_if_asked_for",
         flags=("-W", "error:fastserial could not:UserWarning"),
         PYTHONPATH=site,
@@ -196,14 +185,14 @@ def test_trouble_at_the_start_stays_a_warning(site: str) -> None:
 @pytest.mark.parametrize(("value", "wanted"), [(None, True), ("1", True), ("0", False)])
 def test_auto(value: str | None, wanted: bool) -> None:
     variable = {} if value is None else {"FASTSERIAL": value}
-    run("starting.py", "auto", str(wanted), **variable)
+    run("starting", "auto", str(wanted), **variable)
 
 
 @pytest.mark.parametrize("arguments", [["program.py", "a b", "-x"], ["-m", "program", "a b", "-x"]])
 def test_run_covers_spawned_children(arguments: list[str], site: str, tmp_path: Path) -> None:
-    shutil.copy(TESTS / "programs" / "spawns.py", tmp_path / "program.py")
+    shutil.copy(processes.program("spawns"), tmp_path / "program.py")
     out = run(
-        "starting.py",
+        "starting",
         "run_with",
         *arguments,
         flags=("-O",),
@@ -216,7 +205,7 @@ def test_run_covers_spawned_children(arguments: list[str], site: str, tmp_path: 
 
 def test_run_passes_the_exit_status_on(site: str) -> None:
     run(
-        "starting.py",
+        "starting",
         "run_passes_the_exit_status_on",
         PYTHONPATH=site,
     )
@@ -225,7 +214,7 @@ def test_run_passes_the_exit_status_on(site: str) -> None:
 def test_run_without_the_pth_file_says_so(tmp_path: Path) -> None:
     # -S: no site-packages, so no .pth file wherever fastserial is installed
     out = run(
-        "starting.py",
+        "starting",
         "run_without_the_pth_file_says_so",
         flags=("-S",),
         PYTHONPATH=os.pathsep.join(path for path in sys.path if path),
@@ -245,7 +234,7 @@ def test_run_needs_a_program() -> None:
 def test_the_start_imports_nothing(site: str) -> None:
     """Not even with the variable: most Python processes of a job never use torch."""
     without, with_it = (
-        set(run("modules.py", PYTHONPATH=site, FASTSERIAL=value).split()) for value in ("0", "1")
+        set(run("modules", PYTHONPATH=site, FASTSERIAL=value).split()) for value in ("0", "1")
     )
     ours = {"fastserial", "fastserial.startup", "fastserial.import_hook"}
     assert ours <= with_it
@@ -254,7 +243,7 @@ def test_the_start_imports_nothing(site: str) -> None:
 
 def test_the_import_of_torch_looks_as_ever(site: str) -> None:
     import_of = {
-        value: run("starting.py", "a_look_at_torch", value, PYTHONPATH=site, FASTSERIAL=value)
+        value: run("starting", "a_look_at_torch", value, PYTHONPATH=site, FASTSERIAL=value)
         for value in ("0", "1")
     }
     assert import_of["0"] == import_of["1"]
@@ -265,7 +254,7 @@ def test_an_import_that_fails_may_be_tried_again(tmp_path: Path) -> None:
         "import sys\nif not hasattr(sys, 'ready'):\n    raise ImportError('not yet')\n"
     )
     run(
-        "starting.py",
+        "starting",
         "an_import_that_fails_may_be_tried_again",
         PYTHONPATH=str(tmp_path),
     )
@@ -274,7 +263,7 @@ def test_an_import_that_fails_may_be_tried_again(tmp_path: Path) -> None:
 def test_threads_see_only_the_finished_module(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text("import time\ntime.sleep(0.1)\n")
     run(
-        "starting.py",
+        "starting",
         "threads_see_only_the_finished_module",
         PYTHONPATH=str(tmp_path),
     )
@@ -286,11 +275,11 @@ def test_a_module_in_a_zip_file(tmp_path: Path) -> None:
         archive.writestr("late.py", "import other\n")
         archive.writestr("other.py", "")
     run(
-        "starting.py",
+        "starting",
         "a_module_in_a_zip_file",
         PYTHONPATH=str(tmp_path / "m.zip"),
     )
 
 
 def test_a_second_copy_knows_of_the_first(tmp_path: Path) -> None:
-    run("starting.py", "a_second_copy_knows_of_the_first", str(tmp_path / "f.pt"))
+    run("starting", "a_second_copy_knows_of_the_first", str(tmp_path / "f.pt"))

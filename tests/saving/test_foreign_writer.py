@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import CASES, MIB, Case, noise
-from support.identity import difference, fast, legacy_normal_form, stock
+from support.identity import difference, fast, legacy_value, stock
 
 from fastserial.reports import SAVES
 
@@ -61,7 +61,7 @@ def test_stock_bytes(name: str, fmt: str) -> None:
         torch.save(live, theirs, **case.options(fmt))
     mine, other = expected.getvalue(), bytes(theirs.data)
     if fmt == "legacy" and case.fresh_storages:  # keys are addresses
-        mine, other = legacy_normal_form(mine), legacy_normal_form(other)
+        mine, other = legacy_value(mine), legacy_value(other)
     assert difference(mine, other) is None
 
 

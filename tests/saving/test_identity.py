@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import gc
-import io
 import itertools
 import os
 import shutil
@@ -28,7 +27,6 @@ from support.identity import (
     difference,
     digest,
     fast,
-    legacy_normal_form,
     saver,
     stock,
 )
@@ -308,25 +306,3 @@ def test_planted_wrong_error_is_seen(folder: Path) -> None:
     for got in (other, none):
         with pytest.raises(AssertionError):
             compare(want, got)
-
-
-def test_legacy_normal_form_sees_content() -> None:
-    """Only the addresses are ignored."""
-    live = {"weight": torch.arange(5.0), "bias": torch.ones(3), "empty": torch.empty(0)}
-    with stock():
-        buffer = io.BytesIO()
-        torch.save(live, buffer, _use_new_zipfile_serialization=False)
-    data = buffer.getvalue()
-    normal = legacy_normal_form(data)
-    assert {key: count for key, (count, _) in normal[1].items()} == {0: 5, 1: 3, 2: 0}
-    # Other addresses of as many digits, in the same order.
-    moved = data
-    for tensor in live.values():
-        key = str(tensor.untyped_storage()._cdata)
-        moved = moved.replace(key.encode(), str(int(key) + 1).encode())
-    assert moved != data
-    assert legacy_normal_form(moved) == normal
-    for place in (data.index(b"weight"), data.index(live["bias"].numpy().tobytes()) + 5):
-        changed = bytearray(data)
-        changed[place] ^= 1
-        assert legacy_normal_form(bytes(changed)) != normal

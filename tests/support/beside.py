@@ -1,12 +1,7 @@
-"""What tests of saves beside the program share.
-
-Short runs by default, with `FASTSERIAL_FAULTS=full` the long ones.
-"""
+"""What tests of saves beside the program share."""
 
 from __future__ import annotations
 
-import os
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,9 +14,8 @@ from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.overlap import guard, pending
 
-__all__ = ["FULL", "OPTIMIZERS", "Gate", "dice", "gate", "nothing_left", "trials"]
+__all__ = ["OPTIMIZERS", "Gate", "gate", "nothing_left"]
 
-FULL = os.environ.get("FASTSERIAL_FAULTS", "") == "full"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
     "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
@@ -33,18 +27,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
 }
-
-
-@pytest.fixture
-def trials(request: pytest.FixtureRequest) -> int:
-    """How many: `@pytest.mark.trials(short, full)`."""
-    short, full = request.node.get_closest_marker("trials").args
-    return int(full if FULL else short)
-
-
-@pytest.fixture
-def dice(request: pytest.FixtureRequest) -> random.Random:
-    return random.Random(request.node.name)
 
 
 class Gate:

@@ -24,13 +24,11 @@ import pathlib
 import pickle
 import random
 import re
-import sys
 import tempfile
 import threading
 import types
 import uuid
 import warnings
-import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -148,78 +146,46 @@ def noise(nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 # --- dtypes -----------------------------------------------------------------------------------
 
-QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 # Legacy readers find a storage class by name; newer dtypes have none.
-LEGACY_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64}
-LEGACY_DTYPES |= {torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-LEGACY_DTYPES |= {torch.complex64, torch.complex128}
+LEGACY_DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64]
+LEGACY_DTYPES += [torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+LEGACY_DTYPES += [torch.complex64, torch.complex128]
 
 
-def _add_dtypes() -> None:
-    found = {n: d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
-    for name, dtype in sorted(found.items()):
-        if str(dtype) != f"torch.{name}" or name.startswith(("qint", "quint")):
-            continue  # an alias, or quantized: below
-        sub_byte = re.fullmatch(r"u?int[1-7]", name) is not None
-        add(
-            f"dtype_{name}",
-            functools.partial(noise, 96, dtype),
-            raises=KeyError if sub_byte else None,
-            loads=FORMATS if dtype in LEGACY_DTYPES else ("zip",),
-            portable=dtype in LEGACY_DTYPES,
-        )
+def _dtypes(sub_byte: bool) -> list[torch.dtype]:
+    """What this torch has beside them, but quantized ones; those of less than a byte or others."""
+    found = {str(d)[6:]: d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    left_out = {str(dtype)[6:] for dtype in LEGACY_DTYPES}
+    return [
+        dtype
+        for name, dtype in sorted(found.items())
+        if name not in left_out
+        and not name.startswith(("qint", "quint"))
+        and (re.fullmatch(r"u?int[1-7]", name) is not None) is sub_byte
+    ]
 
 
-_add_dtypes()
+add("dtypes", lambda: [noise(96, dtype) for dtype in LEGACY_DTYPES])
+add(
+    "dtypes_new",
+    lambda: [noise(96, dtype) for dtype in _dtypes(False)],
+    loads=("zip",),
+    portable=False,
+)
+if _dtypes(True):
+    add("dtypes_sub_byte", lambda: noise(96, _dtypes(True)[0]), raises=KeyError)
 
-for _dtype in QUANTIZED:
-    add(
-        f"quantized_{str(_dtype)[6:]}",
-        lambda d=_dtype: torch.quantize_per_tensor(torch.randn(9, 5), 0.1, 3, d),
-        portable=False,
-    )
 
-
-@case("quantized_per_channel", portable=False)
+@case("quantized", portable=False)
 def _() -> Any:
+    kinds = (torch.qint8, torch.quint8, torch.qint32)
+    tensors = [torch.quantize_per_tensor(torch.randn(9, 5), 0.1, 3, dtype) for dtype in kinds]
     scales, zeros = torch.rand(4) + 0.1, torch.zeros(4, dtype=torch.int64)
-    return torch.quantize_per_channel(torch.randn(4, 6), scales, zeros, 0, torch.qint8)
-
-
-@case("quantized_quint4x2", portable=False)
-def _() -> Any:
-    return torch.quantize_per_channel(
-        torch.randn(4, 4), torch.ones(4), torch.zeros(4), 0, torch.quint4x2
-    )
-
-
-@case("quantized_storage", portable=False)
-def _() -> Any:
-    return torch.quantize_per_tensor(torch.randn(33), 0.1, 0, torch.qint8).storage()
-
-
-@case("quantized_dynamic_module", fresh_storages=True, portable=False, loads=())
-def _() -> Any:
-    model = nn.Sequential(nn.Linear(7, 4), nn.ReLU())
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+    per_channel = torch.quantize_per_channel(torch.randn(4, 6), scales, zeros, 0, torch.qint8)
+    return [*tensors, per_channel, tensors[0].storage()]
 
 
 # --- shapes and sizes -------------------------------------------------------------------------
-
-
-@case("scalars")
-def _() -> Any:
-    return [torch.tensor(1.5), torch.tensor(7), torch.tensor(True), torch.tensor(1 + 2j)]
-
-
-@case("zero_dim")
-def _() -> Any:
-    return torch.tensor(math.pi)
-
-
-@case("special_floats")
-def _() -> Any:
-    return torch.tensor([math.nan, math.inf, -math.inf, -0.0, 5e-324], dtype=torch.float64)
 
 
 @case("empty")
@@ -227,30 +193,16 @@ def _() -> Any:
     return torch.empty(0)
 
 
-@case("empty_several")
-def _() -> Any:
-    return [torch.empty(0), torch.empty(0, 3), torch.empty(2, 0, dtype=torch.int64), torch.ones(1)]
-
-
-@case("empty_shared_across_dtypes", portable=False)  # torch 2.13 confuses them under mmap
-def _() -> Any:
-    x = torch.empty(0)
-    return [x, x.view(torch.int32), x[:0]]
-
-
 @case("empty_between_data")
 def _() -> Any:
     return [noise(100), torch.empty(0), noise(5000), torch.empty(0), torch.empty(0)]
 
 
-for _n in (1, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1):
-    add(f"bytes_{_n}", functools.partial(noise, _n), portable=False)
 add("bytes_3MiB_and_17", lambda: noise(3 * MIB + 17))
 add("bytes_5MB", lambda: noise(5_000_000))
 add("bytes_40MB", lambda: torch.randn(10_000_000), large=True, portable=False)
 
-for _n in (512, 4096):
-    add(f"sizes_around_{_n}", lambda n=_n: [noise(n + d) for d in range(-9, 10)], portable=False)
+add("sizes_around_4096", lambda: [noise(4096 + d) for d in range(-9, 10)], portable=False)
 
 
 def _straddle(boundary: int, delta: int) -> Any:
@@ -269,10 +221,9 @@ def _straddle(boundary: int, delta: int) -> Any:
 
 # Meant for archive names of seven letters ("archive"), in the zip format.
 for _boundary, _deltas in {
-    4096: (-64, -24, -16, -15, -12, -8, -4, -1, 0, 1, 8),
-    MIB: (-16, -9, -1, 0, 1),
-    4 * MIB: (-8, 0),
-    8 * MIB: (-8, 1),
+    4096: (-16, -8, -1, 0, 1),
+    MIB: (-9, 0, 1),
+    8 * MIB: (-8,),
 }.items():
     for _delta in _deltas:
         add(
@@ -300,44 +251,13 @@ def _() -> Any:
     return {f"block.{i}.weight": torch.randn(1 + i % 7) for i in range(3000)}
 
 
-# Around the sizes up to which storages are copied at once, or packed with others.
-for _n in (65_536, 65_537):
-    add(f"storages_of_{_n}_bytes_together", lambda n=_n: [noise(n - 1000), noise(1000)])
-
-
-@case("small_and_large_and_empty_in_turn")
-def _() -> Any:
-    sizes = (0, 8, 65_536, 0, 65_537, 3, 0, 70_000, 5, 1, 65_536, *[60_000] * 20, 7)
-    return [noise(n) for n in sizes]
-
-
 @case("more_than_ten_storages")
 def _() -> Any:
     # torch 2.6 writes key 10 before key 2.
     return [torch.full((3,), i) for i in range(23)]
 
 
-@case("all_zero_1MiB")
-def _() -> Any:
-    return torch.zeros(MIB // 4)
-
-
-@case("channels_last")
-def _() -> Any:
-    return torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-
-
 # Content that looks like a data descriptor: torch folds it into the archive's id (a quirk).
-for _n in (4, 8, 9, 12, 4096, MIB):
-
-    def _signature(n: int = _n) -> Any:
-        x = noise(n)
-        x[:4] = torch.tensor(list(b"PK\x07\x08"), dtype=torch.uint8)
-        return x
-
-    add(f"descriptor_signature_{_n}", _signature, portable=False)
-
-
 @case("descriptor_signatures_mixed")
 def _() -> Any:
     mark = torch.tensor(list(b"PK\x07\x08"), dtype=torch.uint8)
@@ -361,17 +281,6 @@ def _() -> Any:
 def _() -> Any:
     x = torch.arange(60.0).reshape(6, 10)
     return {"base": x, "row": x[2], "slice": x[1:4, 2:7], "t": x.t(), "step": x[::2, ::3]}
-
-
-@case("views_overlapping")
-def _() -> Any:
-    x = torch.arange(50.0)
-    return [x[0:20], x[10:30], x[5:6], torch.as_strided(x, (5, 5), (3, 2), 1)]
-
-
-@case("expanded")
-def _() -> Any:
-    return torch.randn(1, 4).expand(1000, 4)
 
 
 @case("small_view_of_big_storage")
@@ -420,21 +329,9 @@ def _() -> Any:
     return torch.randn(10).untyped_storage()
 
 
-@case("storage_untyped_odd", loads=("zip",))
-def _() -> Any:
-    storage = torch.UntypedStorage(7)
-    return storage.fill_(3)
-
-
 @case("storage_typed")
 def _() -> Any:
     return [torch.randn(10).storage(), torch.arange(5).storage()]
-
-
-@case("storage_typed_after_its_tensor")
-def _() -> Any:
-    x = torch.randn(10)
-    return [x[3:], x.storage()]
 
 
 @case("storage_untyped_with_uint8_tensor", loads=("zip",))
@@ -468,17 +365,6 @@ def _() -> Any:
 @case("from_numpy")
 def _() -> Any:
     return [torch.from_numpy(np.arange(9.0)), torch.from_numpy(np.ones((3, 4), order="F"))]
-
-
-@case("from_numpy_huge_offset_view")
-def _() -> Any:
-    return torch.from_numpy(np.random.rand(400, 500)[300:, 3:])
-
-
-@case("frombuffer_odd_address")
-def _() -> Any:
-    buffer = bytearray(random.randbytes(40_001))
-    return [torch.frombuffer(buffer, dtype=torch.uint8, offset=1)]
 
 
 @case("frombuffer_odd_address_float32")
@@ -530,13 +416,6 @@ def _() -> Any:
     return [x.conj(), x, torch.randn(5, dtype=torch.complex64).conj().imag]
 
 
-@case("requires_grad")
-def _() -> Any:
-    x = torch.randn(4, requires_grad=True)
-    (x * 2).sum().backward()
-    return [x, x * 3, x.grad]
-
-
 @case("backward_hooks")
 def _() -> Any:
     x = torch.randn(4, requires_grad=True)
@@ -586,21 +465,8 @@ def _() -> Any:
     return torch.nested.nested_tensor(parts, layout=torch.jagged)
 
 
-@case("masked_tensor", portable=False)
-def _() -> Any:
-    return torch.masked.masked_tensor(torch.randn(3), torch.tensor([True, False, True]))
-
-
 class Plain(torch.Tensor):
     """A subclass that adds nothing."""
-
-
-class Functioned(torch.Tensor):
-    """A subclass with its own ``__torch_function__``."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class Wrapper(torch.Tensor):
@@ -638,26 +504,9 @@ def _() -> Any:
     return [x, y]
 
 
-@case("subclass_torch_function")
-def _() -> Any:
-    return torch.randn(3, 4).as_subclass(Functioned)
-
-
 @case("subclass_wrapper", portable=False)
 def _() -> Any:
     return {"w": Wrapper(torch.randn(3), torch.arange(4))}
-
-
-@case("parameter_and_buffer")
-def _() -> Any:
-    parameter = nn.Parameter(torch.randn(3))
-    parameter.extra = 5  # type: ignore[attr-defined]
-    return [parameter, nn.Parameter(torch.ones(2), requires_grad=False), nn.Buffer(torch.ones(2))]
-
-
-@case("uninitialized_parameter")
-def _() -> Any:
-    return nn.LazyLinear(3).state_dict()
 
 
 def _fake_model() -> Any:
@@ -713,9 +562,6 @@ def _mixed() -> Any:
 
 
 add("skip_data", _mixed, context=skipping, raises=NO_SKIP, loads=())
-add("skip_data_empty", lambda: torch.empty(0), context=skipping, raises=NO_SKIP, loads=())
-add("skip_data_no_storage", lambda: {"a": 1}, context=skipping, raises=NO_SKIP, loads=())
-add("skip_data_5MB", lambda: noise(5_000_000), context=skipping, raises=NO_SKIP, loads=())
 add(
     "skip_data_meta",
     lambda: [torch.empty(9, device="meta"), torch.ones(3)],
@@ -737,9 +583,8 @@ add(
     raises={"zip": UNPICKLABLE, "legacy": RuntimeError},
 )
 add("no_crc", _mixed, context=without_crc, portable=False)
-add("no_crc_1MiB", lambda: noise(MIB), context=without_crc, portable=False)
 add("no_crc_signature", lambda: CASES["descriptor_signatures_mixed"].builder(), context=without_crc)
-for _n in (1, 8, 100, 512, 4096, 32768, 65536):
+for _n in (1, 100, 4096, 65536):
     add(
         f"alignment_{_n}",
         _mixed,
@@ -788,7 +633,6 @@ for _protocol in (-1, 0, 1, 2, 3, 4, 5):
     )
 add("protocol_99", _plain, save={"pickle_protocol": 99}, raises=ValueError)
 add("no_byteorder", _mixed, save={"_disable_byteorder_record": True})
-add("no_byteorder_empty", list, save={"_disable_byteorder_record": True})
 add("pickle_python", _plain, save={"pickle_module": "python"}, portable=False)
 add("pickle_dill", _plain, save={"pickle_module": "dill"}, needs=("dill",), portable=False)
 add(
@@ -843,23 +687,11 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 add("module", _net, portable=False)
 add("module_tied", Tied, portable=False)
 add("module_state_dict", lambda: Tied().state_dict())
-add("module_lstm", lambda: nn.LSTM(5, 6, 2), portable=False)
-add("module_transformer", lambda: nn.Transformer(16, 2, 1, 1, 32), portable=False)
-add("module_lazy", lambda: nn.LazyLinear(3), portable=False)
-add("module_half", lambda: _net().half().eval(), portable=False)
-add("module_data_parallel", lambda: nn.DataParallel(_net()), portable=False)
-add(
-    "module_old_weight_norm",
-    lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
-    portable=False,
-    loads=(),
-)
 add(
     "module_parametrized",
     lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
     raises=RuntimeError,
 )
-add("module_graph", lambda: torch.fx.symbolic_trace(_net()), portable=False, loads=())
 add("module_script", lambda: torch.jit.script(nn.Linear(3, 4)), raises=(RuntimeError, TypeError))
 
 
@@ -868,13 +700,6 @@ def _() -> Any:
     model = _net()
     model.activation = lambda x: x  # type: ignore[assignment]
     return model
-
-
-@case("state_dict_with_metadata")
-def _() -> Any:
-    state = _net().state_dict()
-    state._metadata["note"] = {"version": 3}
-    return state
 
 
 @case("checkpoint")
@@ -896,31 +721,13 @@ def _() -> Any:
     }
 
 
-add("optimizer_and_scheduler_whole", _trained, portable=False, loads=())
-add("generator", lambda: torch.Generator().manual_seed(5), fresh_storages=True, loads=("zip",))
-
-
-@case("optimizer_sgd_state")
-def _() -> Any:
-    weight = nn.Parameter(torch.randn(6))
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    weight.square().sum().backward()
-    optimizer.step()
-    return [optimizer.state_dict(), weight]
+add("generator", lambda: torch.Generator().manual_seed(5), fresh_storages=True, formats=("zip",))
 
 
 @case("torch_small_objects")
 def _() -> Any:
     kinds = [torch.float32, torch.device("cpu"), torch.device("meta"), torch.Size([2, 3])]
     return [*kinds, torch.strided, torch.max(torch.eye(3), 0), torch.__version__]
-
-
-add("memory_format", lambda: torch.channels_last, raises=UNPICKLABLE)
-
-
-@case("distribution", portable=False, loads=())
-def _() -> Any:
-    return torch.distributions.Normal(torch.zeros(2), torch.ones(2))
 
 
 # --- plain Python -----------------------------------------------------------------------------
@@ -966,17 +773,7 @@ def _deep(depth: int) -> Any:
 
 
 add("none", lambda: None)
-add("int", lambda: 7)
-add("empty_dict", dict)
-add("numbers", lambda: [0, -1, 2**70, -(2**2100), 1.5, math.nan, 1 + 2j, True, 255, 256, 65536])
-add("strings", lambda: ["", "a" * 300, "größe 模型 🚀", "nul\0", "\udc80 lone", b"", b"\x80" * 300])
-add(
-    "keys_non_ascii",
-    lambda: {"größe": torch.ones(3), "模型.权重": noise(700), "🚀": 1, (1, "x"): 2},
-)
-add("huge_string", lambda: ["ü" * MIB, torch.ones(3)], portable=False)
 add("huge_bytes", lambda: {"blob": random.randbytes(3 * MIB + 1), "t": noise(5000)}, portable=False)
-add("long_list_of_ints", lambda: list(range(50_000)), portable=False)
 add("deep_nesting", lambda: _deep(100))
 add("recursive", _recursive)
 add("dataclass", lambda: Record("root", torch.ones(3), [Record("leaf", noise(90))]))
@@ -984,9 +781,6 @@ add("namedtuple", lambda: Point(1, torch.randn(3)))
 add("slots", lambda: Slotted(torch.ones(2), {"a": Slotted(None, noise(10))}))
 add("enums", lambda: [Color.RED, Color.GREEN, re.IGNORECASE])
 add("numpy_arrays", lambda: [np.arange(7), np.random.rand(3, 4).T, np.zeros((0, 2)), np.float32(3)])
-add("numpy_odd", lambda: [np.array([1, "a", None], dtype=object), np.array(["x", "yy"])])
-add("numpy_structured", lambda: np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", ">f8")]))
-add("numpy_generator", lambda: np.random.default_rng(3), portable=False)
 add(
     "standard_library",
     lambda: [
@@ -1130,9 +924,5 @@ add("raise_system_exit", lambda: _then_raise(SystemExit(3)), raises=SystemExit)
 add("raise_stop_iteration", lambda: _then_raise(StopIteration()), raises=StopIteration)
 add("unpicklable_lambda", lambda: [torch.ones(2), lambda: 0], raises=UNPICKLABLE)
 add("unpicklable_local_class", _local_class, raises=UNPICKLABLE)
-add("unpicklable_weakref", lambda: {"w": weakref.WeakValueDictionary()}, raises=UNPICKLABLE)
 add("unpicklable_lock", lambda: [noise(9), threading.Lock()], raises=UNPICKLABLE)
-add("unpicklable_generator", lambda: (i for i in range(3)), raises=UNPICKLABLE)
-add("unpicklable_module", lambda: {"sys": sys}, raises=UNPICKLABLE)
-add("unpicklable_open_file", lambda: open(os.devnull, "rb"), raises=UNPICKLABLE)  # noqa: SIM115
 add("unpicklable_too_deep", lambda: _deep(100_000), raises=RecursionError)

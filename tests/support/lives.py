@@ -746,9 +746,6 @@ def _live(value: Any) -> Iterator[Any]:
 CONTROLS: dict[str, type[Checkpointer]] = {"late": Late, "shallow": Shallow}
 
 
-EVENTS = ("change", "save", "save", "save and change", "wait", "damage", "resume")
-
-
 def by_chance(life: Life, dice: random.Random, events: int) -> None:
     """Let chance choose what happens; no process is killed."""
     for _ in range(events):

@@ -17,24 +17,17 @@ import tempfile
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from support import processes
+from support.processes import Ended
+
 __all__ = ["Ended", "Job", "Killed", "join", "run"]
 
 _TESTS = Path(__file__).resolve().parent.parent
-
-
-@dataclass
-class Ended:
-    """A rank's process that has ended: with this exit code, or by the signal -code."""
-
-    code: int
-    out: str
-    err: str
 
 
 class Killed(NamedTuple):
@@ -234,7 +227,7 @@ def _fork(program: str, rank: int, count: int, folder: Path, args: list[str]) ->
         os.dup2(os.open(folder / f"{rank}.{end}", os.O_WRONLY | os.O_CREAT, 0o600), fd)
     code = 1
     try:
-        path = str(_TESTS / "programs" / f"{program}.py")
+        path = str(processes.program(program))
         sys.argv = [path, *args]
         runpy.run_path(path, run_name="__main__")
         code = 0

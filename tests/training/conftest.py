@@ -2,9 +2,4 @@
 
 from __future__ import annotations
 
-import pytest
-from support.beside import dice, gate, nothing_left, trials  # noqa: F401
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "trials(short, full): number of trials")
+from support.beside import gate, nothing_left  # noqa: F401

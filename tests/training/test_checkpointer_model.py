@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support import ranks
-from support.beside import FULL
+from support.forms import FULL
 from support.lives import (
     BOXES,
     CONTROLS,

@@ -345,6 +345,7 @@ def _objection(held: Holding, there: FileTensor, cast: bool) -> str | None:
 
 
 def path_name(path: Path) -> str:
+    """Return a path for people, in dots."""
     return ".".join(map(str, path)) or "the object"
 
 

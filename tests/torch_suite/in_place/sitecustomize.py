@@ -1,11 +1,13 @@
-"""Our storage and planners under stock's names, in every process that has this on its path.
+"""Ours in place of stock's, in every process that has this on its path: for torch's own tests.
 
-For torch's own tests of DCP. `FASTSERIAL_IN_PLACE`: `ours`; `stock` changes nothing of DCP. With
-both, tests that ask for several GPUs run on the CPU, and ranks are forked: they need not import.
+`FASTSERIAL_IN_PLACE`: `installed` installs fastserial; `ours` gives DCP's modules our storage and
+planners under stock's names; `stock` changes nothing. With the last two, tests that ask for several
+GPUs run on the CPU, and ranks are forked: they need not import.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from fastserial.import_hook import when_imported
 
 _DCP = "torch.distributed.checkpoint"
-_OURS = os.environ.get("FASTSERIAL_IN_PLACE") == "ours"
+_WHO = os.environ.get("FASTSERIAL_IN_PLACE")
 
 
 def _without_gpu_and_import(module: Any) -> None:
@@ -41,6 +43,25 @@ def _substitute(dcp: Any) -> None:
                 setattr(module, name, getattr(in_place, name))
 
 
-when_imported("torch.testing._internal.common_distributed", _without_gpu_and_import)
-if _OURS:
+def _install(torch: Any) -> None:
+    """Install fastserial, and tell at the end how often it saved and loaded."""
+    import fastserial
+
+    fastserial.install(strict=True, small_file=0)
+    atexit.register(_tell_totals)
+
+
+def _tell_totals() -> None:
+    import fastserial
+
+    totals = fastserial.summary()
+    with open(os.environ["FASTSERIAL_IN_PLACE_LOG"], "a") as file:
+        file.write("saves\n" * totals.saves.count + "loads\n" * totals.loads.count)
+
+
+if _WHO == "installed":
+    when_imported("torch", _install)
+else:
+    when_imported("torch.testing._internal.common_distributed", _without_gpu_and_import)
+if _WHO == "ours":
     when_imported(_DCP, _substitute)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from support.children import answer, arguments
+from support.processes import answer
 
 import fastserial
 from fastserial import distributed
@@ -81,7 +82,7 @@ class Odd(torch.nn.Module):
 
 
 def main() -> None:
-    folder = Path(arguments()[0])
+    folder = Path(sys.argv[1])
     found: dict[str, dict[str, str]] = {}
     for make, name in ((a_folder, "folder"), (a_file, "file.pt"), (a_legacy_file, "legacy.pt")):
         path = make(folder / name)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from support import ranks
+from support import processes, ranks
 
 ANYBODY = ("new", "private", "link", "hanging_link", "held", "not_durable")
 OTHERS = ("others", "unwritable", "append_only")
@@ -43,8 +42,7 @@ def test_what_differs_between_ranks_is_no_file(tmp_path: Path) -> None:
 
 def test_loads_while_the_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
-    program = Path(__file__).parent.parent / "programs" / "replacing.py"
-    other = subprocess.Popen([sys.executable, str(program), str(path)])
+    other = processes.start(processes.program("replacing"), path)
     try:
         until = time.monotonic() + 60
         while not path.exists():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 
-from support.children import SMALL, answer, arguments, raised, save
 from support.corpus import noise
-from support.identity import fast
+from support.identity import SMALL, fast, raised, save
+from support.processes import answer
 
-args = arguments()
+args = sys.argv[1:]
 stop, errors = threading.Event(), []
 small = {i: noise(20_000) for i in range(100)}
 big, folder = {"t": noise(6_000_000), **small}, Path(args[0])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
-from support.children import answer, arguments, save
-from support.identity import fast, stock
+from support.identity import fast, save, stock
+from support.processes import answer
 
-args = arguments()
+args = sys.argv[1:]
 result = {}
 kept = os.dup(1)
 for side in (stock, fast):

@@ -1,23 +1,25 @@
-"""torch's own tests of DCP, with our storage and planners in place of stock's.
+"""torch's own tests, with stock torch and with ours: what passes there has to pass here.
 
-They are not part of a wheel, nor of this repository: `FASTSERIAL_TORCH_TESTS` names the folder
-`test/distributed/checkpoint` of a checkout of the installed release (CONTRIBUTING.md says how).
+`test_serialization.py` runs with fastserial installed, those of DCP with our storage and planners
+in place of stock's. They are not part of a wheel, nor of this repository: `nox -s torch_suite`
+fetches those of the installed release, and `FASTSERIAL_TORCH_SOURCE` names a checkout of it.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.processes import python
 
-TESTS = Path(__file__).resolve().parents[1]
-FOLDER = os.environ.get("FASTSERIAL_TORCH_TESTS")
-FILES = sorted(Path(FOLDER).rglob("test_*.py")) if FOLDER else []
+HERE = Path(__file__).resolve().parent
+SOURCE = os.environ.get("FASTSERIAL_TORCH_SOURCE")
+SERIALIZATION, DCP = "test/test_serialization.py", "test/distributed/checkpoint/**/test_*.py"
+FILES = [path for form in (SERIALIZATION, DCP) for path in Path(SOURCE or HERE).glob(form)]
 
 # What a test of torch looks at that only stock has, and why ours has it not.
 _KEPT = "looks at the plans that stock keeps, in attributes of SavePlanner; ours keeps others"
@@ -35,26 +37,19 @@ KNOWN = {
 }
 
 
-def outcomes(file: Path, who: str, log: Path, **environment: str) -> dict[str, str]:
+def outcomes(file: Path, who: str, log: Path) -> dict[str, str]:
     """Run a file's tests; return how each one ended."""
     report = log.with_suffix(".xml")
-    path = [str(TESTS / "support" / "dcp_in_place"), *filter(None, sys.path)]
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, f"--rootdir={file.parent}", f"--junitxml={report}", str(file)],
-        cwd=file.parent,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "FASTSERIAL_IN_PLACE": who,
-            "FASTSERIAL_IN_PLACE_LOG": str(log),
-            "OMP_NUM_THREADS": "1",  # several ranks on few cores; forked ones have no pool
-            **environment,
-        },
-        capture_output=True,
-        timeout=1500,
-    )
-    assert report.exists(), done.stdout.decode()[-3000:]
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(HERE / "in_place"), *filter(None, sys.path)]),
+        "FASTSERIAL_IN_PLACE": who,
+        "FASTSERIAL_IN_PLACE_LOG": str(log),
+        "OMP_NUM_THREADS": "1",  # several ranks on few cores; forked ones have no pool
+    }
+    words = ("-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider")
+    where = (f"--rootdir={file.parent}", f"--junitxml={report}", file)
+    done = python(*words, *where, code=None, variables=variables, cwd=file.parent, timeout=1500)
+    assert report.exists(), done.out[-3000:]
     found: dict[str, str] = {}
     for case in ET.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
@@ -63,17 +58,19 @@ def outcomes(file: Path, who: str, log: Path, **environment: str) -> dict[str, s
     return found
 
 
-@pytest.mark.skipif(not FILES, reason="FASTSERIAL_TORCH_TESTS names no folder with tests of torch")
+@pytest.mark.skipif(not FILES, reason="FASTSERIAL_TORCH_SOURCE names no checkout of torch")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("file", FILES or [None], ids=lambda file: file and file.stem)
+@pytest.mark.parametrize("file", sorted(FILES) or [None], ids=lambda file: file and file.stem)
 def test_what_passes_with_stock_passes_with_ours(file: Path, tmp_path: Path) -> None:
     stock = outcomes(file, "stock", tmp_path / "stock.log")
-    ours = outcomes(file, "ours", tmp_path / "ours.log")
+    serialization = str(file).endswith(SERIALIZATION)
+    ours = outcomes(file, "installed" if serialization else "ours", tmp_path / "ours.log")
     passed = sorted(name for name, outcome in stock.items() if outcome == "passed")
     log = tmp_path / "ours.log"
     used = Counter(log.read_text().splitlines() if log.exists() else [])
     print(f"{len(passed)} of {len(stock)} pass with stock; of ours were used: {dict(used)}")
     assert not used["plans a save as stock does"], "it is stock's plans that were tested"
+    assert not serialization or min(used["saves"], used["loads"]) > 10, used
     failed = {name: ours.get(name, "missing") for name in passed if ours.get(name) != "passed"}
     new = {name: how for name, how in failed.items() if f"{file.stem}::{name}" not in KNOWN}
     print(f"known to differ: {sorted(failed.keys() - new.keys())}")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from support.children import answer, arguments, raised, save
-from support.identity import fast, stock
+from support.identity import fast, raised, save, stock
+from support.processes import answer
 
-fmt, *scenes = arguments()
+fmt, *scenes = sys.argv[1:]
 
 
 def become_nobody() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import resource
+import sys
 
-from support.children import answer, arguments, raised, save
 from support.corpus import noise
-from support.identity import fast, stock
+from support.identity import fast, raised, save, stock
+from support.processes import answer
 
-args = arguments()
+args = sys.argv[1:]
 with fast():  # imports what it needs
     save(args[0] + "/warm.pt", args[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

@@ -11,14 +11,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from support.blocks import blocks_of
 
 
 def _alone() -> dict[str, str]:
-    """The environment without what says that this is one rank of several."""
-    mine = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    """The environment without what the test, or torchrun, put there."""
+    mine = (
+        "PYTHONPATH",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "TORCHELASTIC_",
+    )
     return {name: value for name, value in os.environ.items() if not name.startswith(mine)}
 
 

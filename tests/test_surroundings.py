@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.identity import fast
+from support.processes import run
 
 import fastserial
 from fastserial import config
@@ -22,22 +21,7 @@ from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 
 BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 2}
-PROGRAMS = Path(__file__).parent / "programs"
 STATE = {"a": torch.arange(300_000)}
-
-
-def run(name: str, *arguments: str | Path, flags: tuple[str, ...] = (), **environment: str) -> str:
-    """Run a program of `tests/programs` in a new process; it must end well."""
-    done = subprocess.run(
-        [sys.executable, *flags, str(PROGRAMS / f"{name}.py"), *map(str, arguments)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-3000:]}"
-    return done.stdout
 
 
 class _Flags(ThreadsEngine):
@@ -75,21 +59,15 @@ def test_a_file_object_stays_synchronous(tmp_path: Path, flag: int, use_zip: boo
 def test_no_null_device(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("not root: /dev cannot be emptied")
-    done = subprocess.run(
-        ["unshare", "--mount", sys.executable, str(PROGRAMS / "no_null_device.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    if "unshare" in done.stderr or done.returncode == 77:
-        pytest.skip(f"no mounts of our own: {done.stderr}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True []\n"
+    ended = run("no_null_device", tmp_path, under=["unshare", "--mount"], code=None)
+    if "unshare" in ended.err or ended.code == 77:
+        pytest.skip(f"no mounts of our own: {ended.err}")
+    assert ended.code == 0, ended.err
+    assert ended.out == "True []\n"
 
 
 def test_bytes_never_meet_text(tmp_path: Path) -> None:
-    assert run("bytes_and_text", tmp_path, flags=("-bb",)) == "ok\n"
+    assert run("bytes_and_text", tmp_path, flags=["-bb"]).out == "ok\n"
 
 
 def test_nothing_is_logged_for_a_save_and_a_load_that_went_well(
@@ -126,23 +104,21 @@ def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("form", ["zip", "legacy"])
 def test_storages_resized_during_a_save(tmp_path: Path, form: str, count: int, nbytes: int) -> None:
     """Neither a crash nor a file that cannot be read: an error that names the file."""
-    out = run("resizing", tmp_path, form, str(count), str(nbytes), "1")
-    assert "refused" in out
+    assert "refused" in run("resizing", tmp_path, form, count, nbytes, 1).out
 
 
 @pytest.mark.parametrize("room", [10, 20, 60])
 def test_a_save_with_little_address_space(tmp_path: Path, room: int) -> None:
-    run("little", "SAVE", tmp_path / "f.pt", str(room), "0")
+    run("little_room", "SAVE", tmp_path / "f.pt", room, 0)
     assert list(torch.load(tmp_path / "f.pt")) == [f"t{i}" for i in range(10)]
 
 
 @pytest.mark.parametrize(("room", "why"), [(450, "little address space"), (3000, "None")])
 def test_a_load_with_little_address_space(tmp_path: Path, room: int, why: str) -> None:
-    out = run("little", "LOAD", tmp_path / "f.pt", str(room), "0")
-    assert why in out
+    assert why in run("little_room", "LOAD", tmp_path / "f.pt", room, 0).out
 
 
 @pytest.mark.parametrize("descriptors", [1, 2, 3])
 def test_a_save_with_few_descriptors(tmp_path: Path, descriptors: int) -> None:
-    run("little", "SAVE", tmp_path / "f.pt", "0", str(descriptors))
+    run("little_room", "SAVE", tmp_path / "f.pt", 0, descriptors)
     assert list(torch.load(tmp_path / "f.pt")) == [f"t{i}" for i in range(10)]
