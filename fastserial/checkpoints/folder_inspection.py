@@ -1,20 +1,17 @@
-"""Telling what a folder holds: of torch.distributed.checkpoint, or of torch_checkpointing."""
+"""Telling what a folder of torch.distributed.checkpoint holds."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 
 from fastserial.checkpoints.dcp_folder import all_metadata, list_folder, needed_files
 from fastserial.checkpoints.inspection import Inspection
-from fastserial.checkpoints.rank_folder import RANK_FOLDER, RankFolder, ranks_said
 from fastserial.formats.dcp import Metadata, Stored
 from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
 from fastserial.formats.tensors import TensorEntry
 
-__all__ = ["inspect_folder", "inspect_rank_folder"]
+__all__ = ["inspect_folder"]
 
 _MOST_NOTES = 100
 
@@ -87,76 +84,3 @@ def _entry(key: str, stored: Stored, of: str) -> TensorEntry:
     kind = ("tensor" if parts == 1 else f"in {parts} parts") + of
     strides = contiguous_stride(stored.shape)
     return TensorEntry(key, stored.dtype, stored.shape, strides, None, 0, nbytes, kind)
-
-
-# -- torch_checkpointing: a file for each item and rank ------------------------------------------
-
-
-def inspect_rank_folder(
-    path: str, found: RankFolder, look: Callable[[str], Inspection]
-) -> Inspection:
-    """Return what the files of a folder hold; keys begin with the item, kinds end with the rank.
-
-    Args:
-        path: the folder.
-        found: what is in it.
-        look: inspects a file.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged; names it.
-        PickleLimitError: a pickle is larger than the limits.
-        OSError: a file cannot be read.
-    """
-    seen = [
-        (item, rank, name, look(os.path.join(path, name)))
-        for item, files in found.items.items()
-        for rank, name in files.items()
-    ]
-    said = ranks_said(path, found)
-    notes = list(found.notes)
-    if said not in (None, found.ranks):
-        notes.append(f"{found.metadata}: it was saved by {said} ranks")
-    notes += [f"{name}: in no item" for name in found.others]
-    notes += [f"{name}: {note}" for _, _, name, one in seen for note in one.notes]
-    return Inspection(
-        path=path,
-        format=RANK_FOLDER,
-        bytes=sum(one.bytes for _, _, _, one in seen),
-        hints=(
-            f"items: {', '.join(found.items)}",
-            "1 rank" if found.ranks == 1 else f"ranks 0 to {found.ranks - 1}",
-            *seen[0][3].hints,
-        ),
-        archive_name=None,
-        records=tuple(
-            (f"{name}: {record}", offset, nbytes)
-            for _, _, name, one in seen
-            for record, offset, nbytes in one.records
-        ),
-        tensors=tuple(
-            replace(
-                tensor,
-                key=_under(item, tensor.key),
-                storage=None if tensor.storage is None else f"{name}: {tensor.storage}",
-                kind=f"{tensor.kind}, rank {rank}",
-            )
-            for item, rank, name, one in seen
-            for tensor in one.tensors
-        ),
-        storages=tuple(
-            replace(
-                storage,
-                key=f"{name}: {storage.key}",
-                tensors=tuple(_under(item, key) for key in storage.tensors),
-            )
-            for item, _, name, one in seen
-            for storage in one.storages
-        ),
-        imports=tuple(sorted({name for _, _, _, one in seen for name in one.imports})),
-        values=sum(one.values for _, _, _, one in seen),
-        notes=tuple(notes[:_MOST_NOTES]),
-    )
-
-
-def _under(item: str, key: str) -> str:
-    return f"{item}.{key}" if key else item

@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterable
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
-from fastserial.checkpoints.folder_inspection import inspect_folder, inspect_rank_folder
+from fastserial.checkpoints.folder_inspection import inspect_folder
 from fastserial.checkpoints.inspection import Inspection, StorageUse
-from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.errors import CheckpointFileError
 from fastserial.formats.container import ZipContainer, open_container
 from fastserial.formats.pickles import Limits
@@ -25,7 +24,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
     """Read a checkpoint's structure and pickle; the bytes of its tensors are not read.
 
     Args:
-        path: the file, or a folder of torch.distributed.checkpoint or torch_checkpointing.
+        path: the file, or a folder of torch.distributed.checkpoint.
         limits: what reading the pickle may take (bytes, seconds).
 
     Raises:
@@ -46,9 +45,6 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
     if is_dcp_folder(name):
         return inspect_folder(name)
-    folder = find_rank_folder(name)
-    if folder is not None:
-        return inspect_rank_folder(name, folder, lambda path: inspect(path, limits))
     container = open_container(fd, name, limits, all_records=True)
     found = container.outline
     archive, notes = None, found.notes

@@ -50,13 +50,12 @@ class Inspection(BoundedRepr):
 
     Attributes:
         path: the file or folder.
-        format: `zip`, `legacy`, `safetensors`, `dcp` or `torch_checkpointing`.
+        format: `zip`, `legacy`, `safetensors` or `dcp`.
         bytes: size of the file, or of the folder's files.
         hints: what the file says about the torch that wrote it.
         archive_name: the folder in the names of the records (zip).
         records: (name, offset of the data, bytes) of each record (zip); of each item, with its
-            file (DCP). In a folder of torch_checkpointing the names of records and storages begin
-            with the file.
+            file (DCP).
         tensors: in the order of the pickle.
         storages: in the order of the file; none of a DCP folder, which keeps parts of tensors.
         imports: the names that unpickling would import.

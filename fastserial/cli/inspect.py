@@ -26,7 +26,7 @@ def inspect(
         Path,
         typer.Argument(
             metavar="FILE|DIR",
-            help="A zip, legacy or safetensors checkpoint, a folder of DCP or torch_checkpointing, "
+            help="A zip, legacy or safetensors checkpoint, a DCP folder, "
             "or a folder of these.",
         ),
     ],

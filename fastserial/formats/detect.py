@@ -32,10 +32,7 @@ class Format(enum.Enum):
     SAFETENSORS = "safetensors"
     DAMAGED_ZIP = "the first bytes of the archive are damaged"
     SHARD = "a shard of torch.distributed.checkpoint, which holds many small archives"
-    FOLDER = (
-        "a directory, and none that torch.distributed.checkpoint or torch_checkpointing saved to: "
-        "give a file"
-    )
+    FOLDER = "a directory, and none that torch.distributed.checkpoint saved to: give a file"
     SPECIAL = "not a regular file"
     EMPTY = "the file is empty"
     OTHER = "neither a zip, a legacy nor a safetensors checkpoint"

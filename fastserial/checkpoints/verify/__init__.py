@@ -11,11 +11,9 @@ from dataclasses import replace
 from time import perf_counter
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
-from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.checkpoints.verify.cold import evict
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
-from fastserial.checkpoints.verify.rank_folder import verify_rank_folder
 from fastserial.checkpoints.verify.report import Findings, Problem, Result, Status, VerifyReport
 from fastserial.checkpoints.verify.structure import verify_legacy, verify_safetensors
 from fastserial.checkpoints.verify.zip import Feed, verify_zip
@@ -44,9 +42,9 @@ def verify(
     """Check a checkpoint: CRC-32 of every record, and the structure of the container.
 
     Legacy and safetensors files have no checksums; their structure is checked, which the report
-    says. In a folder of torch.distributed.checkpoint every item of every file is checked, in one of
-    torch_checkpointing the file of every item and rank. Of a list of files (an index of shards,
-    `fastserial_complete.json`) it is checked whether they are there.
+    says. In a folder of torch.distributed.checkpoint every item of every file is checked. Of a list
+    of files (an index of shards, `fastserial_complete.json`, torch_checkpointing's `metadata.pkl`)
+    it is checked whether they are there.
 
     Args:
         path: the file, or the folder.
@@ -91,8 +89,9 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
             elif found is Format.OTHER and is_file_list(name):
                 result.format = FILE_LIST
                 result.records = verify_file_list(fd, name, findings)
-            elif found is Format.FOLDER and (checked := _folder(name, settings, findings)):
-                result, size = checked, checked.nbytes
+            elif found is Format.FOLDER and is_dcp_folder(name):
+                result = verify_folder(name, settings, findings)
+                size = result.nbytes
             else:
                 result.reason = _REASONS.get(found, found.value)
             if found is not Format.FOLDER:
@@ -147,16 +146,6 @@ def _feed(fd: int, name: str, config: Config) -> Feed:
     return feed
 
 
-def _folder(name: str, config: Config, findings: Findings) -> Result | None:
-    """Check a folder; None if it is no checkpoint."""
-    if is_dcp_folder(name):
-        return verify_folder(name, config, findings)
-    found = find_rank_folder(name)
-    if found is None:
-        return None
-    return verify_rank_folder(name, found, lambda path: verify(path, config), findings)
-
-
 def refuse_damaged(
     path: str | os.PathLike[str], fd: int | None = None, config: Config | None = None
 ) -> None:
@@ -181,7 +170,7 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the checkpoints in a directory and those below, sorted.
 
     Checkpoints are what starts as one, and what is called like one, and the folders of
-    torch.distributed.checkpoint and torch_checkpointing, whose files are not yielded then.
+    torch.distributed.checkpoint, whose shards are not yielded then.
     Directories that cannot be read are yielded, too: `verify` says why. Links to directories are
     not followed, and links to files only out of the directory; temporary files and other formats
     are passed over.
@@ -190,13 +179,9 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     inside = os.path.join(os.path.realpath(folder), "")
     for parent, folders, files in os.walk(folder, onerror=unread.append):
         folders.sort()
-        its: set[str] = set()
         if is_dcp_folder(parent):
             yield parent
-        elif (found := find_rank_folder(parent)) is not None:
-            its.update(found.files)
-            yield parent
-        for name in sorted(set(files) - its):
+        for name in sorted(files):
             path = os.path.join(parent, name)
             if os.path.exists(path):
                 twice = os.path.islink(path) and os.path.realpath(path).startswith(inside)
