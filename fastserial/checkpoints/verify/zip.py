@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
@@ -15,7 +14,6 @@ from fastserial.checkpoints.verify.zip_structure import (
     check_entries,
     check_entries_loosely,
     check_gap,
-    check_gap_loosely,
     expected_id,
     is_plain,
     is_torch_made,
@@ -72,17 +70,17 @@ def verify_zip(source: Source, findings: Findings, feed: Feed) -> Result:
         return result
     records = directory.in_file_order()
     result.records = len(records)
-    remarks: list[str] = []
     for problem in check_entries(directory) if torch_made else check_entries_loosely(directory):
         findings.add(problem)
-    for problem in check_end(directory, _tail(source, directory), torch_made, remarks.append):
+    for problem in check_end(directory, _tail(source, directory), torch_made):
         findings.add(problem)
     check = _Checksums(records)
     feed(directory.end.directory_offset, check.visit, check.fail)
-    check.problems += _check_gaps(source, directory, torch_made, remarks.append)
+    if torch_made:
+        check.problems += _check_gaps(source, directory)
+        if directory.end.trailing:
+            findings.note(f"{directory.end.trailing} bytes after the end of the archive")
     _conclude(source, directory, check, torch_made, findings, result)
-    for text, count in Counter(remarks).items():
-        findings.note(text if count == 1 else f"{text} ({count} times)")
     return result
 
 
@@ -149,30 +147,23 @@ class _Checksums:
             return None
 
 
-def _check_gaps(
-    source: Source, directory: Directory, torch_made: bool, remark: Callable[[str], None]
-) -> Iterator[Problem]:
-    """Check the bytes before, between and after the data of records."""
+def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
+    """Check the bytes before, between and after the data of records that torch wrote."""
     records = directory.in_file_order()
     pairs = zip((None, *records), (*records, None), strict=True)
     for before, after in pairs:
         start = before.data_end if before is not None else 0
         end = after.data_offset if after is not None else directory.end.directory_offset
-        if end - start > LONGEST_GAP and torch_made:
+        if end - start > LONGEST_GAP:
             yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
-        elif end - start > LONGEST_GAP:
-            remark(f"{end - start} bytes at {start} belong to no record")
+            continue
+        try:
+            data = source.read_at(start, end - start)
+        except OSError as error:
+            text = f"{end - start} bytes cannot be read: {error.strerror}"
+            yield Problem("read", text, None, start)
         else:
-            try:
-                data = source.read_at(start, end - start)
-            except OSError as error:
-                text = f"{end - start} bytes cannot be read: {error.strerror}"
-                yield Problem("read", text, None, start)
-                continue
-            if torch_made:
-                yield from check_gap(before, after, data, start)
-            else:
-                yield from check_gap_loosely(before, after, data, start, remark)
+            yield from check_gap(before, after, data, start)
 
 
 def _conclude(
@@ -229,7 +220,7 @@ def _conclude(
     if without:
         findings.note(f"{without} records were saved without checksums: structure only")
     if not torch_made:
-        findings.note("not laid out by torch: its structure was checked less closely")
+        findings.note("not laid out by torch: only the records were checked")
 
 
 def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:

@@ -2,27 +2,22 @@
 
 Between the data of two records are a data descriptor and a local header, behind the last the
 central directory and the end records; one record is an id made from all checksums. What torch
-writes there follows from the directory: it is made again and compared. What other programs write
-differs, and only what makes a difference to a reader is damage.
+writes there follows from the directory: it is made again and compared. Of what other programs write
+only the records are checked, and what keeps torch from reading them.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from fastserial.checkpoints.verify.report import Problem
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import Source
 from fastserial.formats.zip import structs
-from fastserial.formats.zip.directory import (
-    Directory,
-    LocalHeader,
-    RecordEntry,
-    parse_local_header,
-)
+from fastserial.formats.zip.directory import Directory, RecordEntry, parse_local_header
 from fastserial.formats.zip.layout import ID_RECORD, fold
-from fastserial.formats.zip.structs import DEFLATED, FIELD, HAS_DESCRIPTOR, LOCAL, U16, U32, UTF8
+from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, UTF8
 
 __all__ = [
     "LONGEST_GAP",
@@ -30,7 +25,6 @@ __all__ = [
     "check_entries",
     "check_entries_loosely",
     "check_gap",
-    "check_gap_loosely",
     "expected_id",
     "is_plain",
     "is_torch_made",
@@ -101,39 +95,29 @@ def check_entries_loosely(directory: Directory) -> Iterator[Problem]:
             yield Problem("directory", "its entry says that it is a folder", record.name)
 
 
-def check_end(
-    directory: Directory, tail: bytes, torch_made: bool, remark: Callable[[str], None]
-) -> Iterator[Problem]:
+def check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[Problem]:
     """Check the records after the central directory.
 
     Args:
         directory: what was read.
         tail: what follows it, or its end.
         torch_made: hold it against what torch writes, byte for byte.
-        remark: takes what is odd, but passed over by those who read the file.
     """
     end = directory.end
-    start = end.directory_offset + end.directory_size
-    comment = 0
     if torch_made:
+        start = end.directory_offset + end.directory_size
         if tail[: structs.END_BYTES] != structs.end_records(
             len(directory.records), end.directory_size, end.directory_offset
         ):
             yield Problem(
                 "directory", "the records at the end of the file are damaged", None, start
             )
-            return
-    else:
-        first = end.zip64_offset if end.zip64_offset is not None else end.offset
-        if first != start:
-            remark(f"{first - start} bytes after the directory belong to nothing")
-        if not end.agrees:
-            yield Problem("directory", "the end records disagree", None, end.offset)
-        (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
-        if comment > end.trailing:
-            yield Problem("truncated", "its comment is cut short", None, end.offset)
-    if comment < end.trailing:
-        remark(f"{end.trailing - comment} bytes after the end of the archive belong to nothing")
+        return
+    if not end.agrees:
+        yield Problem("directory", "the end records disagree", None, end.offset)
+    (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
+    if comment > end.trailing:
+        yield Problem("truncated", "its comment is cut short", None, end.offset)
 
 
 def expected_id(records: list[RecordEntry], heads: Mapping[int, bytes]) -> str:
@@ -198,72 +182,3 @@ def _header(record: RecordEntry, length: int) -> bytes | None:
         return None
     kind = record.flags, record.method, record.stamp[1]
     return structs.local_header(record.full_name, record.size, record.header_offset, padding, *kind)
-
-
-def check_gap_loosely(
-    before: RecordEntry | None,
-    after: RecordEntry | None,
-    data: bytes,
-    start: int,
-    remark: Callable[[str], None],
-) -> Iterator[Problem]:
-    """Compare what lies between two records with what the directory says of them.
-
-    Args:
-        before, after, data, start: as `check_gap`.
-        remark: takes what is odd, but passed over by those who read the file.
-    """
-    used = 0
-    header = (after.header_offset - start) if after is not None else len(data)
-    if before is not None and before.has_descriptor:
-        used = _descriptor_length(before, data, header)
-        if not used:
-            remark("a data descriptor is missing, or differs from the directory")
-            used = header
-    if header > used:
-        remark(f"{header - used} bytes at {start + used} belong to no record")
-    if after is None:
-        return
-    try:
-        found = parse_local_header(data[header:], after.name)
-    except CorruptCheckpointError as error:
-        yield Problem("header", error.message, after.name, after.header_offset)
-        return
-    message = _difference(after, found)
-    if message is not None:
-        yield Problem("header", message, after.name, after.header_offset)
-
-
-def _descriptor_length(record: RecordEntry, data: bytes, length: int) -> int:
-    """Return the length of the descriptor that `data` starts with, 0 if it is not right.
-
-    Of an empty record it may have several lengths: it is `length` bytes then, if it can be.
-    """
-    found = 0
-    sizes = record.compressed_size, record.size
-    for form in (
-        (structs.DESCRIPTOR64,) if max(sizes) > U32 else (structs.DESCRIPTOR, structs.DESCRIPTOR64)
-    ):
-        signed = form.pack(structs.DESCRIPTOR_SIGNATURE, record.crc, *sizes)
-        for expected in (signed, signed.removeprefix(structs.DESCRIPTOR_SIGNATURE)):
-            if data.startswith(expected) and (not found or len(expected) == length):
-                found = len(expected)
-    return found
-
-
-def _difference(record: RecordEntry, header: LocalHeader) -> str | None:
-    """Return how a reader that goes by the local header gets something else, or None."""
-    if header.name != record.full_name:
-        return "its local header has a different name"
-    if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
-        return "its local header has another compression than the directory"
-    if header.flags & HAS_DESCRIPTOR:
-        return None  # sizes and CRC follow the data
-    sizes = [header.size, header.compressed_size]
-    wide = structs.zip64_values(header.extra)
-    for index, size in enumerate(sizes):
-        if size == U32 and wide:
-            sizes[index] = wide.pop(0)
-    if (header.crc, *sizes) != (record.crc, record.size, record.compressed_size):
-        return "its local header holds other sizes or another CRC than the directory"
-    return None
