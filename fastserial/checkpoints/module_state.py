@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import ConvertError
 
 __all__ = ["ModuleState"]
@@ -55,14 +54,13 @@ class ModuleState:
         rest = set(self.unpickled)
         return {key: value for key, value in self.entries.items() if key not in rest}
 
-    def unpickle(self, fd: int, path: str, prefix: str, verify: bool) -> dict[str, str]:
+    def unpickle(self, fd: int, path: str, prefix: str) -> dict[str, str]:
         """Get the values that only the pickle gives, by torch's `weights_only` rules.
 
         Args:
             fd: a descriptor of the file.
             path: its name.
             prefix: the part of the checkpoint that is used.
-            verify: check every checksum of the file first.
 
         Returns:
             Why there is no value, for each key without one; the entry is dropped.
@@ -72,8 +70,6 @@ class ModuleState:
         """
         from fastserial.checkpoints.mapped import map_checkpoint
 
-        if verify and self.unpickled:
-            refuse_damaged(path, fd)
         reasons: dict[str, str] = {}
         part: Any = None
         if self.unpickled:

@@ -148,8 +148,8 @@ def _feed(fd: int, name: str, config: Config) -> Feed:
 
 def refuse_damaged(
     path: str | os.PathLike[str], fd: int | None = None, config: Config | None = None
-) -> None:
-    """Verify a checkpoint.
+) -> bool:
+    """Verify a checkpoint; return whether every record has a checksum.
 
     Args:
         path: its name.
@@ -164,6 +164,7 @@ def refuse_damaged(
         first = report.problems[0]
         where = os.path.join(report.path, first.file) if first.file else report.path
         raise CorruptCheckpointError(first.message, path=where, record=first.record)
+    return report.format == Format.ZIP.value and not report.unchecked
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
