@@ -7,7 +7,7 @@ from math import prod
 
 from fastserial.checkpoints.dcp_folder import all_metadata, list_folder, needed_files
 from fastserial.checkpoints.inspection import Inspection
-from fastserial.formats.dcp import Metadata, Stored
+from fastserial.formats.dcp import Stored
 from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
 from fastserial.formats.tensors import TensorEntry
 
@@ -26,11 +26,12 @@ def inspect_folder(path: str) -> Inspection:
     """
     listed = list_folder(path)
     found = all_metadata(path)
-    first, several = next(iter(found.values())), len(found) > 1
+    several = len(found) > 1
     items = [item for metadata in found.values() for item in metadata.items]
     needed = dict.fromkeys(item.file for item in items)
     sizes = {name: _size(path, name) for name in (*listed.metadata, *listed.shards)}
-    notes = [f"{key}: it has no place" for one in found.values() for key in one.missing]
+    notes = [f"{len(found)} ranks, each with a checkpoint of its own"] if several else []
+    notes += [f"{key}: it has no place" for one in found.values() for key in one.missing]
     notes += [f"{name}: the file is missing" for name in needed if sizes.get(name) is None]
     others = needed_files(path, listed.hidden)
     spare = [name for name in listed.shards if name not in needed and name not in others]
@@ -49,7 +50,6 @@ def inspect_folder(path: str) -> Inspection:
         path=path,
         format="dcp",
         bytes=sum(size or 0 for size in sizes.values()),
-        hints=tuple(_hints(first, len(items), len(needed), len(found))),
         archive_name=None,
         records=tuple((f"{item.file}: {item.name}", item.offset, item.length) for item in items),
         tensors=tuple(tensors),
@@ -65,17 +65,6 @@ def _size(path: str, name: str) -> int | None:
         return os.stat(os.path.join(path, name)).st_size
     except FileNotFoundError:
         return None
-
-
-def _hints(metadata: Metadata, items: int, files: int, checkpoints: int) -> list[str]:
-    found = [f"torch.distributed.checkpoint, {items} items in {files} file(s)"]
-    if checkpoints > 1:
-        found.append(f"{checkpoints} ranks, each with a checkpoint of its own")
-    if metadata.version:
-        found.append(f"version {metadata.version}")
-    if metadata.ours:
-        found.append("written by fastserial")
-    return found
 
 
 def _entry(key: str, stored: Stored, of: str) -> TensorEntry:

@@ -59,7 +59,6 @@ def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
         path=name,
         format=container.format,
         bytes=container.source.size,
-        hints=container.hints,
         archive_name=archive,
         records=tuple((r.name, r.data_offset, r.size) for r in records),
         tensors=tuple(found.tensors),

@@ -52,7 +52,6 @@ class Inspection(BoundedRepr):
         path: the file or folder.
         format: `zip`, `legacy`, `safetensors` or `dcp`.
         bytes: size of the file, or of the folder's files.
-        hints: what the file says about the torch that wrote it.
         archive_name: the folder in the names of the records (zip).
         records: (name, offset of the data, bytes) of each record (zip); of each item, with its
             file (DCP).
@@ -66,7 +65,6 @@ class Inspection(BoundedRepr):
     path: str
     format: str
     bytes: int
-    hints: tuple[str, ...]
     archive_name: str | None
     records: tuple[tuple[str, int, int], ...]
     tensors: tuple[TensorEntry, ...]

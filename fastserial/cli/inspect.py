@@ -71,8 +71,6 @@ def _print_inspection(console: Console, found: Inspection, records: bool) -> Non
         f"{counted(found.values, 'other value')}",
         soft_wrap=True,
     )
-    if found.hints:
-        console.print(escape("; ".join(found.hints)), soft_wrap=True)
     _print_tensors(console, found)
     _print_sharing(console, found)
     if records:

@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 _SMALL_RECORD = 4096
-_HINTS = (".format_version", ".storage_alignment", "byteorder", "version")
 
 
 class Container(abc.ABC):
@@ -72,11 +71,6 @@ class Container(abc.ABC):
             OSError: it cannot be read.
         """
         return "little"
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        """What it says of the program that wrote it."""
-        return ()
 
     @cached_property
     def _tensors(self) -> dict[str, TensorEntry | str]:
@@ -175,27 +169,6 @@ class ZipContainer(Container):
     def outline(self) -> Outline:
         return zip_outline(self.source, self.directory, self._limits) or Outline()
 
-    @property
-    def hints(self) -> tuple[str, ...]:
-        names = {record.name for record in self.records}
-        if any(name.startswith("code/") for name in names) or "constants.pkl" in names:
-            hints = ["a TorchScript or package archive"]
-        elif ".format_version" in names:
-            hints = ["torch 2.7 or later"]
-        elif ".data/serialization_id" in names:
-            hints = ["torch 2.1 to 2.6"]
-        else:
-            hints = ["torch 1.6 to 2.0, or another writer"]
-        texts = [(name, self._text_of(name)) for name in _HINTS]
-        return (*hints, *(f"{name.lstrip('.')} {text}" for name, text in texts if text is not None))
-
-    def _text_of(self, name: str) -> str | None:
-        record = self.directory.find(name)
-        if record is None or record.size > _SMALL_RECORD:
-            return None
-        data = read_record(self.source, record, _SMALL_RECORD)
-        return data.decode("utf-8", "backslashreplace").strip()
-
 
 class LegacyContainer(Container):
     """What torch wrote before 1.6, and writes on request."""
@@ -226,11 +199,6 @@ class LegacyContainer(Container):
         found = outline(self.file.decoded, self._limits)
         found.storages = self.file.storages
         return found
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        wrote = "torch before 1.6, or _use_new_zipfile_serialization=False"
-        return wrote, f"{self.byte_order}-endian"
 
 
 class SafetensorsContainer(Container):
