@@ -26,8 +26,7 @@ def inspect(
         Path,
         typer.Argument(
             metavar="FILE|DIR",
-            help="A zip, legacy or safetensors checkpoint, a DCP folder, "
-            "or a folder of these.",
+            help="A zip, legacy or safetensors checkpoint, a DCP folder, or a folder of these.",
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import CASES, TORCH, Case
+from support.damage import bad_sectors
 from support.identity import saver
 from typer import Typer
 from typer.testing import CliRunner
@@ -395,14 +395,7 @@ def test_a_disk_error_is_reported_with_the_records_it_hits(
     path.write_bytes(data)
     record = entries(BytesSource(data))["data/1"]
     bad = record.data_offset // 4096 * 4096 + 4096
-    real = os.preadv
-
-    def failing(fd: int, buffers: Any, offset: int, *flags: int) -> int:
-        if offset <= bad < offset + sum(map(len, buffers)):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, buffers, offset, *flags)
-
-    monkeypatch.setattr(os, "preadv", failing)
+    bad_sectors(monkeypatch, bad)
     report = verify(path, SMALL)
     assert [(p.kind, p.record, p.tensors) for p in report.problems] == [("read", "data/1", ("b",))]
 

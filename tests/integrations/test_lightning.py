@@ -145,7 +145,7 @@ def test_a_save_that_fails_leaves_the_link(any_io: Any, tmp_path: Path, other_de
 
 @pytest.fixture(params=["open in this process", "an alignment that does not fit", "a link"])
 def not_ours(request: pytest.FixtureRequest, any_io: Any, tmp_path: Path) -> Iterator[Path]:
-    """The path of a checkpoint that fastserial leaves to others; `old.ckpt` has the same content."""
+    """The path of a checkpoint that fastserial leaves to others; `old.ckpt` holds the same."""
     path = tmp_path / "last.ckpt"
     any_io.save_checkpoint(state(1.0), tmp_path / "old.ckpt")
     any_io.teardown()

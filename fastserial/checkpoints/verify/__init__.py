@@ -6,25 +6,24 @@ Nothing is unpickled and torch is not needed. Files that stock torch wrote verif
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
+from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.cold import evict
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
 from fastserial.checkpoints.verify.report import Findings, Problem, Result, Status, VerifyReport
 from fastserial.checkpoints.verify.structure import verify_legacy, verify_safetensors
-from fastserial.checkpoints.verify.zip import Feed, verify_zip
+from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import CorruptCheckpointError, PickleLimitError, UnreadableCheckpointError
 from fastserial.files.sources import stamp
 from fastserial.formats.detect import Format, detect, format_of_head
 from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
-from fastserial.loading.scan import scan
-from fastserial.progress import progress_bar
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
 
@@ -79,7 +78,7 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
             found, source = detect(fd, name), DescriptorSource(fd)
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
                 result.format = Format.ZIP.value
-                result = verify_zip(source, findings, _feed(fd, name, settings))
+                result = verify_zip(FilePart(fd, name, settings), findings)
             elif found is Format.LEGACY:
                 result.format = found.value
                 result.records = verify_legacy(source, findings)
@@ -122,28 +121,6 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
         found=findings.found,
         notes=tuple(findings.notes),
     )
-
-
-def _feed(fd: int, name: str, config: Config) -> Feed:
-    """Return what reads a file from its first byte on, with a progress bar if one is wanted."""
-
-    def feed(
-        end: int,
-        visit: Callable[[int, memoryview], None],
-        fail: Callable[[int, int, OSError], None],
-    ) -> None:
-        def counted(offset: int, view: memoryview) -> None:
-            visit(offset, view)
-            bar.update(len(view))
-
-        bar = progress_bar(config.progress, name)
-        bar.expect(end)
-        try:
-            scan(fd, 0, end, counted, fail, config)
-        finally:
-            bar.close()
-
-    return feed
 
 
 def refuse_damaged(

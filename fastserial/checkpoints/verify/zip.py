@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
+from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
 from fastserial.checkpoints.verify.report import Findings, Problem, Result
 from fastserial.checkpoints.verify.zip_structure import (
@@ -18,13 +18,12 @@ from fastserial.checkpoints.verify.zip_structure import (
     is_plain,
     is_torch_made,
 )
-from fastserial.checksums import CrcLedger, crc32, crc_mismatch
+from fastserial.checksums import crc32, crc_mismatch
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
     CheckpointFileError,
     CorruptCheckpointError,
     PickleLimitError,
-    TransferAbandonedError,
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
@@ -34,28 +33,22 @@ from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory
 from fastserial.formats.zip.layout import ID_RECORD
 from fastserial.formats.zip.records import PICKLE
-from fastserial.formats.zip.structs import DEFLATED, DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip.structs import DEFLATED
 
-__all__ = ["Feed", "verify_zip"]
+__all__ = ["verify_zip"]
 
-_HEAD = 8
+_HEAD = 8  # bytes of a record that may look like a data descriptor
 _LONGEST_TAIL = 128 * 1024
 
-# Called with how many bytes are wanted: from the first on, as `scan` delivers them.
-Feed = Callable[[int, Callable[[int, memoryview], None], Callable[[int, int, OSError], None]], None]
 
-
-def verify_zip(source: Source, findings: Findings, feed: Feed) -> Result:
+def verify_zip(archive: FilePart, findings: Findings) -> Result:
     """Check every record's CRC-32 and the whole structure of a zip archive.
-
-    Args:
-        feed: gives all bytes of the records, in large pieces.
 
     Raises:
         TruncatedCheckpointError: the file becomes shorter.
         OSError: the file's directory cannot be read.
     """
-    result = Result("zip")
+    source, result = archive.source, Result("zip")
     try:
         directory = read_directory(source, headers=False)
         torch_made = is_torch_made(source, directory)
@@ -74,13 +67,43 @@ def verify_zip(source: Source, findings: Findings, feed: Feed) -> Result:
         findings.add(problem)
     for problem in check_end(directory, _tail(source, directory), torch_made):
         findings.add(problem)
-    check = _Checksums(records)
-    feed(directory.end.directory_offset, check.visit, check.fail)
+    stored = [record for record in records if record.method != DEFLATED]
+    crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in stored])
+    problems: list[Problem] = []
     if torch_made:
-        check.problems += _check_gaps(source, directory)
+        problems += _check_gaps(source, directory)
         if directory.end.trailing:
             findings.note(f"{directory.end.trailing} bytes after the end of the archive")
-    _conclude(source, directory, check, torch_made, findings, result)
+    crc_of = {record.header_offset: crc for record, crc in zip(stored, crcs, strict=True)}
+    for record in records:
+        if record.method == DEFLATED:
+            crc_of[record.header_offset] = _inflated_crc(source, record)
+    id_problem = _check_id(source, records) if torch_made else None
+    outline = _outline(source, directory, findings)
+    damaged: list[Problem] = []
+    for record in records:
+        damaged += _check_record(record, crc_of[record.header_offset], id_problem is None, result)
+    problems += [problem for problem in damaged if problem.kind == "read"]
+    problems.sort(key=lambda problem: problem.offset or 0)
+    problems += [problem for problem in damaged if problem.kind != "read"]
+    for problem in problems:
+        findings.add(_with_tensors(problem, outline))
+    if id_problem is not None:
+        findings.add(id_problem)
+    if outline is not None and not any(problem.record == PICKLE for problem in damaged):
+        _check_storages(outline, findings)
+    _check_names(directory, findings)
+    result.reason = check_purpose(source, directory, findings)
+    closed = sum(not record.is_readable for record in records)
+    if closed:
+        findings.note(
+            f"{closed} records are encrypted, or compressed in a way unknown: not checked"
+        )
+    if result.unchecked > closed:
+        without = result.unchecked - closed
+        findings.note(f"{without} records were saved without checksums: structure only")
+    if not torch_made:
+        findings.note("not laid out by torch: only the records were checked")
     return result
 
 
@@ -89,62 +112,6 @@ def _tail(source: Source, directory: Directory) -> bytes:
     start = directory.end.directory_offset + directory.end.directory_size
     start = max(start, directory.size - _LONGEST_TAIL)
     return source.read_at(start, directory.size - start)
-
-
-class _Checksums:
-    """Takes blocks of the file in any order from several threads.
-
-    Attributes:
-        records: in the order of the file.
-        problems: blocks that could not be read.
-        heads: first 8 bytes of the records that begin like a data descriptor, by index.
-        failed: the records, by index, that such a block is of.
-    """
-
-    def __init__(self, records: list[RecordEntry]) -> None:
-        self.records = records
-        self.problems: list[Problem] = []
-        self.heads: dict[int, bytes] = {}
-        self.failed: set[int] = set()
-        self._starts = [record.data_offset for record in records]
-        sizes = [record.compressed_size for record in records]
-        self._ledger = CrcLedger(sizes, [None] * len(sizes))
-
-    def visit(self, offset: int, view: memoryview) -> None:
-        end = offset + len(view)
-        index = max(0, bisect.bisect_right(self._starts, offset) - 1)
-        while index < len(self.records) and self._starts[index] < end:
-            record = self.records[index]
-            first, last = max(offset, record.data_offset), min(end, record.data_end)
-            if first < last:
-                part = view[first - offset : last - offset]
-                if first == record.data_offset and part[:4] == DESCRIPTOR_SIGNATURE:
-                    self.heads[index] = bytes(part[:_HEAD])
-                self._ledger.add(index, first - record.data_offset, len(part), crc32(part))
-            index += 1
-
-    def fail(self, offset: int, length: int, error: OSError) -> None:
-        end = offset + length
-        hit = False
-        for index, record in enumerate(self.records):
-            if record.header_offset < end and record.data_end > offset:
-                hit = True
-                self.failed.add(index)
-                self.problems.append(
-                    Problem("read", f"cannot be read: {error.strerror}", record.name, offset)
-                )
-        if not hit:
-            self.problems.append(
-                Problem("read", f"{length} bytes cannot be read: {error.strerror}", None, offset)
-            )
-
-    def crc_of(self, index: int) -> int | None:
-        """Return the CRC-32 of a record's bytes in the file, None if not all of them came."""
-        self._ledger.fail()  # nothing comes any more
-        try:
-            return self._ledger.wait(index) if self.records[index].compressed_size else 0
-        except TransferAbandonedError:
-            return None
 
 
 def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
@@ -166,61 +133,34 @@ def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
             yield from check_gap(before, after, data, start)
 
 
-def _conclude(
-    source: Source,
-    directory: Directory,
-    check: _Checksums,
-    torch_made: bool,
-    findings: Findings,
-    result: Result,
-) -> None:
-    id_problem = _check_id(source, check) if torch_made else None
-    outline = _outline(source, directory, findings)
-    structural = sorted(check.problems, key=lambda problem: problem.offset or 0)
-    mismatches: list[Problem] = []
-    without = 0
-    for index, record in enumerate(check.records):
-        if index in check.failed or not (record.size or record.compressed_size):
-            continue
-        if not record.is_readable:
-            result.unchecked += 1
-            continue
-        deflated = record.method == DEFLATED
-        crc = _inflated_crc(source, record) if deflated else check.crc_of(index)
-        mismatch = crc_mismatch(crc, record.crc)
-        if mismatch is None:
-            result.checked_bytes += record.size
-        elif crc is not None and record.crc == 0 and is_plain(record) and id_problem is None:
-            result.unchecked += 1  # the id, or a size that torch wrote, says that it had none
-            without += 1
-        else:
-            if crc is not None:
-                result.checked_bytes += record.size
-            mismatches.append(
-                Problem(
-                    "checksum",
-                    f"its {record.size} bytes are damaged: {mismatch}",
-                    record.name,
-                    record.data_offset,
-                )
-            )
-    for problem in (*structural, *mismatches):
-        findings.add(_with_tensors(problem, outline))
-    if id_problem is not None:
-        findings.add(id_problem)
-    if outline is not None and not any(problem.record == PICKLE for problem in mismatches):
-        _check_storages(outline, findings)
-    _check_names(directory, findings)
-    result.reason = check_purpose(source, directory, findings)
-    closed = sum(not record.is_readable for record in check.records)
-    if closed:
-        findings.note(
-            f"{closed} records are encrypted, or compressed in a way unknown: not checked"
-        )
-    if without:
-        findings.note(f"{without} records were saved without checksums: structure only")
-    if not torch_made:
-        findings.note("not laid out by torch: only the records were checked")
+def _check_record(
+    record: RecordEntry, crc: int | OSError | None, has_id: bool, result: Result
+) -> Iterator[Problem]:
+    """Compare the CRC-32 of a record; count it.
+
+    Args:
+        crc: of its bytes, or why there is none.
+        has_id: the serialization id is right, or there is none: it says which have no checksum.
+        result: counts.
+    """
+    if not (record.size or record.compressed_size):
+        return
+    if not record.is_readable:
+        result.unchecked += 1
+        return
+    if isinstance(crc, OSError):
+        text = f"cannot be read: {crc.strerror}"
+        yield Problem("read", text, record.name, record.data_offset)
+        return
+    mismatch = crc_mismatch(crc, record.crc)
+    if mismatch is not None and crc is not None and not record.crc and has_id and is_plain(record):
+        result.unchecked += 1
+        return
+    if crc is not None:
+        result.checked_bytes += record.size
+    if mismatch is not None:
+        text = f"its {record.size} bytes are damaged: {mismatch}"
+        yield Problem("checksum", text, record.name, record.data_offset)
 
 
 def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
@@ -230,13 +170,24 @@ def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
     return Problem(problem.kind, problem.message, problem.record, problem.offset, tuple(users))
 
 
-def _check_id(source: Source, check: _Checksums) -> Problem | None:
-    """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs."""
-    record = next((record for record in check.records if record.name == ID_RECORD), None)
+def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
+    """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs.
+
+    Args:
+        records: in the order of the file.
+    """
+    record = next((record for record in records if record.name == ID_RECORD), None)
     if record is None or record.size != 40:
         return Problem("id", "there is no serialization id") if record is not None else None
     text = source.read_at(record.data_offset, record.size)
-    if text[20:] == expected_id(check.records, check.heads).encode():
+    if text[20:] == expected_id(records, {}).encode():
+        return None
+    heads = {  # some may begin like a data descriptor, which torch takes for one
+        index: source.read_at(one.data_offset, _HEAD)
+        for index, one in enumerate(records)
+        if one.compressed_size >= _HEAD
+    }
+    if text[20:] == expected_id(records, heads).encode():
         return None
     return Problem(
         "id",
@@ -293,22 +244,24 @@ def _check_storages(outline: Outline, findings: Findings) -> None:
         findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
 
 
-def _inflated_crc(source: Source, record: RecordEntry) -> int | None:
+def _inflated_crc(source: Source, record: RecordEntry) -> int | OSError | None:
     """Return the CRC-32 of a deflated record, None if it is not well-formed."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     crc, size, at = 0, 0, record.data_offset
     pending = b""
-    while size <= record.size and not inflater.eof:
-        if not pending:
-            pending = source.read_at(at, min(INFLATE_CHUNK, record.data_end - at))
-            at += len(pending)
-        try:
+    try:
+        while size <= record.size and not inflater.eof:
+            if not pending:
+                pending = source.read_at(at, min(INFLATE_CHUNK, record.data_end - at))
+                at += len(pending)
             data = inflater.decompress(pending, INFLATE_CHUNK)
-        except zlib.error:
-            return None
-        if not data and not pending:
-            return None
-        pending = inflater.unconsumed_tail
-        crc = crc32(data, crc)
-        size += len(data)
+            if not data and not pending:
+                return None
+            pending = inflater.unconsumed_tail
+            crc = crc32(data, crc)
+            size += len(data)
+    except (zlib.error, CorruptCheckpointError):
+        return None
+    except OSError as error:
+        return error
     return crc if size == record.size and inflater.eof else None

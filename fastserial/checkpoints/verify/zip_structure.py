@@ -9,7 +9,7 @@ only the records are checked, and what keeps torch from reading them.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from fastserial.checkpoints.verify.report import Problem
 from fastserial.errors import CorruptCheckpointError
@@ -120,12 +120,12 @@ def check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[P
         yield Problem("truncated", "its comment is cut short", None, end.offset)
 
 
-def expected_id(records: list[RecordEntry], heads: Mapping[int, bytes]) -> str:
+def expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> str:
     """Return the second half of the serialization id (20 digits), from the directory's CRCs.
 
     Args:
         records: in the order of the file.
-        heads: first 8 bytes of the records that begin like a data descriptor, by index.
+        heads: first 8 bytes of records, by index; of those that begin like a data descriptor.
     """
     combined = 0
     for index, record in enumerate(records):
