@@ -5,21 +5,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import importlib.util
 import os
 import platform
-import resource
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
-from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
+from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Torch
 from fastserial.diagnosis.folder import folder_problem, probe_folder
 from fastserial.engines.gds.host import probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
@@ -27,9 +24,6 @@ from fastserial.memory import huge_pages
 from fastserial.patching import install
 
 __all__ = ["examine"]
-
-_LIBAIO = ("libaio.so.1", "libaio.so.1t64")
-_PACKAGES = ("isal", "deepspeed", "cuda-bindings")
 
 
 def examine(folder: Path | None = None) -> Diagnosis:
@@ -57,8 +51,6 @@ def examine(folder: Path | None = None) -> Diagnosis:
         options=options,
         options_problem=problem,
         unknown_variables=tuple(config.unknown_variables()),
-        packages=_packages(),
-        memlock=_memlock(),
         small_pages=huge_pages.refused(),
         folder=probe_folder(folder) if folder is not None else None,
         gpus=probe_gpus(),
@@ -122,32 +114,3 @@ def _boot() -> Boot:
         check=False,
     )
     return Boot(os.environ.get(startup.VARIABLE), startup.switch(), probe.returncode == 0)
-
-
-def _packages() -> tuple[Package, ...]:
-    """Return what is optional."""
-    found = [Package(name, _version(name)) for name in _PACKAGES]
-    found.append(Package("libaio", _libaio()))
-    return tuple(found)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _libaio() -> str | None:
-    for name in _LIBAIO:
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return name
-    return None
-
-
-def _memlock() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft

@@ -11,7 +11,7 @@ from fastserial.diagnosis.folder import Folder
 from fastserial.engines import EngineStatus
 from fastserial.engines.gds.host import GpuHost
 
-__all__ = ["Boot", "Diagnosis", "Finding", "Option", "Package", "Torch"]
+__all__ = ["Boot", "Diagnosis", "Finding", "Option", "Torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,6 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
-    """Something optional: its version, or None if it is not there."""
-
-    name: str
-    version: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Boot:
     """Starting with Python: the variable FASTSERIAL, and whether `fastserial.pth` is at work."""
 
@@ -69,7 +61,7 @@ class Boot:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that the doctor found. Sizes are bytes; `memlock` is None if unlimited.
+    """All that the doctor found. Sizes are bytes.
 
     `small_pages` is why buffers get no huge pages, or None if they do.
     `gpus` is None without a driver of NVIDIA's.
@@ -86,8 +78,6 @@ class Diagnosis:
     options: tuple[Option, ...]
     options_problem: str | None
     unknown_variables: tuple[str, ...]
-    packages: tuple[Package, ...]
-    memlock: int | None
     small_pages: str | None
     folder: Folder | None
     findings: tuple[Finding, ...] = ()
