@@ -68,13 +68,14 @@ class ModuleState:
         Raises:
             CorruptCheckpointError: the file is damaged.
         """
+        from fastserial.checkpoints.convert import part_of
         from fastserial.checkpoints.mapped import map_checkpoint
 
         reasons: dict[str, str] = {}
         part: Any = None
         if self.unpickled:
             try:
-                part = _part(map_checkpoint(fd, path).value, prefix)
+                part = part_of(map_checkpoint(fd, path).value, prefix)
             except ConvertError as error:
                 reasons = dict.fromkeys(
                     self.unpickled, f"only load_state_dict can load it: {error}"
@@ -141,17 +142,3 @@ def _spot(value: Any) -> _Spot | None:
     except (NotImplementedError, RuntimeError):
         return None
     return (value.device, place) if place else None
-
-
-def _part(value: Any, prefix: str) -> Any:
-    """Return what is under a key whose parts are joined by dots, None if there is nothing."""
-    if not prefix:
-        return value
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            rest = prefix.removeprefix(str(name))
-            if rest != prefix and (not rest or rest[0] == "."):
-                found = _part(item, rest[1:])
-                if found is not None:
-                    return found
-    return None
