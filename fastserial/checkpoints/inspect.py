@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.folder_inspection import inspect_folder
@@ -11,8 +10,7 @@ from fastserial.checkpoints.inspection import Inspection, StorageUse
 from fastserial.errors import CheckpointFileError
 from fastserial.formats.container import ZipContainer, open_container
 from fastserial.formats.pickles import Limits
-from fastserial.formats.storages import ITEM_BYTES
-from fastserial.formats.tensors import Outline, TensorEntry
+from fastserial.formats.tensors import Outline
 from fastserial.formats.zip.records import PICKLE
 from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
@@ -70,10 +68,12 @@ def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
 
 
 def _storages(found: Outline) -> tuple[StorageUse, ...]:
-    within: dict[str, list[TensorEntry]] = {}
+    needed: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for tensor in found.tensors:
         if tensor.storage is not None:
-            within.setdefault(tensor.storage, []).append(tensor)
+            needed[tensor.storage] = needed.get(tensor.storage, 0) + tensor.nbytes
+            counts[tensor.storage] = counts.get(tensor.storage, 0) + 1
     uses = [
         StorageUse(
             key=key,
@@ -81,36 +81,12 @@ def _storages(found: Outline) -> tuple[StorageUse, ...]:
             nbytes=entry.nbytes,
             offset=entry.offset,
             location=entry.location,
-            tensors=tuple(found.users.get(key, ())),
-            needed_bytes=_needed(within.get(key, ()), entry.nbytes, found.users.get(key, ())),
+            tensors=tuple(users := found.users.get(key, ())),
+            # one more user than tensors: the storage itself was saved, too
+            needed_bytes=min(needed.get(key, 0), entry.nbytes)
+            if len(users) <= counts.get(key, 0)
+            else entry.nbytes,
         )
         for key, entry in found.storages.items()
     ]
     return tuple(sorted(uses, key=lambda use: (use.offset is None, use.offset or 0)))
-
-
-def _needed(tensors: Iterable[TensorEntry], nbytes: int, users: Iterable[str]) -> int:
-    """Return how many bytes of a storage its tensors need.
-
-    That is no more than the bytes they span, and no more than their elements, each tensor that is
-    there twice counted once.
-    """
-    distinct = {(t.dtype, t.storage_offset, t.shape, t.stride): t for t in tensors}
-    if len(list(users)) > len(list(tensors)):
-        return nbytes  # the storage itself was saved, too
-    elements = spanned = reach = 0
-    for tensor in sorted(distinct.values(), key=lambda t: t.span):
-        elements += _distinct_bytes(tensor)
-        first, last = tensor.span
-        spanned += max(0, last - max(first, reach))
-        reach = max(reach, last)
-    return min(elements, spanned, nbytes)
-
-
-def _distinct_bytes(tensor: TensorEntry) -> int:
-    """Return the bytes of a tensor's elements, without those that `expand` repeats."""
-    count = tensor.nbytes
-    for n, step in zip(tensor.shape, tensor.stride, strict=True):
-        if step == 0 and n > 1:
-            count //= n
-    return max(count, ITEM_BYTES[tensor.dtype] if tensor.nbytes else 0)

@@ -22,7 +22,7 @@ class StorageUse(BoundedRepr):
         offset: its first byte in the file, None if it is not there.
         location: the device it came from.
         tensors: keys of the tensors in it.
-        needed_bytes: what would do if each of its tensors were saved alone, once.
+        needed_bytes: what would do if each of its tensors were saved alone, at the most.
     """
 
     key: str
