@@ -1,4 +1,4 @@
-"""`verify` of archives that other programs wrote or changed: damage is what a reader notices."""
+"""Archives that other programs wrote or changed: read as torch reads them, and verified."""
 
 from __future__ import annotations
 
@@ -8,23 +8,40 @@ import shutil
 import subprocess
 import warnings
 import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.archives import APPENDED, REWRITTEN, appended, checkpoint, rewritten
-from support.damage import bad_sectors
+from support.archives import APPENDED, REWRITTEN, appended, checkpoint, rewritten, state
+from support.damage import bad_sectors, flip
 from support.identity import digest, stock
+from support.loading import DEFAULT, FORCED, both, forced
 
 import fastserial
 from fastserial.checkpoints.verify import VerifyReport, verify
 from fastserial.config import Config
+from fastserial.errors import (
+    CheckpointFileError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    UnreadableTensorError,
+)
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 
 SMALL = Config(block_size=4096, queue_depth=3, threads=2)
+WAYS = (DEFAULT, *FORCED.values())
+STORED, DEFLATED, BZIP2 = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2
+
+
+@pytest.fixture(autouse=True)
+def _forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with forced(monkeypatch, 5000):
+        yield
 
 
 def check(path: Path, data: bytes) -> VerifyReport:
@@ -32,48 +49,47 @@ def check(path: Path, data: bytes) -> VerifyReport:
     return verify(path, SMALL)
 
 
+def opened(path: Path) -> dict[str, torch.Tensor]:
+    with fastserial.open(path) as file:
+        return {key: file.get_tensor(key) for key in file}
+
+
+def filled(path: Path) -> dict[str, torch.Tensor]:
+    target = {key: torch.zeros_like(value) for key, value in state().items()}
+    fastserial.load_into(target, path)
+    return target
+
+
 def loads(path: Path) -> bool:
-    """Whether stock torch loads a file, and our verified load gives the same."""
-    try:
-        with stock():
-            value = torch.load(path)
-    except Exception:
-        return False
-    assert digest(fastserial.load(path, verify=True)) == digest(value)
-    return True
+    """Whether stock torch loads a file, and each of our ways gives the same."""
+    want = both(lambda: torch.load(path), *WAYS)
+    if want.error is None:
+        assert digest(fastserial.load(path, verify=True)) == digest(want.value)
+    return want.error is None
 
 
 def spoiled(path: Path) -> Path:
     """Change a byte of the largest record."""
-    data = bytearray(path.read_bytes())
     with path.open("rb") as file:
         records = read_directory(DescriptorSource(file.fileno())).records
     largest = max(records, key=lambda record: record.compressed_size)
-    data[(largest.data_offset + largest.data_end) // 2] ^= 0x10
-    path.write_bytes(data)
+    flip(path, (largest.data_offset + largest.data_end) // 2)
     return path
 
 
-@pytest.mark.parametrize("name", REWRITTEN)
-def test_written_by_zipfile(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    report = check(path, rewritten(checkpoint(), **REWRITTEN[name]))
-    assert loads(path)
-    assert report.ok, report
-    assert report.checked_bytes
-    assert verify(spoiled(path), SMALL).status == "damaged"
+# -- whole archives ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", APPENDED)
-def test_records_that_were_added(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    report = check(path, appended(checkpoint(), *APPENDED[name]))
-    assert loads(path)
-    assert report.ok, report
-    assert verify(spoiled(path), SMALL).status == "damaged"
+def behind(count: int) -> bytes:
+    return checkpoint() + bytes(count)
 
 
-ZIP_COMMANDS = {
+ARCHIVES: dict[str, Callable[[], bytes]] = {
+    **{name: partial(rewritten, checkpoint(), **how) for name, how in REWRITTEN.items()},
+    **{f"added: {name}": partial(appended, checkpoint(), *what) for name, what in APPENDED.items()},
+    **{f"{count} bytes behind": partial(behind, count) for count in (1, 65_557, 69_562)},
+}
+INFO_ZIP = {
     "streamed": "zip -q -fd -r -0 - archive/data.pkl archive > x.pt",
     "descriptors": "zip -q -fd -r -0 x.pt archive/data.pkl archive",
     "stored": "zip -q -r -0 x.pt archive/data.pkl archive",
@@ -81,54 +97,90 @@ ZIP_COMMANDS = {
     "one deleted": "cp original x.pt && zip -q -d x.pt archive/byteorder",
     "one changed": "cp original x.pt && zip -q -0 x.pt archive/version",
     "one added": "cp original x.pt && echo 1 > archive/note && zip -q x.pt archive/note",
+    "encrypted": "cp original x.pt && echo 1 > archive/note && zip -q -P word x.pt archive/note",
 }
 
 
-@pytest.mark.parametrize("name", ZIP_COMMANDS)
-def test_written_by_info_zip(name: str, tmp_path: Path) -> None:
-    if shutil.which("zip") is None:
-        pytest.skip("needs Info-ZIP's zip")
-    (tmp_path / "original").write_bytes(checkpoint())
-    with zipfile.ZipFile(tmp_path / "original") as file:
-        file.extractall(tmp_path)
-    subprocess.run(ZIP_COMMANDS[name], shell=True, cwd=tmp_path, check=True)
+@pytest.mark.parametrize("name", [*ARCHIVES, *(f"Info-ZIP: {name}" for name in INFO_ZIP)])
+def test_all_that_read_it_agree(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
+    if name in ARCHIVES:
+        path.write_bytes(ARCHIVES[name]())
+    elif shutil.which("zip") is None:
+        pytest.skip("needs Info-ZIP's zip")
+    else:
+        (tmp_path / "original").write_bytes(checkpoint())
+        with zipfile.ZipFile(tmp_path / "original") as file:
+            file.extractall(tmp_path)
+        command = INFO_ZIP[name.removeprefix("Info-ZIP: ")]
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    want = digest(state())
     assert loads(path)
+    assert digest(fastserial.load(path)) == want
+    for read in (opened, filled):
+        if "deflated" in name and "added" not in name:
+            with pytest.raises((UnreadableTensorError, LoadMismatchError), match="compressed"):
+                read(path)
+        else:
+            assert digest(read(path)) == want
     report = verify(path, SMALL)
     assert report.ok, report
+    assert report.checked_bytes
     assert verify(spoiled(path), SMALL).status == "damaged"
 
 
-def test_an_added_record_of_the_name_of_another(tmp_path: Path) -> None:
-    """Which one counts is up to the reader, if it is part of the checkpoint."""
+def test_as_far_from_the_end_as_torch_looks(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    data = checkpoint()
-    with zipfile.ZipFile(io.BytesIO(data)) as file:
-        same = file.read("archive/data/0")
-    stored = zipfile.ZIP_STORED
+    path.write_bytes(behind(69_563))
+    assert not loads(path)
+    with pytest.raises(CorruptCheckpointError):
+        opened(path)
+
+
+TURNED = {key: value.flip(0) for key, value in state().items()}
+TWICE: dict[str, tuple[str, bytes, bool]] = {  # name and bytes of what is added, and if it is whole
+    "unrelated": ("archive/version", b"3\n", True),
+    "equal": ("archive/data/0", bytes(state()["w"].numpy()), True),
+    "a storage": ("archive/data/0", bytes(TURNED["w"].numpy()), False),
+    "the pickle": ("archive/DATA.pkl", b"1", False),  # torch's reader compares without case
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_two_records_of_one_name(name: str, tmp_path: Path) -> None:
+    """Torch's reader decides which of them counts; others may take the other one."""
+    path = tmp_path / "x.pt"
+    added, body, whole = TWICE[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        twice = appended(data, ("archive/n", b"1", stored), ("archive/n", b"2", stored))
-        equal = appended(data, ("archive/data/0", same, stored))
-        other = appended(data, ("archive/data/0", same[::-1], stored))
-        cased = appended(data, ("archive/DATA.pkl", b"1", stored))
-    assert check(path, twice).ok
-    assert check(path, equal).ok
-    assert [p.record for p in check(path, other).problems] == ["data/0"]
-    assert check(path, cased).status == "damaged"  # torch's reader compares names without case
+        path.write_bytes(appended(checkpoint(), (added, body, STORED)))
+    if loads(path):
+        with stock():
+            want = digest(torch.load(path))
+        assert digest(opened(path)) == digest(filled(path)) == want
+    assert verify(path, SMALL).ok is whole
 
 
 @pytest.mark.parametrize(("at", "value"), [(34, b"\x02\x00"), (38, b"\x10\x00\x00\x00")])
 def test_entries_of_which_torch_reads_no_data(at: int, value: bytes, tmp_path: Path) -> None:
     """They say that a record is in another part of the archive, or a folder."""
-    path = tmp_path / "x.pt"
     data = bytearray(rewritten(checkpoint()))
     entry = data.rindex(b"archive/data/0") - 46
     data[entry + at : entry + at + len(value)] = value
-    report = check(path, data)
+    report = check(tmp_path / "x.pt", data)
     assert [(problem.kind, problem.record) for problem in report.problems] == [
         ("directory", "data/0")
     ]
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_the_flags_that_torch_refuses(bit: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    data = bytearray(rewritten(checkpoint(), compression=DEFLATED))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        at = archive.start_dir + 8  # the flags of the first entry
+    data[at + bit // 8] ^= 1 << bit % 8
+    assert check(path, data).ok is loads(path) is (bit not in (0, 5, 6, 13))
 
 
 # -- what torch cannot load ----------------------------------------------------------------------
@@ -151,8 +203,8 @@ NOT_LOADED = {
     "no folder": rewritten(checkpoint(), change=_bare),
     "no pickle": rewritten(checkpoint(), change=_without("data.pkl")),
     "no version": rewritten(checkpoint(), change=_without("version")),
-    "a record outside": appended(checkpoint(), ("note", b"1", zipfile.ZIP_STORED)),
-    "in bzip2": rewritten(checkpoint(), compression=zipfile.ZIP_BZIP2),
+    "a record outside": appended(checkpoint(), ("note", b"1", STORED)),
+    "in bzip2": rewritten(checkpoint(), compression=BZIP2),
 }
 
 
@@ -162,6 +214,14 @@ def test_what_torch_cannot_load(name: str, tmp_path: Path) -> None:
     report = check(path, NOT_LOADED[name])
     assert not loads(path)
     assert report.status == "damaged", report
+
+
+def test_a_storage_that_torch_cannot_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(NOT_LOADED["in bzip2"])
+    for read in (opened, filled):
+        with pytest.raises((CheckpointFileError, LoadMismatchError)):
+            read(path)
 
 
 def test_a_pickle_cut_short_by_torchs_writer(tmp_path: Path) -> None:
