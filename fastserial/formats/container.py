@@ -145,8 +145,7 @@ class ZipContainer(Container):
 
         Args:
             limits: on its pickle.
-            all_records: each local header is read, and of records with one name each is listed;
-                by default only the one that torch finds is, which takes torch to say.
+            all_records: each local header is read, and records may have one name and differ.
 
         Raises:
             CorruptCheckpointError: it is damaged.

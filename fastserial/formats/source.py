@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastserial.errors import TruncatedCheckpointError
 
-__all__ = ["BytesSource", "DescriptorSource", "Source", "SourceFile", "read_exactly"]
+__all__ = ["BytesSource", "DescriptorSource", "Source", "read_exactly"]
 
 
 class Source(Protocol):
@@ -80,35 +79,6 @@ class BytesSource:
         """
         _refuse_outside(offset, nbytes, len(self._data))
         return self._data[offset : offset + nbytes]
-
-
-class SourceFile(io.RawIOBase):
-    """A source as a file object, for readers that want one."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        nbytes = max(0, min(len(view), self._source.size - self._at))
-        view[:nbytes] = self._source.read_at(self._at, nbytes)
-        self._at += nbytes
-        return nbytes
 
 
 def _refuse_outside(offset: int, nbytes: int, size: int) -> None:
