@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from math import prod
 
-from fastserial.checkpoints.dcp_folder import all_metadata, list_folder, needed_files
+from fastserial.checkpoints.dcp_folder import all_metadata, list_folder
 from fastserial.checkpoints.inspection import Inspection
 from fastserial.formats.dcp import Stored
 from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
@@ -33,10 +33,8 @@ def inspect_folder(path: str) -> Inspection:
     notes = [f"{len(found)} ranks, each with a checkpoint of its own"] if several else []
     notes += [f"{key}: it has no place" for one in found.values() for key in one.missing]
     notes += [f"{name}: the file is missing" for name in needed if sizes.get(name) is None]
-    others = needed_files(path, listed.hidden)
-    spare = [name for name in listed.shards if name not in needed and name not in others]
-    notes += [f"{name}: it belongs to no checkpoint" for name in spare]
-    notes += [listed.note] if listed.hidden else []
+    spare = [name for name in listed.shards if name not in needed]
+    notes += [f"{name}: it belongs to no checkpoint that torch loads" for name in spare]
     tensors: list[TensorEntry] = []
     for name, metadata in found.items():
         of = f", in {name}" if several else ""  # ranks on their own may have the same keys

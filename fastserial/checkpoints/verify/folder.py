@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from math import prod
 
-from fastserial.checkpoints.dcp_folder import list_folder, needed_files, read_metadata
+from fastserial.checkpoints.dcp_folder import list_folder, read_metadata
 from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Findings, Problem, Result
 from fastserial.checkpoints.verify.zip import verify_zip
@@ -59,13 +59,10 @@ def verify_folder(path: str, config: Config, findings: Findings) -> Result:
         result.format = "dcp"
         _check_metadata(metadata, name, findings)
         needed |= _Folder(path, metadata, config, findings, result).check()
-    if found.hidden:
-        needed |= needed_files(path, found.hidden)
-        findings.note(found.note)
     spare = [name for name in found.shards if name not in needed]
     if spare and result.format is not None:
         shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
-        findings.note(f"{len(spare)} files belong to no checkpoint, but to a failed save: {shown}")
+        findings.note(f"{len(spare)} files belong to no checkpoint that torch loads: {shown}")
     result.changed = _versions(path, found.metadata) != before
     return result
 
