@@ -255,6 +255,24 @@ def test_pickles_of_every_protocol_are_whole(protocol: int, tmp_path: Path) -> N
     assert verify(path, SMALL).ok
 
 
+@pytest.mark.parametrize(
+    ("pickled", "whole"),
+    [
+        (b"\x80\x02]q\x00.", True),
+        (b"\x80\x02]q\x00", False),
+        (b"\x80\x02c\\q\nname\n.", False),  # Python warns of such an escape: here an error
+        (b"", False),
+        (b"of another module", True),
+    ],
+)
+def test_a_pickle_that_is_whole(pickled: bytes, whole: bool, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", pickled)
+        archive.writestr("a/version", "3\n")
+    assert verify(path, SMALL).ok is whole
+
+
 # -- other archives ------------------------------------------------------------------------------
 
 

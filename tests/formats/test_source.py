@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fastserial.errors import TruncatedCheckpointError
+from fastserial.formats.container import format_of_head
 from fastserial.formats.dcp import framed, parse
-from fastserial.formats.detect import format_of_head
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.safetensors import header_bytes, read_header
 from fastserial.formats.source import BytesSource, DescriptorSource, Source

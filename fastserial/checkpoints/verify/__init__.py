@@ -6,23 +6,35 @@ Nothing is unpickled and torch is not needed. Files that stock torch wrote verif
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.verify.checksums import FilePart
-from fastserial.checkpoints.verify.cold import evict
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
 from fastserial.checkpoints.verify.report import Findings, Problem, Result, Status, VerifyReport
-from fastserial.checkpoints.verify.structure import verify_legacy, verify_safetensors
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.config import Config, current
-from fastserial.errors import CorruptCheckpointError, PickleLimitError, UnreadableCheckpointError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    PickleLimitError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
+)
+from fastserial.files.caching import cached_fraction
+from fastserial.files.linux import synced
 from fastserial.files.sources import stamp
-from fastserial.formats.detect import Format, detect, format_of_head
-from fastserial.formats.source import DescriptorSource
+from fastserial.formats.container import (
+    Format,
+    LegacyContainer,
+    SafetensorsContainer,
+    detect,
+    format_of_head,
+)
+from fastserial.formats.source import DescriptorSource, Source
 from fastserial.interrupts import Descriptors
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
@@ -32,6 +44,7 @@ _REASONS = {
     Format.FOLDER: "a directory: verify the files in it (`checkpoints_in`)",
     Format.SHARD: f"{Format.SHARD.value}: verify its folder",
 }
+_STAYS = 0.01  # of a file: a page or two that another process reads meanwhile does not matter
 _OTHERS = (".distcp", ".npz", ".zip", ".whl", ".jar", ".tmp")
 
 
@@ -69,7 +82,7 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
     try:
         with Descriptors() as files:
             if cold:
-                settings, reason = replace(settings, direct=True), evict(name)
+                settings, reason = replace(settings, direct=True), _evict(name)
             fd = opened
             if fd is None:
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
@@ -81,10 +94,10 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
                 result = verify_zip(FilePart(fd, name, settings), findings)
             elif found is Format.LEGACY:
                 result.format = found.value
-                result.records = verify_legacy(source, findings)
+                result.records = _verify_legacy(source, findings)
             elif found is Format.SAFETENSORS:
                 result.format = found.value
-                result.records = verify_safetensors(source, findings)
+                result.records = _verify_safetensors(source, findings)
             elif found is Format.OTHER and is_file_list(name):
                 result.format = FILE_LIST
                 result.records = verify_file_list(fd, name, findings)
@@ -180,3 +193,77 @@ def _is_checkpoint(path: str) -> bool:
             return format_of_head(DescriptorSource(fd)) is not None
     except OSError:
         return False
+
+
+def _verify_legacy(source: Source, findings: Findings) -> int:
+    """Check sections, storage table and sizes of a legacy file; return its number of storages.
+
+    Raises:
+        UnreadableCheckpointError: its pickles have opcodes that are not read.
+        PickleLimitError: they are larger than the limits.
+        OSError: the file cannot be read.
+    """
+    findings.note("the legacy format has no checksums: structure only")
+    try:
+        container = LegacyContainer(source)
+        found = container.outline
+    except CorruptCheckpointError as error:
+        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "storage"
+        if error.record is None and kind != "truncated":
+            kind = "pickle"
+        findings.add(Problem(kind, error.message, error.record, error.offset))
+        return 0
+    for key, text in found.problems.items():
+        findings.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
+    end = container.file.end
+    if end != source.size:
+        text = f"{source.size - end} bytes follow the last storage"
+        findings.add(Problem("unaccounted", text, None, end))
+    return len(found.storages)
+
+
+def _verify_safetensors(source: Source, findings: Findings) -> int:
+    """Check header, shapes, offsets and the size of the file; return its number of tensors.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    findings.note("safetensors files have no checksums: structure only")
+    try:
+        return len(SafetensorsContainer(source).outline.storages)
+    except CorruptCheckpointError as error:
+        findings.add(Problem("directory", error.message, error.record, error.offset))
+        return 0
+
+
+def _evict(path: str) -> str | None:
+    """Write a file, or the files in a folder, to the device, and drop them from the page cache.
+
+    Nothing of them changes. Other programs read them from the device again.
+
+    Returns:
+        Why not all of it is gone, None if it is.
+
+    Raises:
+        OSError: a file cannot be opened, or its device failed.
+    """
+    for name in _files(path):
+        with Descriptors() as files:
+            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                continue
+            synced(fd)  # what is not on the device yet cannot be dropped
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if (cached_fraction(fd, 0, os.fstat(fd).st_size) or 0.0) > _STAYS:
+                return (
+                    f"{name} stays in the page cache, so not all was read from the device: a "
+                    "program has it mapped, or its file system is in memory"
+                )
+    return None
+
+
+def _files(path: str) -> Iterator[str]:
+    if not os.path.isdir(path):
+        yield path
+    for folder, _, names in os.walk(path):
+        yield from (os.path.join(folder, name) for name in names)

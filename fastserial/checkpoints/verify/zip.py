@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import pickletools
+import re
+import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fastserial.checkpoints.verify.checksums import FilePart
-from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
 from fastserial.checkpoints.verify.report import Findings, Problem, Result
-from fastserial.checkpoints.verify.zip_structure import (
-    LONGEST_GAP,
-    check_end,
-    check_entries,
-    check_entries_loosely,
-    check_gap,
-    expected_id,
-    is_plain,
-    is_torch_made,
-)
 from fastserial.checksums import crc32, crc_mismatch
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
@@ -30,15 +23,33 @@ from fastserial.errors import (
 from fastserial.formats.source import Source
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.formats.tensors import Outline, zip_outline
-from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory
-from fastserial.formats.zip.layout import ID_RECORD
-from fastserial.formats.zip.records import PICKLE
-from fastserial.formats.zip.structs import DEFLATED
+from fastserial.formats.zip import structs
+from fastserial.formats.zip.directory import (
+    Directory,
+    RecordEntry,
+    parse_local_header,
+    read_directory,
+)
+from fastserial.formats.zip.layout import ID_RECORD, fold
+from fastserial.formats.zip.records import PICKLE, read_record
+from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, UTF8
 
 __all__ = ["verify_zip"]
 
 _HEAD = 8  # bytes of a record that may look like a data descriptor
 _LONGEST_TAIL = 128 * 1024
+_PLAIN = (0, 0, 0, 0, 0, 0, 0)
+_IS_FOLDER = 0x10  # in the external attributes
+_DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
+# A descriptor, a header, a name and an extra field of the greatest lengths.
+_LONGEST_GAP = structs.DESCRIPTOR64.size + LOCAL.size + 2 * U16
+_STORAGE = re.compile(r"data/\d+")
+_VERSIONS = ("version", ".data/version")
+_PACKAGE = frozenset({".data/extern_modules", ".data/python_version"})
+_EXPORTED = frozenset({"archive_format", "serialized_exported_program.json"})
+_PARTS = frozenset({PICKLE, "byteorder", *_VERSIONS})
+_MOST_VERSION = 64
+_MOST_PICKLE = 256 * 1024 * 1024
 
 
 def verify_zip(archive: FilePart, findings: Findings) -> Result:
@@ -51,7 +62,7 @@ def verify_zip(archive: FilePart, findings: Findings) -> Result:
     source, result = archive.source, Result("zip")
     try:
         directory = read_directory(source, headers=False)
-        torch_made = is_torch_made(source, directory)
+        torch_made = _is_torch_made(source, directory)
         if not torch_made:
             directory = read_directory(source)
     except UnreadableCheckpointError as error:  # it may be whole: that cannot be told
@@ -63,9 +74,9 @@ def verify_zip(archive: FilePart, findings: Findings) -> Result:
         return result
     records = directory.in_file_order()
     result.records = len(records)
-    for problem in check_entries(directory) if torch_made else check_entries_loosely(directory):
+    for problem in _check_entries(directory) if torch_made else _check_entries_loosely(directory):
         findings.add(problem)
-    for problem in check_end(directory, _tail(source, directory), torch_made):
+    for problem in _check_end(directory, _tail(source, directory), torch_made):
         findings.add(problem)
     stored = [record for record in records if record.method != DEFLATED]
     crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in stored])
@@ -93,7 +104,7 @@ def verify_zip(archive: FilePart, findings: Findings) -> Result:
     if outline is not None and not any(problem.record == PICKLE for problem in damaged):
         _check_storages(outline, findings)
     _check_names(directory, findings)
-    result.reason = check_purpose(source, directory, findings)
+    result.reason = _check_purpose(source, directory, findings)
     closed = sum(not record.is_readable for record in records)
     if closed:
         findings.note(
@@ -121,7 +132,7 @@ def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
     for before, after in pairs:
         start = before.data_end if before is not None else 0
         end = after.data_offset if after is not None else directory.end.directory_offset
-        if end - start > LONGEST_GAP:
+        if end - start > _LONGEST_GAP:
             yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
             continue
         try:
@@ -130,7 +141,7 @@ def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
             text = f"{end - start} bytes cannot be read: {error.strerror}"
             yield Problem("read", text, None, start)
         else:
-            yield from check_gap(before, after, data, start)
+            yield from _check_gap(before, after, data, start)
 
 
 def _check_record(
@@ -153,7 +164,7 @@ def _check_record(
         yield Problem("read", text, record.name, record.data_offset)
         return
     mismatch = crc_mismatch(crc, record.crc)
-    if mismatch is not None and crc is not None and not record.crc and has_id and is_plain(record):
+    if mismatch is not None and crc is not None and not record.crc and has_id and _is_plain(record):
         result.unchecked += 1
         return
     if crc is not None:
@@ -180,14 +191,14 @@ def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
     if record is None or record.size != 40:
         return Problem("id", "there is no serialization id") if record is not None else None
     text = source.read_at(record.data_offset, record.size)
-    if text[20:] == expected_id(records, {}).encode():
+    if text[20:] == _expected_id(records, {}).encode():
         return None
     heads = {  # some may begin like a data descriptor, which torch takes for one
         index: source.read_at(one.data_offset, _HEAD)
         for index, one in enumerate(records)
         if one.compressed_size >= _HEAD
     }
-    if text[20:] == expected_id(records, heads).encode():
+    if text[20:] == _expected_id(records, heads).encode():
         return None
     return Problem(
         "id",
@@ -204,7 +215,7 @@ def _outline(source: Source, directory: Directory, findings: Findings) -> Outlin
         outline = zip_outline(source, directory)
     except (CheckpointFileError, PickleLimitError) as error:
         record = directory.find(PICKLE)
-        if record is not None and not is_whole_pickle(source, record):
+        if record is not None and not _is_whole_pickle(source, record):
             findings.add(
                 Problem("pickle", "it is cut short, or damaged", PICKLE, record.data_offset)
             )
@@ -223,7 +234,7 @@ def _check_names(directory: Directory, findings: Findings) -> None:
         other = first.setdefault(record.full_name.lower(), record)
         if (other.size, other.crc) == (record.size, record.crc):
             continue
-        if is_part(record) or is_part(other):
+        if _is_part(record) or _is_part(other):
             message = "several records bear this name and differ: readers take one or another"
             findings.add(Problem("directory", message, record.name, record.header_offset))
         else:
@@ -265,3 +276,227 @@ def _inflated_crc(source: Source, record: RecordEntry) -> int | OSError | None:
     except OSError as error:
         return error
     return crc if size == record.size and inflater.eof else None
+
+
+def _is_plain(record: RecordEntry) -> bool:
+    """Return whether an entry looks like torch's: no versions, times or attributes."""
+    return record.stamp == _stamp(record) and record.flags == _flags(record)
+
+
+def _stamp(record: RecordEntry) -> tuple[int, ...]:
+    return _DEFLATED if record.method == DEFLATED else _PLAIN
+
+
+def _flags(record: RecordEntry) -> int:
+    return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
+
+
+def _is_torch_made(source: Source, directory: Directory) -> bool:
+    """Return whether torch wrote the archive, and nobody changed it since.
+
+    Most entries look like torch's then, and no other bears a date that its local header bears,
+    too: that is no damage, but another program's work.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    others = [record for record in directory.records if not _is_plain(record)]
+    if 2 * len(others) >= len(directory.records):
+        return False
+    return not any(_is_dated(source, record) for record in others)
+
+
+def _is_dated(source: Source, record: RecordEntry) -> bool:
+    when = record.stamp[2:4]
+    if not any(when):
+        return False
+    length = LOCAL.size + len(record.full_name)
+    try:
+        header = parse_local_header(source.read_at(record.header_offset, length), record.name)
+    except CorruptCheckpointError:
+        return False
+    return header.name == record.full_name and header.stamp[1:] == when
+
+
+def _check_entries(directory: Directory) -> Iterator[Problem]:
+    """Compare the directory's entries with what torch writes into them."""
+    for record in directory.records:
+        sound = _is_plain(record) and (record.size > 0 or record.crc == 0)
+        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
+        if not sound or record.extra != wide:
+            yield Problem("directory", "fields of its entry are damaged", record.name)
+
+
+def _check_entries_loosely(directory: Directory) -> Iterator[Problem]:
+    """Look for entries of other writers for which torch's reader does not read the data."""
+    for record in directory.records:
+        disk, _, attributes = record.stamp[4:]
+        if disk not in (0, 1):
+            text = "its entry says that it is in another part of the archive"
+            yield Problem("directory", text, record.name)
+        elif attributes & _IS_FOLDER and record.size:
+            yield Problem("directory", "its entry says that it is a folder", record.name)
+
+
+def _check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[Problem]:
+    """Check the records after the central directory.
+
+    Args:
+        directory: what was read.
+        tail: what follows it, or its end.
+        torch_made: hold it against what torch writes, byte for byte.
+    """
+    end = directory.end
+    if torch_made:
+        start = end.directory_offset + end.directory_size
+        if tail[: structs.END_BYTES] != structs.end_records(
+            len(directory.records), end.directory_size, end.directory_offset
+        ):
+            yield Problem(
+                "directory", "the records at the end of the file are damaged", None, start
+            )
+        return
+    if not end.agrees:
+        yield Problem("directory", "the end records disagree", None, end.offset)
+    (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
+    if comment > end.trailing:
+        yield Problem("truncated", "its comment is cut short", None, end.offset)
+
+
+def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> str:
+    """Return the second half of the serialization id (20 digits), from the directory's CRCs.
+
+    Args:
+        records: in the order of the file.
+        heads: first 8 bytes of records, by index; of those that begin like a data descriptor.
+    """
+    combined = 0
+    for index, record in enumerate(records):
+        if record.size == 0 or record.name == ID_RECORD:
+            continue
+        head = heads.get(index, b"")
+        if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) == 8:
+            combined = fold(combined, int.from_bytes(head[4:], "little"))
+        combined = fold(combined, record.crc)
+    return f"{combined:020d}"
+
+
+# -- between the records -------------------------------------------------------------------------
+
+
+def _check_gap(
+    before: RecordEntry | None, after: RecordEntry | None, data: bytes, start: int
+) -> Iterator[Problem]:
+    """Compare what lies between two records with what torch writes there, byte for byte.
+
+    Args:
+        before: the record whose data ends where `data` starts.
+        after: the record whose data starts where `data` ends.
+        data: the bytes.
+        start: their offset in the file.
+    """
+    descriptor = b""
+    if before is not None and before.has_descriptor:
+        sizes = before.compressed_size, before.size
+        descriptor = structs.descriptor(before.crc, *sizes, before.header_offset)
+    header = after.header_offset - start if after is not None else len(data)
+    if before is not None and data[: min(header, len(descriptor))] != descriptor:
+        text = "its data descriptor is not what the directory says"
+        yield Problem("descriptor", text, before.name, start)
+    if header > len(descriptor):
+        where = f"after {before.name}" if before is not None else "at the beginning"
+        text = f"{header - len(descriptor)} bytes {where} belong to no record"
+        yield Problem("unaccounted", text, None, start + len(descriptor))
+    if after is not None and data[header:] != _header(after, len(data) - header):
+        text = "its local header is not what the directory says"
+        yield Problem("header", text, after.name, after.header_offset)
+
+
+def _header(record: RecordEntry, length: int) -> bytes | None:
+    """Return the local header of `length` bytes that torch writes, None if there is none."""
+    zip64 = len(structs.zip64_field(record.size, 0, record.header_offset))
+    extra = length - LOCAL.size - len(record.full_name)
+    padding = extra - zip64 - FIELD.size
+    if padding < 0 or extra > U16:
+        return None
+    kind = record.flags, record.method, record.stamp[1]
+    return structs.local_header(record.full_name, record.size, record.header_offset, padding, *kind)
+
+
+def _is_part(record: RecordEntry) -> bool:
+    """Whether a record is part of a checkpoint: torch reads it, or may."""
+    return record.name in _PARTS or record.name.startswith("data/")
+
+
+def _check_purpose(source: Source, directory: Directory, findings: Findings) -> str | None:
+    """Report what keeps torch from loading an archive; return why it is no checkpoint, or None.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    records = directory.records
+    names = {record.name for record in records}
+    # torch takes the folder of all records from the first one
+    inside = b"/" in records[0].full_name
+    if not inside and any(record.full_name == PICKLE.encode() for record in records):
+        message = "its records are in no folder, where torch looks for them"
+        findings.add(Problem("directory", message, records[0].full_name.decode("utf-8", "replace")))
+    elif PICKLE in names:
+        for problem in _checkpoint(source, directory, names):
+            findings.add(problem)
+    elif names & _PACKAGE:
+        findings.note("a torch.package archive: torch.load does not read it, PackageImporter does")
+    elif names & _EXPORTED:
+        findings.note("an exported program: torch.load does not read it, torch.export.load does")
+    elif any(_STORAGE.fullmatch(name) for name in names):
+        findings.add(Problem("pickle", "there is no such record: torch cannot load it", PICKLE))
+    else:
+        what = "an archive" if findings.found else "a whole archive"
+        return f"{what}, but no checkpoint of torch: there is no {PICKLE} in it"
+    return None
+
+
+def _checkpoint(source: Source, directory: Directory, names: set[str]) -> Iterator[Problem]:
+    folder = directory.archive_name
+    for record in directory.records:
+        if record.name.startswith("/"):
+            message = f"it is not in the folder {folder!r}: torch does not load the archive"
+            yield Problem("directory", message, record.name)
+        elif _is_part(record) and not record.is_readable:
+            message = "it is encrypted, or compressed in a way that torch cannot read"
+            yield Problem("directory", message, record.name)
+    if names.isdisjoint(_VERSIONS):
+        message = "there is no such record, without which torch does not load the archive"
+        yield Problem("directory", message, _VERSIONS[0])
+    for record in directory.records:
+        if record.name in _VERSIONS and not _is_number(source, record):
+            yield Problem("directory", "it holds no number", record.name, record.data_offset)
+
+
+def _is_number(source: Source, record: RecordEntry) -> bool:
+    try:
+        return read_record(source, record, _MOST_VERSION).strip().isdigit()
+    except CheckpointFileError:
+        return True  # its checksum says what is wrong
+
+
+def _is_whole_pickle(source: Source, record: RecordEntry) -> bool:
+    """Whether a record is a pickle to its end, or none that can be judged.
+
+    Of another pickle module's formats, and of what is too large, nothing is said.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        data = read_record(source, record, _MOST_PICKLE)
+    except CheckpointFileError:
+        return True  # its checksum says what is wrong
+    if not data.startswith(b"\x80"):
+        return bool(data)
+    try:
+        for _ in pickletools.genops(io.BytesIO(data)):
+            pass
+    except (ValueError, OverflowError, EOFError, Warning):  # where warnings are errors
+        return False
+    return True
