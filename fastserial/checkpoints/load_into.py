@@ -18,8 +18,12 @@ from typing import Any
 import torch
 
 from fastserial.checkpoints.module_state import ModuleState
-from fastserial.checkpoints.readable import open_readable
-from fastserial.checkpoints.tensor_read import direct_extent, meta_of, read_tensor_into
+from fastserial.checkpoints.tensor_read import (
+    direct_extent,
+    meta_of,
+    open_readable,
+    read_tensor_into,
+)
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES

@@ -12,10 +12,9 @@ import re
 from typing import NamedTuple
 
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
-from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.dcp import METADATA_NAME
 from fastserial.formats.pickles import Mapping, decode
-from fastserial.formats.source import DescriptorSource
+from fastserial.formats.source import ByteStream, DescriptorSource
 from fastserial.interrupts import Descriptors
 
 __all__ = ["METADATA", "RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.console import new_console
-from fastserial.diagnosis.facts import Diagnosis
+from fastserial.diagnosis.examine import Diagnosis
 from fastserial.diagnosis.folder import Folder
 from fastserial.reports import format_bytes
 

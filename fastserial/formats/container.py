@@ -17,11 +17,10 @@ from fastserial.errors import (
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.structure import MAGIC, read_legacy
 from fastserial.formats.pickles import Limits, decode
 from fastserial.formats.safetensors import read_header
-from fastserial.formats.source import BytesSource, DescriptorSource, Source
+from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source
 from fastserial.formats.storages import PACKED
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import RecordEntry, read_directory

@@ -5,8 +5,7 @@ from __future__ import annotations
 import zlib
 
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.formats.byte_stream import ByteStream
-from fastserial.formats.source import BytesSource, Source
+from fastserial.formats.source import BytesSource, ByteStream, Source
 from fastserial.formats.zip.directory import (
     Directory,
     RecordEntry,
