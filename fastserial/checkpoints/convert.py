@@ -7,12 +7,15 @@ their bytes from the source while it fills its staging buffers.
 from __future__ import annotations
 
 import itertools
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastserial.checkpoints.mapped_source import Source
-from fastserial.checkpoints.safetensors_shards import write_shards
+import torch
+
+from fastserial.checkpoints.mapped_source import INDEX, Source
 from fastserial.checkpoints.streaming import (
     StreamWriter,
     flat_tensors,
@@ -23,10 +26,12 @@ from fastserial.checkpoints.streaming import (
 )
 from fastserial.config import Config
 from fastserial.errors import ConvertError
+from fastserial.files.durable import replace_bytes, sync_folders
 
 __all__ = ["Converted", "container_of", "part_of", "write_source"]
 
 _SHOWN_KEYS = 8
+_STEM = "model"  # of the names of shards, as Hugging Face has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def write_source(
             refuse_shared(tensors)
         text = {"format": "pt", **free}
         if shard_nbytes is not None:
-            nbytes = write_shards(tensors, opened, path, shard_nbytes, text, config)
+            nbytes = _write_shards(tensors, opened, path, shard_nbytes, text, config)
             return Converted(opened.container, to, nbytes)
     writer = StreamWriter(path, config, opened, to)
     with writer:
@@ -146,3 +151,68 @@ def _offers(value: Any) -> str:
     names = [repr(key) for key in itertools.islice(value, _SHOWN_KEYS)]
     more = ", ..." if len(value) > _SHOWN_KEYS else ""
     return f"; there are: {', '.join(names)}{more}"
+
+
+def _write_shards(
+    tensors: Mapping[str, torch.Tensor],
+    source: Source,
+    folder: str,
+    nbytes: int,
+    metadata: Mapping[str, str],
+    config: Config,
+) -> int:
+    """Write tensors to files of a new folder, and last the index, which makes it complete.
+
+    Args:
+        source: knows their bytes.
+        nbytes: no file has more bytes of tensors, if one tensor has not more.
+        metadata: free text, for each file.
+
+    Returns:
+        The bytes of all files.
+
+    Raises:
+        ConvertError: there is something in the folder.
+        WriteError: it cannot be written.
+    """
+    shards = _shards(tensors, nbytes)
+    _make(folder, config.durable)
+    total = 0
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{_STEM}-{number:05}-of-{len(shards):05}.safetensors"
+        path = os.path.join(folder, name)
+        writer = StreamWriter(path, config, source, "safetensors")
+        with writer:
+            write_safetensors(shard, writer, metadata)
+            total += writer.tell()
+            writer.release_sources()
+            source.check_unchanged()
+        files.update(dict.fromkeys(shard, name))
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    text = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
+    replace_bytes(os.path.join(folder, _STEM + INDEX), text, config.durable)
+    return total + len(text)
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], nbytes: int) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors in their order, in groups of `nbytes` bytes at most."""
+    found: list[dict[str, torch.Tensor]] = [{}]
+    free = nbytes
+    for key, tensor in tensors.items():
+        size = tensor.numel() * tensor.itemsize
+        if found[-1] and size > free:
+            found.append({})
+            free = nbytes
+        found[-1][key] = tensor
+        free -= size
+    return found
+
+
+def _make(folder: str, durable: bool) -> None:
+    os.makedirs(folder, exist_ok=True)
+    if os.listdir(folder):
+        raise ConvertError(f"{folder}: it is not empty: give a new folder")
+    if durable:
+        sync_folders([os.path.abspath(folder)])

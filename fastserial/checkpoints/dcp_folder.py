@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from fastserial.errors import (
-    CheckpointFileError,
-    ConvertError,
-    CorruptCheckpointError,
-    PickleLimitError,
-)
+from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.formats.dcp import METADATA_NAME, Metadata, parse
 from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
@@ -23,7 +16,6 @@ __all__ = [
     "all_metadata",
     "is_dcp_folder",
     "list_folder",
-    "needed_files",
     "one_metadata",
     "read_metadata",
 ]
@@ -38,24 +30,13 @@ class FoundFolder(NamedTuple):
     """What is in a folder.
 
     Attributes:
-        metadata: names of the files that complete a checkpoint: one, or one of each rank.
+        metadata: names of the files that complete a checkpoint: one, or one of each rank. Where
+            there is one of all ranks, torch loads no other.
         shards: names of the files with items.
-        hidden: names of those of single ranks where there is one of all ranks, which torch loads.
     """
 
     metadata: list[str]
     shards: list[str]
-    hidden: list[str]
-
-    @property
-    def note(self) -> str:
-        """What to say of the hidden ones; nothing if there are none."""
-        if not self.hidden:
-            return ""
-        return (
-            f"{', '.join(self.hidden)}: each completes a checkpoint of one rank, which torch does "
-            f"not load, as there is a `{self.metadata[0]}`"
-        )
 
 
 def list_folder(path: str) -> FoundFolder:
@@ -66,11 +47,9 @@ def list_folder(path: str) -> FoundFolder:
     """
     names = sorted(os.listdir(path))
     metadata = [name for name in names if METADATA_NAME.fullmatch(name)]
-    hidden: list[str] = []
     if ".metadata" in metadata:
-        hidden = [name for name in metadata if name != ".metadata"]
         metadata = [".metadata"]
-    return FoundFolder(metadata, [name for name in names if _SHARD.fullmatch(name)], hidden)
+    return FoundFolder(metadata, [name for name in names if _SHARD.fullmatch(name)])
 
 
 def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
@@ -103,15 +82,6 @@ def read_metadata(path: str, name: str) -> Metadata:
     file_name = os.path.join(path, name)
     with open(file_name, "rb") as file:
         return parse(DescriptorSource(file.fileno()), file_name)
-
-
-def needed_files(path: str, names: Iterable[str]) -> set[str]:
-    """Return the names of files that these `.metadata` need, as far as they can be read."""
-    needed: set[str] = set()
-    for name in names:
-        with contextlib.suppress(CheckpointFileError, PickleLimitError, OSError):
-            needed.update(item.file for item in read_metadata(path, name).items)
-    return needed
 
 
 def all_metadata(path: str) -> dict[str, Metadata]:

@@ -3,29 +3,135 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
 
-from fastserial.checkpoints.dcp_folder import is_dcp_folder
-from fastserial.checkpoints.folder_inspection import inspect_folder, inspect_rank_folder
-from fastserial.checkpoints.inspection import Inspection, StorageUse
-from fastserial.checkpoints.rank_folder import find_rank_folder
+from fastserial.checkpoints.dcp_folder import all_metadata, is_dcp_folder, list_folder
 from fastserial.errors import CheckpointFileError
 from fastserial.formats.container import ZipContainer, open_container
+from fastserial.formats.dcp import Stored
 from fastserial.formats.pickles import Limits
-from fastserial.formats.storages import ITEM_BYTES
+from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry
 from fastserial.formats.zip.records import PICKLE
 from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
+from fastserial.printable import BoundedRepr
 
 __all__ = ["Inspection", "StorageUse", "inspect"]
+
+_MOST_NOTES = 100
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StorageUse(BoundedRepr):
+    """A storage and who is in it.
+
+    Attributes:
+        key: its name (`data/<key>` in a zip).
+        dtype: type of its elements; `uint8` where torch keeps bytes only.
+        nbytes: its size (bytes).
+        offset: its first byte in the file, None if it is not there.
+        location: the device it came from.
+        tensors: keys of the tensors in it.
+        needed_bytes: what would do if each of its tensors were saved alone, at the most.
+    """
+
+    key: str
+    dtype: str
+    nbytes: int
+    offset: int | None
+    location: str
+    tensors: tuple[str, ...]
+    needed_bytes: int
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Bytes that are saved only because a view drags its whole storage along."""
+        return max(0, self.nbytes - self.needed_bytes)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tensors are in it."""
+        return len(self.tensors) > 1
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(BoundedRepr):
+    """What a checkpoint holds.
+
+    Attributes:
+        path: the file or folder.
+        format: `zip`, `legacy`, `safetensors` or `dcp`.
+        bytes: size of the file, or of the folder's files.
+        archive_name: the folder in the names of the records (zip).
+        records: (name, offset of the data, bytes) of each record (zip); of each item, with its
+            file (DCP).
+        tensors: in the order of the pickle.
+        storages: in the order of the file; none of a DCP folder, which keeps parts of tensors.
+        imports: the names that unpickling would import.
+        values: how many other values (numbers, strings, ...) there are.
+        notes: what is odd, and what could not be found out.
+    """
+
+    path: str
+    format: str
+    bytes: int
+    archive_name: str | None
+    records: tuple[tuple[str, int, int], ...]
+    tensors: tuple[TensorEntry, ...]
+    storages: tuple[StorageUse, ...]
+    imports: tuple[str, ...]
+    values: int
+    notes: tuple[str, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors, shared ones counted each time."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Bytes that could be saved by cloning views before saving them."""
+        return sum(storage.wasted_bytes for storage in self.storages)
+
+    def offset_of(self, tensor: TensorEntry) -> int | None:
+        """Return where the tensor's first element lies in the file (bytes), None if nowhere."""
+        for storage in self.storages:
+            if storage.key == tensor.storage and storage.offset is not None:
+                return storage.offset + tensor.span[0]
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the inspection as plain JSON values."""
+        places = {storage.key: storage.offset for storage in self.storages}
+        tensors, storages = list(map(_values, self.tensors)), list(map(_values, self.storages))
+        for row, tensor in zip(tensors, self.tensors, strict=True):
+            start = places.get(tensor.storage or "")
+            row["offset"] = None if start is None else start + tensor.span[0]
+            row["contiguous"] = tensor.is_contiguous
+        for row, storage in zip(storages, self.storages, strict=True):
+            row["wasted_bytes"] = storage.wasted_bytes
+        return {
+            **_values(self),
+            "tensors": tensors,
+            "storages": storages,
+            "tensor_bytes": self.tensor_bytes,
+            "wasted_bytes": self.wasted_bytes,
+        }
+
+
+def _values(one: Inspection | StorageUse | TensorEntry) -> dict[str, Any]:
+    """Return the attributes of one object. (`asdict` copies them: three times as long.)"""
+    return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
 def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspection:
     """Read a checkpoint's structure and pickle; the bytes of its tensors are not read.
 
     Args:
-        path: the file, or a folder of torch.distributed.checkpoint or torch_checkpointing.
+        path: the file, or a folder of torch.distributed.checkpoint.
         limits: what reading the pickle may take (bytes, seconds).
 
     Raises:
@@ -45,10 +151,7 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
     if is_dcp_folder(name):
-        return inspect_folder(name)
-    folder = find_rank_folder(name)
-    if folder is not None:
-        return inspect_rank_folder(name, folder, lambda path: inspect(path, limits))
+        return _inspect_folder(name)
     container = open_container(fd, name, limits, all_records=True)
     found = container.outline
     archive, notes = None, found.notes
@@ -63,7 +166,6 @@ def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
         path=name,
         format=container.format,
         bytes=container.source.size,
-        hints=container.hints,
         archive_name=archive,
         records=tuple((r.name, r.data_offset, r.size) for r in records),
         tensors=tuple(found.tensors),
@@ -75,10 +177,12 @@ def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
 
 
 def _storages(found: Outline) -> tuple[StorageUse, ...]:
-    within: dict[str, list[TensorEntry]] = {}
+    needed: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for tensor in found.tensors:
         if tensor.storage is not None:
-            within.setdefault(tensor.storage, []).append(tensor)
+            needed[tensor.storage] = needed.get(tensor.storage, 0) + tensor.nbytes
+            counts[tensor.storage] = counts.get(tensor.storage, 0) + 1
     uses = [
         StorageUse(
             key=key,
@@ -86,36 +190,69 @@ def _storages(found: Outline) -> tuple[StorageUse, ...]:
             nbytes=entry.nbytes,
             offset=entry.offset,
             location=entry.location,
-            tensors=tuple(found.users.get(key, ())),
-            needed_bytes=_needed(within.get(key, ()), entry.nbytes, found.users.get(key, ())),
+            tensors=tuple(users := found.users.get(key, ())),
+            # one more user than tensors: the storage itself was saved, too
+            needed_bytes=min(needed.get(key, 0), entry.nbytes)
+            if len(users) <= counts.get(key, 0)
+            else entry.nbytes,
         )
         for key, entry in found.storages.items()
     ]
     return tuple(sorted(uses, key=lambda use: (use.offset is None, use.offset or 0)))
 
 
-def _needed(tensors: Iterable[TensorEntry], nbytes: int, users: Iterable[str]) -> int:
-    """Return how many bytes of a storage its tensors need.
+def _inspect_folder(path: str) -> Inspection:
+    """Return what a folder holds; nothing is unpickled, and only its `.metadata` is read.
 
-    That is no more than the bytes they span, and no more than their elements, each tensor that is
-    there twice counted once.
+    Raises:
+        CorruptCheckpointError: it is damaged, or the save was not completed.
+        PickleLimitError: the metadata takes too long to read.
+        OSError: it cannot be read.
     """
-    distinct = {(t.dtype, t.storage_offset, t.shape, t.stride): t for t in tensors}
-    if len(list(users)) > len(list(tensors)):
-        return nbytes  # the storage itself was saved, too
-    elements = spanned = reach = 0
-    for tensor in sorted(distinct.values(), key=lambda t: t.span):
-        elements += _distinct_bytes(tensor)
-        first, last = tensor.span
-        spanned += max(0, last - max(first, reach))
-        reach = max(reach, last)
-    return min(elements, spanned, nbytes)
+    listed = list_folder(path)
+    found = all_metadata(path)
+    several = len(found) > 1
+    items = [item for metadata in found.values() for item in metadata.items]
+    needed = dict.fromkeys(item.file for item in items)
+    sizes = {name: _size(path, name) for name in (*listed.metadata, *listed.shards)}
+    notes = [f"{len(found)} ranks, each with a checkpoint of its own"] if several else []
+    notes += [f"{key}: it has no place" for one in found.values() for key in one.missing]
+    notes += [f"{name}: the file is missing" for name in needed if sizes.get(name) is None]
+    spare = [name for name in listed.shards if name not in needed]
+    notes += [f"{name}: it belongs to no checkpoint that torch loads" for name in spare]
+    tensors: list[TensorEntry] = []
+    for name, metadata in found.items():
+        of = f", in {name}" if several else ""  # ranks on their own may have the same keys
+        for key, stored in metadata.tensors.items():
+            if stored.dtype in ITEM_BYTES:
+                tensors.append(_entry(key, stored, of))
+            else:
+                text = f"torch has no dtype {stored.dtype} that is known here"
+                notes.append(f"tensor {key}{of}: {text}")
+    return Inspection(
+        path=path,
+        format="dcp",
+        bytes=sum(size or 0 for size in sizes.values()),
+        archive_name=None,
+        records=tuple((f"{item.file}: {item.name}", item.offset, item.length) for item in items),
+        tensors=tuple(tensors),
+        storages=(),
+        imports=tuple(sorted({name for one in found.values() for name in one.globals})),
+        values=sum(len(one.values) for one in found.values()),
+        notes=tuple(notes[:_MOST_NOTES]),
+    )
 
 
-def _distinct_bytes(tensor: TensorEntry) -> int:
-    """Return the bytes of a tensor's elements, without those that `expand` repeats."""
-    count = tensor.nbytes
-    for n, step in zip(tensor.shape, tensor.stride, strict=True):
-        if step == 0 and n > 1:
-            count //= n
-    return max(count, ITEM_BYTES[tensor.dtype] if tensor.nbytes else 0)
+def _size(path: str, name: str) -> int | None:
+    try:
+        return os.stat(os.path.join(path, name)).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _entry(key: str, stored: Stored, of: str) -> TensorEntry:
+    nbytes = prod(stored.shape) * ITEM_BYTES[stored.dtype]
+    parts = len(stored.chunks)
+    kind = ("tensor" if parts == 1 else f"in {parts} parts") + of
+    strides = contiguous_stride(stored.shape)
+    return TensorEntry(key, stored.dtype, stored.shape, strides, None, 0, nbytes, kind)

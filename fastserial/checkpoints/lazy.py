@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 
-from fastserial.checkpoints.readable import open_readable
-from fastserial.checkpoints.tensor_read import direct_extent, fetch, is_dense, meta_of
+from fastserial.checkpoints.tensor_read import (
+    direct_extent,
+    fetch,
+    is_dense,
+    meta_of,
+    open_readable,
+)
 from fastserial.config import Config
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.tensors import TensorEntry

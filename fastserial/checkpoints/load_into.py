@@ -18,9 +18,13 @@ from typing import Any
 import torch
 
 from fastserial.checkpoints.module_state import ModuleState
-from fastserial.checkpoints.readable import open_readable
-from fastserial.checkpoints.tensor_read import direct_extent, meta_of, read_tensor_into
-from fastserial.checksums import CrcLedger, check_crc
+from fastserial.checkpoints.tensor_read import (
+    direct_extent,
+    meta_of,
+    open_readable,
+    read_tensor_into,
+)
+from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import (
@@ -29,10 +33,10 @@ from fastserial.errors import (
     UnreadableTensorError,
 )
 from fastserial.formats.container import Container
-from fastserial.formats.storages import StorageEntry, reach
+from fastserial.formats.storages import reach
 from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.loading.sinks import CheckedSink, PartsSink, ReadExtent, Sink
+from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.held_settings import paused_collection
 from fastserial.printable import BoundedRepr
 
@@ -63,14 +67,12 @@ class _Job:
         target: what to fill.
         stored: the tensor in the file.
         base: its first byte there.
-        storage: its storage there.
     """
 
     key: str
     target: torch.Tensor
     stored: TensorEntry
     base: int
-    storage: StorageEntry
 
 
 def load_into(
@@ -95,8 +97,8 @@ def load_into(
         path: a zip, legacy or safetensors file.
         key: the part of the checkpoint to use, such as `model`; by default all of it.
         strict: every tensor of either side must have its partner.
-        verify: compare the CRC-32 of each record that is read (zip files with checksums); by
-            default as the option `verify_on_load`. What did not match is in the tensors by then.
+        verify: check the whole file first, in a pass of its own, so that damage changes nothing;
+            by default as the option `verify_on_load`.
         config: options; by default those in force.
 
     Returns:
@@ -115,12 +117,13 @@ def load_into(
     module = ModuleState(target) if isinstance(target, torch.nn.Module) else None
     wanted = dict(_tensors(module.entries if module is not None else target))
     with FastFileReader(path, config) as reader:
+        checked = verify and refuse_damaged(reader.name, reader.fd, config)
         with paused_collection() as pause:
             container = open_readable(reader.fd, reader.name)
             unread: dict[str, str] = {}
             if module is not None and module.loose:
                 module.divide(lambda name, tensor: _fits(tensor, container, key, name))
-                unread = module.unpickle(reader.fd, reader.name, key, verify)
+                unread = module.unpickle(reader.fd, reader.name, key)
                 wanted = dict(_tensors(module.readable()))
             claimed = module.unpickled if module is not None else []
             jobs, left = _match(
@@ -130,7 +133,7 @@ def load_into(
             if reader.size > len(jobs) * FEW_BYTES:
                 pause.end()  # reading may take long
             reader.attend([job.target.untyped_storage() for job in jobs])
-            checked = _read(reader, jobs, verify)
+            _read(reader, jobs)
         report_load(
             reader.blocks.counts,
             config,
@@ -230,8 +233,7 @@ def _match(
         objection = _objection(target, stored)
         if objection is not None:
             wrong.append(f"{key}: {objection}")
-        storage = index.outline.storages[stored.storage or ""]
-        jobs.append(_Job(key, target, stored, index.offset_of(stored), storage))
+        jobs.append(_Job(key, target, stored, index.offset_of(stored)))
     if wrong:
         more = f"\n\t... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         lines = "\n\t".join(wrong[:_SHOWN])
@@ -306,55 +308,16 @@ def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
     return list(unique.values())
 
 
-def _read(reader: FastFileReader, jobs: Sequence[_Job], verify: bool) -> bool:
-    """Fill the targets; return whether all that was read has been verified."""
-    plain: list[tuple[_Job, ReadExtent]] = []
+def _read(reader: FastFileReader, jobs: Sequence[_Job]) -> None:
+    """Fill the targets."""
+    plain: list[ReadExtent] = []
     others: list[_Job] = []
     for job in jobs:
         extent = direct_extent(job.base, meta_of(job.stored), job.target, reader.ring)
         if extent is None:
             others.append(job)
         else:
-            plain.append((job, extent))
-    checked = verify
-    if verify:
-        checked = _read_checked(reader, plain, {job.storage for job in others})
-    else:
-        reader.read_into([extent for _, extent in plain])
+            plain.append(extent)
+    reader.read_into(plain)
     for job in others:
         read_tensor_into(reader, job.base, meta_of(job.stored), job.target)
-    return checked
-
-
-class _Nowhere:
-    """Takes bytes that are only checked."""
-
-    def deliver(self, view: memoryview, address: int, start: int) -> None:
-        pass
-
-    def place(self, start: int, length: int) -> None:
-        return None
-
-
-def _read_checked(
-    reader: FastFileReader, plain: Sequence[tuple[_Job, ReadExtent]], others: set[StorageEntry]
-) -> bool:
-    """Read whole storages, parts of them to their targets, and compare their CRC-32s."""
-    parts: dict[StorageEntry, list[tuple[int, int, Sink]]] = {storage: [] for storage in others}
-    for job, extent in plain:
-        start = extent.offset - (job.storage.offset or 0)
-        parts.setdefault(job.storage, []).append((start, extent.length, extent.sink))
-    storages = [storage for storage in parts if storage.held and storage.offset is not None]
-    ledger = CrcLedger([storage.held for storage in storages], [None] * len(storages))
-    extents: list[ReadExtent] = []
-    for number, storage in enumerate(storages):
-        sink: Sink = PartsSink(parts[storage]) if parts[storage] else _Nowhere()
-        if storage.crc is not None:
-            sink = CheckedSink(sink, ledger, number)
-        extents.append(ReadExtent(storage.offset or 0, storage.held, sink))
-    reader.read_into(extents)
-    for number, storage in enumerate(storages):
-        if storage.crc is not None:
-            found = ledger.wait(number)
-            check_crc(found, storage.crc, reader.name, storage.record, storage.offset)
-    return all(storage.crc is not None for storage in storages)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.readable import is_little_endian
+from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.errors import (
     CheckpointFileError,
     ConvertError,

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import ConvertError
 
 __all__ = ["ModuleState"]
@@ -55,14 +54,13 @@ class ModuleState:
         rest = set(self.unpickled)
         return {key: value for key, value in self.entries.items() if key not in rest}
 
-    def unpickle(self, fd: int, path: str, prefix: str, verify: bool) -> dict[str, str]:
+    def unpickle(self, fd: int, path: str, prefix: str) -> dict[str, str]:
         """Get the values that only the pickle gives, by torch's `weights_only` rules.
 
         Args:
             fd: a descriptor of the file.
             path: its name.
             prefix: the part of the checkpoint that is used.
-            verify: check every checksum of the file first.
 
         Returns:
             Why there is no value, for each key without one; the entry is dropped.
@@ -70,15 +68,14 @@ class ModuleState:
         Raises:
             CorruptCheckpointError: the file is damaged.
         """
+        from fastserial.checkpoints.convert import part_of
         from fastserial.checkpoints.mapped import map_checkpoint
 
-        if verify and self.unpickled:
-            refuse_damaged(path, fd)
         reasons: dict[str, str] = {}
         part: Any = None
         if self.unpickled:
             try:
-                part = _part(map_checkpoint(fd, path).value, prefix)
+                part = part_of(map_checkpoint(fd, path).value, prefix)
             except ConvertError as error:
                 reasons = dict.fromkeys(
                     self.unpickled, f"only load_state_dict can load it: {error}"
@@ -145,17 +142,3 @@ def _spot(value: Any) -> _Spot | None:
     except (NotImplementedError, RuntimeError):
         return None
     return (value.device, place) if place else None
-
-
-def _part(value: Any, prefix: str) -> Any:
-    """Return what is under a key whose parts are joined by dots, None if there is nothing."""
-    if not prefix:
-        return value
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            rest = prefix.removeprefix(str(name))
-            if rest != prefix and (not rest or rest[0] == "."):
-                found = _part(item, rest[1:])
-                if found is not None:
-                    return found
-    return None

@@ -12,19 +12,17 @@ import re
 from typing import NamedTuple
 
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
-from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.dcp import METADATA_NAME
 from fastserial.formats.pickles import Mapping, decode
-from fastserial.formats.source import DescriptorSource
+from fastserial.formats.source import ByteStream, DescriptorSource
 from fastserial.interrupts import Descriptors
 
-__all__ = ["LOCAL_TENSOR", "RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]
+__all__ = ["METADATA", "RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]
 
 RANK_FOLDER = "torch_checkpointing"
-_METADATA = "metadata.pkl"
+METADATA = "metadata.pkl"
 _FILE = re.compile(r"([A-Za-z0-9_-]+)_(0|[1-9][0-9]*)\.pt")
 _NOT_ITS = (".pt", ".pth", ".ckpt", ".bin", ".distcp", ".safetensors", ".safetensors.index.json")
-LOCAL_TENSOR = "._local_tensor"  # in a DTensor
 
 
 class RankFolder(NamedTuple):
@@ -47,15 +45,6 @@ class RankFolder(NamedTuple):
         """The names of all files of items, item by item."""
         return [name for files in self.items.values() for name in files.values()]
 
-    @property
-    def notes(self) -> list[str]:
-        """Which ranks have no file of an item, as a program may save it."""
-        return [
-            f"{item}: there is no file of rank {', '.join(map(str, sorted(lacking)))}"
-            for item, files in self.items.items()
-            if (lacking := set(range(self.ranks)) - files.keys())
-        ]
-
 
 def find_rank_folder(path: str | os.PathLike[str], by_name: bool = False) -> RankFolder | None:
     """Return what is in a folder that torch_checkpointing saved to; None if it is none of these.
@@ -72,7 +61,7 @@ def find_rank_folder(path: str | os.PathLike[str], by_name: bool = False) -> Ran
             names = sorted(entry.name for entry in entries if not entry.is_dir())
     except OSError:
         return None
-    if _METADATA not in names and not by_name:
+    if METADATA not in names and not by_name:
         return None
     items: dict[str, dict[int, str]] = {}
     others: list[str] = []
@@ -82,14 +71,14 @@ def find_rank_folder(path: str | os.PathLike[str], by_name: bool = False) -> Ran
             items.setdefault(match[1], {})[int(match[2])] = name
         elif name.lower().endswith(_NOT_ITS) or METADATA_NAME.fullmatch(name):
             return None
-        elif name != _METADATA:
+        elif name != METADATA:
             others.append(name)
     ranks = {rank for files in items.values() for rank in files}
     count = max(ranks, default=-1) + 1
     if 2 * len(ranks) <= count or not ranks:
         return None
     items = {item: dict(sorted(files.items())) for item, files in items.items()}
-    return RankFolder(items, count, _METADATA if _METADATA in names else None, others)
+    return RankFolder(items, count, METADATA if METADATA in names else None, others)
 
 
 def ranks_said(path: str, found: RankFolder) -> int | None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fastserial.config import Config, options
 from fastserial.files.targets import StockWay
 from fastserial.patching import save_hooks
 from fastserial.patching.install import installed, patched
@@ -69,41 +68,43 @@ def write(
     pickle_module: Any = pickle,
     pickle_protocol: int = 2,
     prefix: str | None = None,
-    config: Config | None = None,
+    otherwise: Callable[[], object] | None = None,
 ) -> FastFileWriter | None:
     """Write a file as `save` does, and return the closed writer instead of its report.
 
     Args:
         zip_container: torch's zip format; False is `_use_new_zipfile_serialization=False`.
-        prefix: what is put before the records' names in the archive; by default, and where torch
-            writes the file itself, the file's name. As for `save_hooks.zip_writer`.
-        config: options; by default those in force.
+        prefix: what is put before the records' names in the archive; by default the file's name.
+            As for `save_hooks.zip_writer`.
+        otherwise: writes the file where fastserial cannot; by default `torch.save` does, which
+            opens the file before it pickles.
 
     Returns:
-        The closed writer, which knows what the save did; None if torch had to write the file
-        itself (a torch without a patch, a file that cannot be replaced).
+        The closed writer, which knows what the save did; None if fastserial could not write the
+        file (a torch without a patch, a file that cannot be replaced).
 
     Raises:
         WriteError: the file cannot be written; the previous one is intact.
     """
-    values = {f.name: getattr(config, f.name) for f in fields(config)} if config else {}
-    with options(**values):
-        if zip_container:
-            writer = _save_zip(obj, path, pickle_module, pickle_protocol, prefix)
-        else:
-            writer = _save_legacy(obj, path, pickle_module, pickle_protocol)
-        if isinstance(writer, StockWay):
-            if not installed():
-                SAVES.add_torchs(writer.reason)  # else it is counted by what torch calls now
-            torch.save(
-                obj,
-                path,
-                pickle_module,
-                pickle_protocol,
-                _use_new_zipfile_serialization=zip_container,
-            )
-            return None
-    return writer
+    if zip_container:
+        writer = _save_zip(obj, path, pickle_module, pickle_protocol, prefix)
+    else:
+        writer = _save_legacy(obj, path, pickle_module, pickle_protocol)
+    if not isinstance(writer, StockWay):
+        return writer
+    if not installed():
+        SAVES.add_torchs(writer.reason)  # else it is counted by what torch calls now
+    if otherwise is not None:
+        otherwise()
+    else:
+        torch.save(
+            obj,
+            path,
+            pickle_module,
+            pickle_protocol,
+            _use_new_zipfile_serialization=zip_container,
+        )
+    return None
 
 
 def _save_zip(

@@ -8,9 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastserial.console import new_console
-from fastserial.diagnosis.facts import Diagnosis
+from fastserial.diagnosis.examine import Diagnosis
 from fastserial.diagnosis.folder import Folder
-from fastserial.engines import EngineStatus
 from fastserial.reports import format_bytes
 
 __all__ = ["show"]
@@ -44,14 +43,10 @@ def _lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     why = "the default" if found.engine_source == "default" else f"from {found.engine_source}"
     yield "engine", f"{found.engine} ({why})"
     for engine in found.engines:
-        yield "", f"{engine.name}: {_engine(engine)}"
+        yield "", f"{engine.name}: {engine.missing or 'available'}"
     for index, option in enumerate(found.options):
         source = "" if option.source == "default" else f"  ← {option.source}"
         yield "options" if not index else "", f"{option.name} = {option.value}{source}"
-    for index, package in enumerate(found.packages):
-        yield "libraries" if not index else "", f"{package.name}: {package.version or 'not there'}"
-    limit = "unlimited" if found.memlock is None else format_bytes(found.memlock)
-    yield "locked memory", f"{limit} (ulimit -l)"
     refused = found.small_pages
     yield "huge pages", f"none: {refused}" if refused else "given when asked for"
     yield from _gpus(found)
@@ -96,10 +91,6 @@ def _boot(found: Diagnosis) -> str:
     variable = "not set" if found.boot.variable is None else f"= {found.boot.variable}"
     pth = "works" if found.boot.pth else "not installed in this Python"
     return f"variable FASTSERIAL {variable}, fastserial.pth {pth}"
-
-
-def _engine(engine: EngineStatus) -> str:
-    return engine.missing or "available"
 
 
 def _folder(folder: Folder) -> Iterator[tuple[str, str]]:

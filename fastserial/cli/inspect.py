@@ -26,8 +26,7 @@ def inspect(
         Path,
         typer.Argument(
             metavar="FILE|DIR",
-            help="A zip, legacy or safetensors checkpoint, a folder of DCP or torch_checkpointing, "
-            "or a folder of these.",
+            help="A zip, legacy or safetensors checkpoint, a DCP folder, or a folder of these.",
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -71,8 +70,6 @@ def _print_inspection(console: Console, found: Inspection, records: bool) -> Non
         f"{counted(found.values, 'other value')}",
         soft_wrap=True,
     )
-    if found.hints:
-        console.print(escape("; ".join(found.hints)), soft_wrap=True)
     _print_tensors(console, found)
     _print_sharing(console, found)
     if records:

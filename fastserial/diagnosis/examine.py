@@ -1,35 +1,117 @@
 """`fastserial doctor`: how saves and loads run here, what slows them, and what to do about it.
 
-`examine` collects facts; `findings` judges them; the command shows both.
+`examine` collects facts, and `judge` says what they mean; the command shows both.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import platform
-import resource
 import subprocess
 import sys
-from importlib import metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
-from fastserial.diagnosis.facts import Boot, Diagnosis, Option, Package, Torch
-from fastserial.diagnosis.folder import folder_problem, probe_folder
-from fastserial.engines.gds.host import probe_gpus
+from fastserial.diagnosis.folder import Folder, folder_problem, probe_folder
+from fastserial.engines import EngineStatus
+from fastserial.engines.gds.host import GpuHost, probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
 from fastserial.memory import huge_pages
+from fastserial.memory.huge_pages import SWITCH
 from fastserial.patching import install
+from fastserial.reports import format_bytes
 
-__all__ = ["examine"]
+__all__ = ["Boot", "Diagnosis", "Finding", "Option", "Torch", "examine", "judge"]
 
-_LIBAIO = ("libaio.so.1", "libaio.so.1t64")
-_PACKAGES = ("isal", "deepspeed", "cuda-bindings")
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs")
+_LITTLE_SPACE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something to know, and what to do. `slow`: it makes saves stock or slow, or lets them fail.
+
+    `fails`: it lets them fail.
+    """
+
+    text: str
+    remedy: str
+    slow: bool
+    fails: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """The installed torch: the patch tried on it, and why it would stay stock (`reason`)."""
+
+    version: str | None
+    patch: str | None = None
+    exact: bool = False
+    functions: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    reason: str | None = None
+    self_check: str | None = None
+    cuda: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option in force, and where its value comes from."""
+
+    name: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """Starting with Python: the variable FASTSERIAL, and whether `fastserial.pth` is at work."""
+
+    variable: str | None
+    switch: bool | None
+    pth: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All that the doctor found. Sizes are bytes.
+
+    `small_pages` is why buffers get no huge pages, or None if they do.
+    `gpus` is None without a driver of NVIDIA's.
+    """
+
+    fastserial: str
+    python: str
+    kernel: str
+    torch: Torch
+    boot: Boot
+    engine: str
+    engine_source: str
+    engines: tuple[EngineStatus, ...]
+    options: tuple[Option, ...]
+    options_problem: str | None
+    unknown_variables: tuple[str, ...]
+    small_pages: str | None
+    folder: Folder | None
+    findings: tuple[Finding, ...] = ()
+    gpus: GpuHost | None = None
+
+    @property
+    def fast(self) -> bool:
+        """Whether nothing makes saves stock or slow."""
+        return not any(finding.slow for finding in self.findings)
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps({"fast": self.fast, **dataclasses.asdict(self)}, indent=2, default=str)
 
 
 def examine(folder: Path | None = None) -> Diagnosis:
@@ -38,8 +120,6 @@ def examine(folder: Path | None = None) -> Diagnosis:
     Raises:
         FastserialError: the folder does not exist or is not a directory.
     """
-    from fastserial.diagnosis.findings import judge
-
     unfit = folder_problem(folder) if folder is not None else None
     if unfit is not None:
         raise FastserialError(unfit)
@@ -57,8 +137,6 @@ def examine(folder: Path | None = None) -> Diagnosis:
         options=options,
         options_problem=problem,
         unknown_variables=tuple(config.unknown_variables()),
-        packages=_packages(),
-        memlock=_memlock(),
         small_pages=huge_pages.refused(),
         folder=probe_folder(folder) if folder is not None else None,
         gpus=probe_gpus(),
@@ -124,30 +202,174 @@ def _boot() -> Boot:
     return Boot(os.environ.get(startup.VARIABLE), startup.switch(), probe.returncode == 0)
 
 
-def _packages() -> tuple[Package, ...]:
-    """Return what is optional."""
-    found = [Package(name, _version(name)) for name in _PACKAGES]
-    found.append(Package("libaio", _libaio()))
-    return tuple(found)
+def judge(found: Diagnosis, options: Config) -> Iterator[Finding]:
+    """Yield the findings, the gravest first."""
+    yield from _about_torch(found)
+    yield from _about_engine(found)
+    yield from _about_options(found, options)
+    yield from _about_memory(found)
+    if found.folder is not None:
+        yield from _about_folder(found.folder, options)
+    yield from _about_boot(found)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+def _about_torch(found: Diagnosis) -> Iterator[Finding]:
+    torch = found.torch
+    if torch.version is None:
+        yield Finding(torch.reason or "there is no torch", "pip install torch", True)
+    elif torch.reason is not None:
+        yield Finding(
+            f"torch.save and torch.load stay stock: {torch.reason}",
+            "`fastserial patches check` shows which functions differ from the release: undo the "
+            "changes in torch, if there are any; else install a newer fastserial, or a torch that "
+            "`fastserial patches list` names",
+            True,
+        )
+    elif not torch.exact:
+        yield Finding(
+            f"no patch is made for torch {torch.version}; {torch.patch} fits it function by "
+            "function and is used",
+            "install a newer fastserial",
+            False,
+        )
+    if torch.replaced:
+        yield Finding(
+            f"other code replaced {', '.join(torch.replaced)}",
+            "call fastserial.install() after what replaces them",
+            True,
+        )
 
 
-def _libaio() -> str | None:
-    for name in _LIBAIO:
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return name
-    return None
+def _about_engine(found: Diagnosis) -> Iterator[Finding]:
+    status = {engine.name: engine for engine in found.engines}.get(found.engine)
+    fix = f"change {found.engine_source}; engine `threads` runs everywhere"
+    if status is None or status.missing is not None:
+        why = status.missing if status is not None else f"there is no engine {found.engine!r}"
+        yield Finding(f"saves will fail: {why}", fix, True, fails=True)
 
 
-def _memlock() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+def _about_options(found: Diagnosis, options: Config) -> Iterator[Finding]:
+    if found.options_problem is not None:
+        yield Finding(
+            f"saves will fail: {found.options_problem}",
+            "correct or unset the variable",
+            True,
+            fails=True,
+        )
+    if found.unknown_variables:
+        known = ", ".join(f"FASTSERIAL_{option.name.upper()}" for option in found.options)
+        yield Finding(
+            f"{', '.join(found.unknown_variables)}: no option of this name",
+            f"there are: {known}",
+            False,
+        )
+    if found.torch.version is not None:
+        from fastserial.engines.gds.memory import missing  # not without torch
+
+        why = missing(options.transfer)
+    else:
+        why = None
+    if why is not None:
+        yield Finding(
+            f"transfer {options.transfer!r} is not available: {why}",
+            'set transfer to "auto"',
+            False,
+        )
+    if options.direct is False:
+        yield Finding("direct I/O is switched off", 'set direct to "auto"', True)
+    if not options.durable:
+        yield Finding(
+            "saves are not synced: a power failure can lose the newest ones",
+            "set durable to True",
+            False,
+        )
+
+
+def _about_memory(found: Diagnosis) -> Iterator[Finding]:
+    if found.small_pages is not None:
+        yield Finding(
+            f"no huge pages for buffers ({found.small_pages}): direct I/O takes up to half as long "
+            "again",
+            f"as root: echo madvise > {SWITCH}; and start the program where they are not switched "
+            "off for it",
+            True,
+        )
+
+
+def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
+    if folder.problem is not None:
+        yield Finding(
+            f"no file can be made in {folder.path}: {folder.problem}",
+            "check the folder's owner, mode and mount options, or save elsewhere",
+            True,
+            fails=True,
+        )
+        return
+    in_memory = folder.file_system in _IN_MEMORY
+    if in_memory:
+        yield Finding(
+            f"{folder.file_system} keeps files in memory: they are lost at power-off",
+            "save to a disk what has to last",
+            False,
+        )
+    elif folder.direct_problem is not None or folder.alignment is None:
+        why = folder.direct_problem or "the kernel says this file system has none"
+        yield Finding(
+            f"no direct I/O on {folder.file_system} ({why}): saves go through the page cache",
+            "save to a local ext4 or XFS",
+            True,
+        )
+    elif options.block_size % folder.alignment.offset:
+        yield Finding(
+            f"block_size {options.block_size} is no multiple of the device's "
+            f"{folder.alignment.offset} bytes: saves go through the page cache",
+            f"set block_size to a multiple of {folder.alignment.offset}",
+            True,
+        )
+    if not folder.preallocates and not in_memory:
+        yield Finding(
+            f"{folder.file_system} cannot reserve space (fallocate): a full disk shows late",
+            "save to a local ext4 or XFS if speed matters",
+            False,
+        )
+    if not folder.unnamed_files:
+        yield Finding(
+            f"{folder.file_system} has no nameless files (O_TMPFILE): a killed save leaves a "
+            "temporary file until the next save to the same path",
+            "nothing to do; this command lists such files",
+            False,
+        )
+    if folder.leftovers:
+        yield Finding(
+            f"{len(folder.leftovers)} temporary files of killed saves: "
+            f"{', '.join(folder.leftovers)}",
+            "remove them; the next save to the same path does it, too",
+            False,
+        )
+    if folder.free_bytes < _LITTLE_SPACE:
+        yield Finding(
+            f"only {format_bytes(folder.free_bytes)} free; a save needs room for the new file "
+            "beside the old one",
+            "free space there, or save to another disk",
+            False,
+        )
+
+
+def _about_boot(found: Diagnosis) -> Iterator[Finding]:
+    if found.boot.switch is False:
+        yield Finding(
+            f"FASTSERIAL={found.boot.variable} switches `import fastserial.auto` off",
+            "unset FASTSERIAL",
+            True,
+        )
+    elif found.boot.switch is True and not found.boot.pth:
+        yield Finding(
+            f"FASTSERIAL={found.boot.variable} has no effect: fastserial.pth is not at work in "
+            "this Python",
+            "install fastserial there with pip, or put `import fastserial.auto` into the program",
+            True,
+        )
+    elif found.boot.variable and found.boot.switch is None:
+        yield Finding(
+            f"FASTSERIAL={found.boot.variable} is neither on nor off", "set it to 1 or 0", True
+        )

@@ -76,10 +76,10 @@ def convert(
     container = container_of(path, to, shard_nbytes)
     if from_folder and container == "legacy" and patched("_legacy_save") is None:
         raise ConvertError("this torch has no patch: from a folder to a legacy file goes by a zip")
-    if verify and folder is not None and folder.metadata is None:
-        for file in folder.files:
+    if verify and folder is not None:
+        for file in (*folder.files, *([folder.metadata] if folder.metadata else [])):
             refuse_damaged(os.path.join(name, file), config=config)
-    elif verify and from_folder:
+    elif verify and is_dcp:
         refuse_damaged(name, config=config)
     folders = from_folder or container == "dcp"
     if folders and os.path.abspath(name) == os.path.abspath(path):

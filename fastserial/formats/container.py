@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import abc
+import enum
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from fastserial.errors import (
     CheckpointFileError,
     CheckpointKeyError,
+    CorruptCheckpointError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.formats.detect import Format, checkpoint_format
-from fastserial.formats.legacy.structure import read_legacy
-from fastserial.formats.pickles import Limits
+from fastserial.formats.legacy.structure import MAGIC, read_legacy
+from fastserial.formats.pickles import Limits, decode
 from fastserial.formats.safetensors import read_header
-from fastserial.formats.source import DescriptorSource, Source
+from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source
 from fastserial.formats.storages import PACKED
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import RecordEntry, read_directory
 from fastserial.formats.zip.records import read_places, read_record
+from fastserial.formats.zip.structs import LOCAL_SIGNATURE
 
 __all__ = [
     "Container",
+    "Format",
     "LegacyContainer",
     "SafetensorsContainer",
     "ZipContainer",
+    "detect",
+    "format_of_head",
     "open_container",
 ]
 
 _SMALL_RECORD = 4096
-_HINTS = (".format_version", ".storage_alignment", "byteorder", "version")
+_MAGIC_AT_MOST = 64  # bytes of a legacy file's first pickle in any pickle protocol
+
+
+class Format(enum.Enum):
+    """What a file is: the format's name for the first three, or why it is no checkpoint."""
+
+    ZIP = "zip"
+    LEGACY = "legacy"
+    SAFETENSORS = "safetensors"
+    DAMAGED_ZIP = "the first bytes of the archive are damaged"
+    SHARD = "a shard of torch.distributed.checkpoint, which holds many small archives"
+    FOLDER = "a directory, and none that torch.distributed.checkpoint saved to: give a file"
+    SPECIAL = "not a regular file"
+    EMPTY = "the file is empty"
+    OTHER = "neither a zip, a legacy nor a safetensors checkpoint"
 
 
 class Container(abc.ABC):
@@ -72,11 +95,6 @@ class Container(abc.ABC):
             OSError: it cannot be read.
         """
         return "little"
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        """What it says of the program that wrote it."""
-        return ()
 
     @cached_property
     def _tensors(self) -> dict[str, TensorEntry | str]:
@@ -151,8 +169,7 @@ class ZipContainer(Container):
 
         Args:
             limits: on its pickle.
-            all_records: each local header is read, and of records with one name each is listed;
-                by default only the one that torch finds is, which takes torch to say.
+            all_records: each local header is read, and records may have one name and differ.
 
         Raises:
             CorruptCheckpointError: it is damaged.
@@ -174,27 +191,6 @@ class ZipContainer(Container):
     @cached_property
     def outline(self) -> Outline:
         return zip_outline(self.source, self.directory, self._limits) or Outline()
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        names = {record.name for record in self.records}
-        if any(name.startswith("code/") for name in names) or "constants.pkl" in names:
-            hints = ["a TorchScript or package archive"]
-        elif ".format_version" in names:
-            hints = ["torch 2.7 or later"]
-        elif ".data/serialization_id" in names:
-            hints = ["torch 2.1 to 2.6"]
-        else:
-            hints = ["torch 1.6 to 2.0, or another writer"]
-        texts = [(name, self._text_of(name)) for name in _HINTS]
-        return (*hints, *(f"{name.lstrip('.')} {text}" for name, text in texts if text is not None))
-
-    def _text_of(self, name: str) -> str | None:
-        record = self.directory.find(name)
-        if record is None or record.size > _SMALL_RECORD:
-            return None
-        data = read_record(self.source, record, _SMALL_RECORD)
-        return data.decode("utf-8", "backslashreplace").strip()
 
 
 class LegacyContainer(Container):
@@ -226,11 +222,6 @@ class LegacyContainer(Container):
         found = outline(self.file.decoded, self._limits)
         found.storages = self.file.storages
         return found
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        wrote = "torch before 1.6, or _use_new_zipfile_serialization=False"
-        return wrote, f"{self.byte_order}-endian"
 
 
 class SafetensorsContainer(Container):
@@ -271,12 +262,67 @@ def open_container(
         OSError: it cannot be read.
     """
     try:
-        found, source = checkpoint_format(fd, path), DescriptorSource(fd)
+        found, source = detect(fd, path), DescriptorSource(fd)
+        if found is Format.DAMAGED_ZIP:
+            raise CorruptCheckpointError(found.value, offset=0)
         if found is Format.ZIP:
             return ZipContainer(source, limits, all_records)
         if found is Format.LEGACY:
             return LegacyContainer(source, limits)
-        return SafetensorsContainer(source)
+        if found is Format.SAFETENSORS:
+            return SafetensorsContainer(source)
+        raise UnreadableCheckpointError(found.value)
     except CheckpointFileError as error:
         error.path = error.path or path
         raise
+
+
+def format_of_head(source: Source) -> Format | None:
+    """Return the format that a file's first bytes show (zip as torch tells it), or None.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        head = source.read_at(0, min(_MAGIC_AT_MOST, source.size))
+    except TruncatedCheckpointError:  # a log that is emptied meanwhile, a file of the kernel's
+        return None
+    if head.startswith(LOCAL_SIGNATURE):
+        return Format.ZIP
+    try:
+        value = decode(ByteStream(BytesSource(head))).value
+    except CheckpointFileError:
+        return None
+    return Format.LEGACY if type(value) is int and value == MAGIC else None
+
+
+def detect(fd: int, name: str) -> Format:
+    """Return what an open file is.
+
+    Args:
+        fd: its descriptor; positions are not used.
+        name: its path.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    found = os.fstat(fd)
+    if stat.S_ISDIR(found.st_mode):
+        return Format.FOLDER
+    if not stat.S_ISREG(found.st_mode):
+        return Format.SPECIAL
+    if not found.st_size:
+        return Format.EMPTY
+    if name.endswith(".distcp"):
+        return Format.SHARD
+    source = DescriptorSource(fd)
+    head = format_of_head(source)
+    if head is not None:
+        return head
+    if name.endswith(".safetensors"):
+        return Format.SAFETENSORS
+    try:
+        read_directory(source, headers=False)
+    except CheckpointFileError:
+        return Format.OTHER
+    return Format.DAMAGED_ZIP

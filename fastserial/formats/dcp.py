@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from fastserial.checksums import crc32
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
-from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles import Call, Global, Limits, Mapping, decode
-from fastserial.formats.source import BytesSource, Source
+from fastserial.formats.source import BytesSource, ByteStream, Source
 from fastserial.formats.storages import ITEM_BYTES
 
 __all__ = [

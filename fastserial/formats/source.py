@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
-from fastserial.errors import TruncatedCheckpointError
+from fastserial.config.performance import STREAM_CHUNK
+from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
 
-__all__ = ["BytesSource", "DescriptorSource", "Source", "SourceFile", "read_exactly"]
+__all__ = ["ByteStream", "BytesSource", "DescriptorSource", "Source", "read_exactly"]
 
 
 class Source(Protocol):
@@ -82,35 +82,6 @@ class BytesSource:
         return self._data[offset : offset + nbytes]
 
 
-class SourceFile(io.RawIOBase):
-    """A source as a file object, for readers that want one."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        nbytes = max(0, min(len(view), self._source.size - self._at))
-        view[:nbytes] = self._source.read_at(self._at, nbytes)
-        self._at += nbytes
-        return nbytes
-
-
 def _refuse_outside(offset: int, nbytes: int, size: int) -> None:
     if offset < 0 or nbytes < 0 or offset + nbytes > size:
         raise TruncatedCheckpointError(f"the file ends at byte {size}: truncated")
@@ -135,3 +106,78 @@ def read_exactly(fd: int, offset: int, length: int) -> bytes:
     if got < length:
         raise TruncatedCheckpointError(f"the file ends at byte {offset + got}: truncated")
     return b"".join(parts)
+
+
+_LONGEST_LINE = 64 * 1024
+
+
+class ByteStream:
+    """Bytes [start, end) of a source, in chunks.
+
+    Attributes:
+        chunk: what was read last; its bytes from `at` on come next. `at` may be past its end.
+    """
+
+    def __init__(self, source: Source, start: int = 0, end: int | None = None) -> None:
+        """Begin at byte `start`; without `end` it goes to that of the source."""
+        self._source = source
+        self._end = source.size if end is None else end
+        self._offset = start  # of the chunk's first byte
+        self.chunk = b""
+        self.at = 0
+
+    def tell(self) -> int:
+        """Return the offset of the next byte."""
+        return self._offset + self.at
+
+    def load_chunk(self, length: int) -> None:
+        """Make the chunk begin with the next `length` bytes, and `at` zero.
+
+        Raises:
+            CorruptCheckpointError: there are not as many.
+        """
+        offset = self.tell()
+        if offset + length > self._end:
+            raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
+        size = min(max(length, STREAM_CHUNK), self._end - offset)
+        self.chunk = self._source.read_at(offset, size)
+        self._offset, self.at = offset, 0
+
+    def read(self, length: int) -> bytes:
+        """Return the next `length` bytes.
+
+        Raises:
+            CorruptCheckpointError: there are not as many.
+        """
+        at = self.at
+        if at + length > len(self.chunk):
+            self.load_chunk(length)
+            at = 0
+        self.at = at + length
+        return self.chunk[at : at + length]
+
+    def skip(self, length: int) -> None:
+        """Pass over `length` bytes.
+
+        Raises:
+            CorruptCheckpointError: there are not as many.
+        """
+        if self.tell() + length > self._end:
+            raise CorruptCheckpointError("the pickle ends too early", offset=self._end)
+        self.at += length
+
+    def line(self) -> bytes:
+        """Return the bytes up to the next newline, which is passed over.
+
+        Raises:
+            CorruptCheckpointError: there is no newline within 64 KiB.
+        """
+        found = self.chunk.find(b"\n", self.at, self.at + _LONGEST_LINE)
+        if found < 0:
+            self.load_chunk(min(_LONGEST_LINE, self._end - self.tell()))
+            found = self.chunk.find(b"\n", 0, _LONGEST_LINE)
+            if found < 0:
+                raise CorruptCheckpointError("a line of the pickle has no end", offset=self.tell())
+        data = self.chunk[self.at : found]
+        self.at = found + 1
+        return data

@@ -67,6 +67,9 @@ class FastCheckpointIO:
     ) -> None:
         """Write a checkpoint; a file or link that is there is replaced as a whole.
 
+        A file that fastserial cannot replace is Lightning's to write: from memory, as it always
+        does, so that an object that cannot be pickled leaves the old file.
+
         Raises:
             WriteError: the file cannot be written; the previous one is intact.
             TypeError: `storage_options` are given, which no plugin but a custom one takes.
@@ -124,7 +127,12 @@ class FastCheckpointIO:
         """Do nothing: nothing is left to do."""
 
     def _write(self, checkpoint: dict[str, Any], place: str) -> None:
-        write(checkpoint, place, prefix=_PREFIX)
+        write(
+            checkpoint,
+            place,
+            prefix=_PREFIX,
+            otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, place),
+        )
 
     def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
         """Leave a save to Lightning."""
@@ -275,6 +283,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
                 self._budget,
                 then=lambda: self._written(started),
                 prefix=_PREFIX,
+                otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, place),
             )
         except BaseException as error:
             with self._lock:

@@ -86,8 +86,6 @@ class Block:
             they came in pieces.
         into: where they come to before.
         direct: read it directly.
-        fail: called instead if the bytes cannot be read, and the other blocks go on; None: that
-            ends the pump.
         prepare: called before it is read, while others are being read.
     """
 
@@ -96,7 +94,6 @@ class Block:
     deliver: Delivery
     into: Into = STAGED
     direct: bool = False
-    fail: Callable[[OSError], None] | None = None
     prepare: Callable[[], None] | None = None
 
 
@@ -372,24 +369,14 @@ class Pump:
             self._on_progress(block.length)
 
     def _recover(self, request: Request, error: BaseException, direct: bool) -> None:
-        """Read a block through the page cache after direct I/O failed, or say that it is lost."""
-        fail = request.tag.fail
+        """Read a block through the page cache after the file system refused direct I/O."""
         # `done` is set: it was not the read that failed, but the delivery
-        if not isinstance(error, OSError) or (request.times[2] and fail is None):
+        if not direct or not isinstance(error, OSError) or request.times[2]:
             raise error
-        refused = direct and error.errno == errno.EINVAL
-        if refused:
-            self.policy.refuse_direct()
-        elif fail is None:
+        if error.errno != errno.EINVAL:
             raise error
-        try:
-            if not direct:
-                raise error
-            self._finish(request, 0)
-        except OSError as lost:
-            if fail is None:
-                raise
-            fail(lost)
+        self.policy.refuse_direct()
+        self._finish(request, 0)
 
     def _count(self, request: Request, direct: bool) -> None:
         counts, length = self.counts, request.tag.length

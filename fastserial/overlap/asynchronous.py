@@ -115,6 +115,7 @@ def start_save(
     then: Callable[[], object] | None = None,
     began: float | None = None,
     prefix: str | None = None,
+    otherwise: Callable[[], object] | None = None,
 ) -> PendingSave:
     """Start a save; as `save_async`.
 
@@ -123,6 +124,8 @@ def start_save(
         then: called on the saving thread once the file is in place.
         began: when the user's call did (`perf_counter`).
         prefix: what is put before the records' names in the archive; by default the file's name.
+        otherwise: writes the file, before the call returns, where fastserial cannot; by default
+            `torch.save` does.
     """
     began = perf_counter() if began is None else began
     torch.serialization._check_dill_version(arguments["pickle_module"])
@@ -132,7 +135,9 @@ def start_save(
     target = os.path.realpath(name) if "\0" not in name else name
     pending.admit(target)
     if patched("_save") is None:
-        return _blocking(obj, name, target, arguments, "this torch stays stock", then)
+        return _blocking(
+            obj, name, target, arguments, "this torch stays stock", then, prefix, otherwise
+        )
     if not arguments["_use_new_zipfile_serialization"]:
         reason = "the legacy container is saved before the call returns"
         return _blocking(obj, name, target, arguments, reason, then)
@@ -140,7 +145,7 @@ def start_save(
     with quick_switches():
         made = _prepare(obj, name, prefix, kind, budget, steady, arguments, told)
     if isinstance(made, StockWay):
-        return _blocking(obj, name, target, arguments, made.reason, then)
+        return _blocking(obj, name, target, arguments, made.reason, then, prefix, otherwise)
     writer, taken, layout = made
     save = PendingSave(name, target, taken)
     beside = layout.whole
@@ -372,6 +377,8 @@ def _blocking(
     arguments: Mapping[str, Any],
     reason: str,
     then: Callable[[], object] | None,
+    prefix: str | None = None,
+    otherwise: Callable[[], object] | None = None,
 ) -> PendingSave:
     """Save as `torch.save` does, before the call returns, and say why."""
 
@@ -387,6 +394,8 @@ def _blocking(
                 zip_container=zip_container,
                 pickle_module=module,
                 pickle_protocol=protocol,
+                prefix=prefix,
+                otherwise=otherwise,
             )
         else:
             torch.save(obj, path, **arguments)

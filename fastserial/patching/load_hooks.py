@@ -109,7 +109,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
         load.fallback = Reason("many small records", QUICKER)
         load.pause.begin()  # it is all objects, few bytes, and short
         return FastZipReader(stock, source.name, limit)
-    directory = read_places(DescriptorSource(source.fd, size=source.size), stock)
+    directory = read_places(DescriptorSource(source.fd, size=source.size))
     if count != directory.end.records:
         load.fallback = "torch sees other records"
         return FastZipReader(stock, source.name, limit) if sized else stock

@@ -252,6 +252,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
         }
         with pytest.raises(CorruptCheckpointError, match=r"f\.pt"):
             load_into(target, path, verify=True)
+        assert not any(tensor.any() for tensor in target.values())
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(CorruptCheckpointError, match=r"f\.pt"):
         load_into({}, path)

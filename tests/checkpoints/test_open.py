@@ -6,7 +6,6 @@ import collections
 import contextlib
 import errno
 import gc
-import io
 import os
 import pickle
 import random
@@ -483,39 +482,6 @@ def test_files_that_do_not_tell_their_byte_order(tmp_path: Path) -> None:
             fastserial.convert(path, tmp_path / "f.safetensors")
     finally:
         torch.serialization.set_default_load_endianness(None)
-
-
-class Stream(io.BytesIO):
-    """A file that a zip writer cannot go back in."""
-
-    def seekable(self) -> bool:
-        return False
-
-    def seek(self, *args: Any) -> int:
-        raise io.UnsupportedOperation
-
-    tell = seek
-
-
-def test_zips_of_other_writers(tmp_path: Path) -> None:
-    """Where data starts is not to be guessed: a streamed zip may have longer descriptors."""
-    path = tmp_path / "f.pt"
-    want = {"a": noise(9000), "b": noise(70_000)}
-    with stock():
-        torch.save(want, path)
-    stream = Stream()
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(stream, "w") as new:
-        for name in old.namelist():
-            with new.open(name, "w", force_zip64="/data/" in name) as record:
-                record.write(old.read(name))
-    path.write_bytes(stream.getvalue())
-    with stock():
-        assert torch.equal(torch.load(path)["b"], want["b"])
-    with open_checkpoint(path) as file:
-        assert all(same(file.get_tensor(key), tensor) for key, tensor in want.items())
-    target = {key: torch.zeros_like(tensor) for key, tensor in want.items()}
-    fastserial.load_into(target, path)
-    assert all(same(target[key], tensor) for key, tensor in want.items())
 
 
 def test_threads(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ from fastserial.cli import doctor
 from fastserial.cli.main import app
 from fastserial.config import Config
 from fastserial.diagnosis import examine as examine_module
-from fastserial.diagnosis.examine import examine
-from fastserial.diagnosis.facts import Diagnosis
-from fastserial.diagnosis.findings import judge
+from fastserial.diagnosis.examine import Diagnosis, examine, judge
 from fastserial.engines.gds.host import GpuHost, probe_gpus
 
 VERSION = (

@@ -29,9 +29,8 @@ from damage import originals
 from torch.distributed import checkpoint
 
 from fastserial.errors import CheckpointFileError, PickleLimitError
-from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.pickles import Limits, decode
-from fastserial.formats.source import BytesSource
+from fastserial.formats.source import BytesSource, ByteStream
 
 _CONFIG = Config(block_size=4096, queue_depth=1, threads=1)
 _LIMITS = Limits(memory=64 << 20, seconds=5, visits=100_000)

@@ -93,13 +93,6 @@ def same_content(file: Damaged, whole: dict[str, bytes]) -> bool:
         return False
 
 
-class _Blind(zip_check._Checksums):
-    """Takes every record for one with the right checksum."""
-
-    def crc_of(self, index: int) -> int | None:
-        return self.records[index].crc
-
-
 def test_damage_goes_unseen_without_checksums(
     dice: random.Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +103,7 @@ def test_damage_goes_unseen_without_checksums(
     for file in files:
         path.write_bytes(file.data)
         with monkeypatch.context() as patch:
-            patch.setattr(zip_check, "_Checksums", _Blind)
+            patch.setattr(zip_check, "crc_mismatch", lambda found, stored: None)
             blind = verify(path, _SMALL).ok
         if blind and not same_content(file, whole):
             hidden.append(path.read_bytes())

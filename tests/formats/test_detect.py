@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastserial.formats.detect import Format, detect
+from fastserial.formats.container import Format, detect
 
 
 def kind_of(path: Path) -> Format:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fastserial.errors import TruncatedCheckpointError
+from fastserial.formats.container import format_of_head
 from fastserial.formats.dcp import framed, parse
-from fastserial.formats.detect import format_of_head
 from fastserial.formats.legacy.structure import read_legacy
 from fastserial.formats.safetensors import header_bytes, read_header
-from fastserial.formats.source import BytesSource, DescriptorSource, Source, SourceFile
+from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.tensors import zip_outline
 from fastserial.formats.zip.records import read_places
 
@@ -61,15 +61,6 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
         source.read_at(50, 100)
 
 
-def test_as_a_file_object() -> None:
-    found = io.BufferedReader(SourceFile(BytesSource(DATA)))
-    assert found.read() == DATA
-    assert found.seek(-5, os.SEEK_END) == 195
-    assert found.read(9) == DATA[195:]
-    assert found.seek(3) == 3
-    assert found.read(4) == DATA[3:7]
-
-
 @KINDS
 def test_every_parser_takes_any_of_them(kind: Kind, tmp_path: Path) -> None:
     state = {"w": torch.arange(30.0)}
@@ -91,20 +82,6 @@ def test_every_parser_takes_any_of_them(kind: Kind, tmp_path: Path) -> None:
     pickled = (tmp_path / "dcp" / ".metadata").read_bytes()
     for data in (pickled, framed(pickled)):
         assert list(parse(kind(data, tmp_path / "x"), "x").tensors) == ["w"]
-
-
-@pytest.mark.parametrize("name", [b"archive/data/0", b"archive/DATA/0"])
-def test_records_of_one_name_without_a_descriptor(name: bytes) -> None:
-    """Which one counts is asked of torch's reader, which gets the source as a file."""
-    out = io.BytesIO()
-    torch.save([torch.zeros(3), torch.ones(3)], out)
-    data = out.getvalue().replace(b"archive/data/1", name)
-    source = BytesSource(data)
-    found = {record.name: record for record in read_places(source).records}
-    reader = torch._C.PyTorchFileReader(io.BytesIO(data))
-    for one in found.keys() & {"data/0", "DATA/0"}:
-        assert source.read_at(found[one].data_offset, 12) == reader.get_record(one)
-    assert "data/0" in found
 
 
 def test_a_file_that_is_emptied_meanwhile_is_no_checkpoint(tmp_path: Path) -> None:

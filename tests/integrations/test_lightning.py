@@ -143,6 +143,40 @@ def test_a_save_that_fails_leaves_the_link(any_io: Any, tmp_path: Path, other_de
     assert (weight(old), weight(last)) == (1.0, 2.0)
 
 
+@pytest.fixture(params=["open in this process", "an alignment that does not fit", "a link"])
+def not_ours(request: pytest.FixtureRequest, any_io: Any, tmp_path: Path) -> Iterator[Path]:
+    """The path of a checkpoint that fastserial leaves to others; `old.ckpt` holds the same."""
+    path = tmp_path / "last.ckpt"
+    any_io.save_checkpoint(state(1.0), tmp_path / "old.ckpt")
+    any_io.teardown()
+    if request.param == "a link":
+        path.symlink_to("old.ckpt")
+    else:
+        path.write_bytes((tmp_path / "old.ckpt").read_bytes())
+    if request.param == "open in this process":
+        with open(path, "r+b"):
+            yield path
+        return
+    config = pytest.importorskip("torch.utils.serialization").config.save
+    before, config.storage_alignment = config.storage_alignment, 1 << 16
+    yield path
+    config.storage_alignment = before
+
+
+def test_a_file_that_is_not_ours_to_write(any_io: Any, not_ours: Path, tmp_path: Path) -> None:
+    """It is whole or as it was, has torch's archive name, and a link does not lead there."""
+    with pytest.raises((TypeError, pickle.PicklingError)):
+        any_io.save_checkpoint({**state(), "lock": threading.Lock()}, not_ours)
+        any_io.teardown()
+    assert weight(not_ours) == 1.0
+    any_io.save_checkpoint(state(2.0), not_ours)
+    any_io.teardown()
+    TorchCheckpointIO().save_checkpoint(state(2.0), tmp_path / "stock.ckpt")
+    assert not_ours.read_bytes() == (tmp_path / "stock.ckpt").read_bytes()
+    assert not not_ours.is_symlink()
+    assert weight(tmp_path / "old.ckpt") == 1.0
+
+
 def test_what_lightning_refuses(any_io: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options"):
         any_io.save_checkpoint(state(), tmp_path / "x.ckpt", storage_options={"a": 1})

@@ -441,20 +441,6 @@ def test_not_checkpoints(tmp_path: Path) -> None:
             both(load, DIRECT)
 
 
-def test_repacked_archives(tmp_path: Path) -> None:
-    """What other zip tools make of a checkpoint loads as with stock."""
-    import zipfile
-
-    path = saved(tmp_path, state())
-    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        packed = tmp_path / f"packed-{method}.pt"
-        with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", method) as new:
-            for name in old.namelist():
-                new.writestr(name, old.read(name))
-        want = both(lambda p=packed: torch.load(p), DIRECT, FORCED["cached"], FORCED["verified"])
-        assert want.error is None
-
-
 # --- nesting, threads, memory -------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 from support.corpus import noise
 from support.identity import stock
 
-__all__ = ["APPENDED", "REWRITTEN", "appended", "checkpoint", "rewritten", "state"]
+__all__ = ["APPENDED", "REWRITTEN", "appended", "checkpoint", "hostile", "rewritten", "state"]
 
 _DATED = (2020, 1, 2, 3, 4, 6)
 _Record = tuple[str, bytes, int]
@@ -118,3 +118,38 @@ APPENDED: Mapping[str, tuple[_Record, ...]] = {
     "lzma": (_other("note.txt", zipfile.ZIP_LZMA),),
     "several": tuple(_other(f"note{i}.txt") for i in range(3)),
 }
+
+
+def hostile() -> dict[str, bytes]:
+    """Archives of torch whose directory lies, by what it lies about."""
+    data = checkpoint()
+    at, other = (data.rindex(b"archive/data/" + key) - 46 for key in (b"0", b"1"))  # the entries
+    end = len(data) - 22
+    end64 = end - 20 - 56
+    huge = struct.pack("<Q", 1 << 62)
+    most = b"\xff" * 4
+
+    def patched(at: int, value: bytes) -> bytes:
+        return data[:at] + value + data[at + len(value) :]
+
+    return {
+        "size": patched(at + 20, b"\xfe\xff\xff\xff" * 2),
+        "zip64 size without a value": patched(at + 20, most * 2),
+        "offset past the end": patched(at + 42, b"\xf0\xff\xff\xff"),
+        "offset of another record": patched(at + 42, bytes(4)),
+        "same record twice": patched(other, data[at : at + 46]),
+        "same name twice": patched(at + 46, b"archive/data/1"),
+        "count": patched(end64 + 24, huge * 2),
+        "directory size": patched(end64 + 40, huge),
+        "directory offset": patched(end64 + 48, huge),
+        "directory at the start": patched(end64 + 48, bytes(8)),
+        "locator": patched(end - 20 + 8, huge),
+        "locator of itself": patched(end - 20 + 8, struct.pack("<Q", end - 20)),
+        "many disks": patched(end + 4, b"\1\0\2\0"),
+        "comment": patched(end + 20, b"\xff\xff"),
+        "encrypted": patched(at + 8, b"\x01"),
+        "bzip2": patched(at + 10, b"\x0c"),
+        "deflate bomb": patched(at + 10, b"\x08"),
+        "name length": patched(at + 28, b"\xff\xff"),
+        "extra length": patched(at + 30, b"\xff\xff"),
+    }

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
-__all__ = ["flip"]
+import pytest
+
+__all__ = ["bad_sectors", "flip"]
 
 
 def flip(path: Path, at: int) -> None:
@@ -14,3 +19,23 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 0x10]))
+
+
+def bad_sectors(monkeypatch: pytest.MonkeyPatch, *places: int) -> None:
+    """Let reads of any file that take one of these bytes fail, as a damaged disk does."""
+    pread, preadv = os.pread, os.preadv
+
+    def check(offset: int, nbytes: int) -> None:
+        if any(offset <= place < offset + nbytes for place in places):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def failing_pread(fd: int, nbytes: int, offset: int) -> bytes:
+        check(offset, nbytes)
+        return pread(fd, nbytes, offset)
+
+    def failing_preadv(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        check(offset, sum(map(len, buffers)))
+        return preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pread", failing_pread)
+    monkeypatch.setattr(os, "preadv", failing_preadv)

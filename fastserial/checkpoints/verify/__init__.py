@@ -6,27 +6,36 @@ Nothing is unpickled and torch is not needed. Files that stock torch wrote verif
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 
 from fastserial.checkpoints.dcp_folder import is_dcp_folder
-from fastserial.checkpoints.rank_folder import find_rank_folder
-from fastserial.checkpoints.verify.cold import evict
+from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
-from fastserial.checkpoints.verify.rank_folder import verify_rank_folder
 from fastserial.checkpoints.verify.report import Findings, Problem, Result, Status, VerifyReport
-from fastserial.checkpoints.verify.structure import verify_legacy, verify_safetensors
-from fastserial.checkpoints.verify.zip import Feed, verify_zip
+from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.config import Config, current
-from fastserial.errors import CorruptCheckpointError, PickleLimitError, UnreadableCheckpointError
+from fastserial.errors import (
+    CorruptCheckpointError,
+    PickleLimitError,
+    TruncatedCheckpointError,
+    UnreadableCheckpointError,
+)
+from fastserial.files.caching import cached_fraction
+from fastserial.files.linux import synced
 from fastserial.files.sources import stamp
-from fastserial.formats.detect import Format, detect, format_of_head
-from fastserial.formats.source import DescriptorSource
+from fastserial.formats.container import (
+    Format,
+    LegacyContainer,
+    SafetensorsContainer,
+    detect,
+    format_of_head,
+)
+from fastserial.formats.source import DescriptorSource, Source
 from fastserial.interrupts import Descriptors
-from fastserial.loading.scan import scan
-from fastserial.progress import progress_bar
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
 
@@ -35,6 +44,7 @@ _REASONS = {
     Format.FOLDER: "a directory: verify the files in it (`checkpoints_in`)",
     Format.SHARD: f"{Format.SHARD.value}: verify its folder",
 }
+_STAYS = 0.01  # of a file: a page or two that another process reads meanwhile does not matter
 _OTHERS = (".distcp", ".npz", ".zip", ".whl", ".jar", ".tmp")
 
 
@@ -44,9 +54,9 @@ def verify(
     """Check a checkpoint: CRC-32 of every record, and the structure of the container.
 
     Legacy and safetensors files have no checksums; their structure is checked, which the report
-    says. In a folder of torch.distributed.checkpoint every item of every file is checked, in one of
-    torch_checkpointing the file of every item and rank. Of a list of files (an index of shards,
-    `fastserial_complete.json`) it is checked whether they are there.
+    says. In a folder of torch.distributed.checkpoint every item of every file is checked. Of a list
+    of files (an index of shards, `fastserial_complete.json`, torch_checkpointing's `metadata.pkl`)
+    it is checked whether they are there.
 
     Args:
         path: the file, or the folder.
@@ -72,7 +82,7 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
     try:
         with Descriptors() as files:
             if cold:
-                settings, reason = replace(settings, direct=True), evict(name)
+                settings, reason = replace(settings, direct=True), _evict(name)
             fd = opened
             if fd is None:
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
@@ -81,18 +91,19 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
             found, source = detect(fd, name), DescriptorSource(fd)
             if found in (Format.ZIP, Format.DAMAGED_ZIP):
                 result.format = Format.ZIP.value
-                result = verify_zip(source, findings, _feed(fd, name, settings))
+                result = verify_zip(FilePart(fd, name, settings), findings)
             elif found is Format.LEGACY:
                 result.format = found.value
-                result.records = verify_legacy(source, findings)
+                result.records = _verify_legacy(source, findings)
             elif found is Format.SAFETENSORS:
                 result.format = found.value
-                result.records = verify_safetensors(source, findings)
+                result.records = _verify_safetensors(source, findings)
             elif found is Format.OTHER and is_file_list(name):
                 result.format = FILE_LIST
                 result.records = verify_file_list(fd, name, findings)
-            elif found is Format.FOLDER and (checked := _folder(name, settings, findings)):
-                result, size = checked, checked.nbytes
+            elif found is Format.FOLDER and is_dcp_folder(name):
+                result = verify_folder(name, settings, findings)
+                size = result.nbytes
             else:
                 result.reason = _REASONS.get(found, found.value)
             if found is not Format.FOLDER:
@@ -125,42 +136,10 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
     )
 
 
-def _feed(fd: int, name: str, config: Config) -> Feed:
-    """Return what reads a file from its first byte on, with a progress bar if one is wanted."""
-
-    def feed(
-        end: int,
-        visit: Callable[[int, memoryview], None],
-        fail: Callable[[int, int, OSError], None],
-    ) -> None:
-        def counted(offset: int, view: memoryview) -> None:
-            visit(offset, view)
-            bar.update(len(view))
-
-        bar = progress_bar(config.progress, name)
-        bar.expect(end)
-        try:
-            scan(fd, 0, end, counted, fail, config)
-        finally:
-            bar.close()
-
-    return feed
-
-
-def _folder(name: str, config: Config, findings: Findings) -> Result | None:
-    """Check a folder; None if it is no checkpoint."""
-    if is_dcp_folder(name):
-        return verify_folder(name, config, findings)
-    found = find_rank_folder(name)
-    if found is None:
-        return None
-    return verify_rank_folder(name, found, lambda path: verify(path, config), findings)
-
-
 def refuse_damaged(
     path: str | os.PathLike[str], fd: int | None = None, config: Config | None = None
-) -> None:
-    """Verify a checkpoint.
+) -> bool:
+    """Verify a checkpoint; return whether every record has a checksum.
 
     Args:
         path: its name.
@@ -175,13 +154,14 @@ def refuse_damaged(
         first = report.problems[0]
         where = os.path.join(report.path, first.file) if first.file else report.path
         raise CorruptCheckpointError(first.message, path=where, record=first.record)
+    return report.format == Format.ZIP.value and not report.unchecked
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the checkpoints in a directory and those below, sorted.
 
     Checkpoints are what starts as one, and what is called like one, and the folders of
-    torch.distributed.checkpoint and torch_checkpointing, whose files are not yielded then.
+    torch.distributed.checkpoint, whose shards are not yielded then.
     Directories that cannot be read are yielded, too: `verify` says why. Links to directories are
     not followed, and links to files only out of the directory; temporary files and other formats
     are passed over.
@@ -190,13 +170,9 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     inside = os.path.join(os.path.realpath(folder), "")
     for parent, folders, files in os.walk(folder, onerror=unread.append):
         folders.sort()
-        its: set[str] = set()
         if is_dcp_folder(parent):
             yield parent
-        elif (found := find_rank_folder(parent)) is not None:
-            its.update(found.files)
-            yield parent
-        for name in sorted(set(files) - its):
+        for name in sorted(files):
             path = os.path.join(parent, name)
             if os.path.exists(path):
                 twice = os.path.islink(path) and os.path.realpath(path).startswith(inside)
@@ -217,3 +193,77 @@ def _is_checkpoint(path: str) -> bool:
             return format_of_head(DescriptorSource(fd)) is not None
     except OSError:
         return False
+
+
+def _verify_legacy(source: Source, findings: Findings) -> int:
+    """Check sections, storage table and sizes of a legacy file; return its number of storages.
+
+    Raises:
+        UnreadableCheckpointError: its pickles have opcodes that are not read.
+        PickleLimitError: they are larger than the limits.
+        OSError: the file cannot be read.
+    """
+    findings.note("the legacy format has no checksums: structure only")
+    try:
+        container = LegacyContainer(source)
+        found = container.outline
+    except CorruptCheckpointError as error:
+        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "storage"
+        if error.record is None and kind != "truncated":
+            kind = "pickle"
+        findings.add(Problem(kind, error.message, error.record, error.offset))
+        return 0
+    for key, text in found.problems.items():
+        findings.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
+    end = container.file.end
+    if end != source.size:
+        text = f"{source.size - end} bytes follow the last storage"
+        findings.add(Problem("unaccounted", text, None, end))
+    return len(found.storages)
+
+
+def _verify_safetensors(source: Source, findings: Findings) -> int:
+    """Check header, shapes, offsets and the size of the file; return its number of tensors.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    findings.note("safetensors files have no checksums: structure only")
+    try:
+        return len(SafetensorsContainer(source).outline.storages)
+    except CorruptCheckpointError as error:
+        findings.add(Problem("directory", error.message, error.record, error.offset))
+        return 0
+
+
+def _evict(path: str) -> str | None:
+    """Write a file, or the files in a folder, to the device, and drop them from the page cache.
+
+    Nothing of them changes. Other programs read them from the device again.
+
+    Returns:
+        Why not all of it is gone, None if it is.
+
+    Raises:
+        OSError: a file cannot be opened, or its device failed.
+    """
+    for name in _files(path):
+        with Descriptors() as files:
+            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                continue
+            synced(fd)  # what is not on the device yet cannot be dropped
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if (cached_fraction(fd, 0, os.fstat(fd).st_size) or 0.0) > _STAYS:
+                return (
+                    f"{name} stays in the page cache, so not all was read from the device: a "
+                    "program has it mapped, or its file system is in memory"
+                )
+    return None
+
+
+def _files(path: str) -> Iterator[str]:
+    if not os.path.isdir(path):
+        yield path
+    for folder, _, names in os.walk(path):
+        yield from (os.path.join(folder, name) for name in names)

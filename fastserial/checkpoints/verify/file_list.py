@@ -1,7 +1,8 @@
 """Lists of the files that belong together: whether all of them are there.
 
 `fastserial_complete.json` (of `CheckpointCallback`) names the files of a checkpoint with their
-sizes; the index of Hugging Face's shards names the file of each tensor.
+sizes; the index of Hugging Face's shards names the file of each tensor; `metadata.pkl` of
+torch_checkpointing says how many ranks saved.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fastserial.checkpoints.rank_folder import METADATA, find_rank_folder, ranks_said
 from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.safetensors import read_header
@@ -28,7 +30,9 @@ _MOST = 1 << 30  # bytes of a list
 
 def is_file_list(path: str) -> bool:
     """Return whether a file is called like a list of files."""
-    name = os.path.basename(path)
+    folder, name = os.path.split(path)
+    if name == METADATA:
+        return find_rank_folder(folder or os.curdir) is not None
     return name == MARK or name.endswith(_INDICES)
 
 
@@ -52,11 +56,14 @@ def verify_file_list(fd: int, path: str, findings: Findings) -> int:
 
     Raises:
         CorruptCheckpointError: it is no such list.
+        UnreadableCheckpointError, PickleLimitError: it is a pickle that is not read.
         OSError: it cannot be read.
     """
+    folder = os.path.dirname(path)
+    if os.path.basename(path) == METADATA:
+        return _check_ranks(folder, findings)
     with open(fd, "rb", closefd=False) as file:
         text = file.read(_MOST)
-    folder = os.path.dirname(path)
     key = "files" if os.path.basename(path) == MARK else "weight_map"
     try:
         entries: Any = json.loads(text)[key]
@@ -75,6 +82,19 @@ def verify_file_list(fd: int, path: str, findings: Findings) -> int:
     for name, keys in sorted(keys_of.items()):
         _check_shard(folder, name, keys, findings)
     return len(keys_of)
+
+
+def _check_ranks(folder: str, findings: Findings) -> int:
+    """Compare the files of ranks with how many `metadata.pkl` says there were."""
+    found = find_rank_folder(folder or os.curdir)
+    if found is None:
+        return 0
+    said = ranks_said(folder, found) or 0
+    there = {rank for files in found.items.values() for rank in files}
+    if there != set(range(said)):
+        text = f"it was saved by {said} ranks, and there are files of {len(there)}"
+        findings.add(Problem("missing", text, file=METADATA))
+    return len(found.files)
 
 
 def _check_sizes(folder: str, sizes: Mapping[str, Any], findings: Findings) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from math import prod
 
-from fastserial.checkpoints.dcp_folder import list_folder, needed_files, read_metadata
+from fastserial.checkpoints.dcp_folder import list_folder, read_metadata
+from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Findings, Problem, Result
 from fastserial.checkpoints.verify.zip import verify_zip
-from fastserial.checksums import crc32, crc32_combine, crc_mismatch
+from fastserial.checksums import crc_mismatch
 from fastserial.config import Config
 from fastserial.errors import (
     CorruptCheckpointError,
@@ -20,15 +20,12 @@ from fastserial.errors import (
 )
 from fastserial.formats.container import ZipContainer
 from fastserial.formats.dcp import Item, Metadata
-from fastserial.formats.source import BytesSource, DescriptorSource, Source
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE, END, END_SIGNATURE, LOCAL_SIGNATURE
 from fastserial.interrupts import Descriptors
-from fastserial.loading.scan import scan
 from fastserial.progress import ProgressBar, progress_bar
 
 __all__ = ["verify_folder"]
 
-_SMALL = 1024 * 1024  # bytes of an item that is read at once
 _DESCRIPTOR_BYTES = 8
 _SHOWN = 3
 
@@ -62,13 +59,10 @@ def verify_folder(path: str, config: Config, findings: Findings) -> Result:
         result.format = "dcp"
         _check_metadata(metadata, name, findings)
         needed |= _Folder(path, metadata, config, findings, result).check()
-    if found.hidden:
-        needed |= needed_files(path, found.hidden)
-        findings.note(found.note)
     spare = [name for name in found.shards if name not in needed]
     if spare and result.format is not None:
         shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
-        findings.note(f"{len(spare)} files belong to no checkpoint, but to a failed save: {shown}")
+        findings.note(f"{len(spare)} files belong to no checkpoint that torch loads: {shown}")
     result.changed = _versions(path, found.metadata) != before
     return result
 
@@ -97,47 +91,6 @@ def _check_metadata(metadata: Metadata, name: str, findings: Findings) -> None:
             findings.add(Problem("missing", text, key, None, (key,), name))
     if not metadata.ours:
         findings.note(f"{name} has no checksum: fastserial did not write it")
-
-
-class _ItemBytes:
-    """The bytes of an item, which are read at once if they are few; `source` has them."""
-
-    def __init__(self, fd: int, item: Item, config: Config) -> None:
-        """Read them, or get ready to.
-
-        Raises:
-            TruncatedCheckpointError: the file ends before.
-            OSError: it cannot be read.
-        """
-        self._fd = fd
-        self._start = item.offset
-        self._config = config
-        self._few: bytes | None = None
-        self.source: Source = DescriptorSource(fd, item.offset, item.length)
-        if item.length <= _SMALL:
-            self._few = self.source.read_at(0, item.length)
-            self.source = BytesSource(self._few)
-
-    def scan(
-        self,
-        start: int,
-        end: int,
-        visit: Callable[[int, memoryview], None],
-        fail: Callable[[int, int, OSError], None],
-    ) -> None:
-        """Read bytes [start, end) of the item, as `scan` does of a file."""
-        if self._few is not None:
-            visit(start, memoryview(self._few)[start:end])
-            return
-        base = self._start
-        scan(
-            self._fd,
-            base + start,
-            base + end,
-            lambda offset, view: visit(offset - base, view),
-            lambda offset, length, error: fail(offset - base, length, error),
-            self._config,
-        )
 
 
 class _Folder:
@@ -225,8 +178,9 @@ class _Folder:
     # -- one item ------------------------------------------------------------------------------
 
     def _check_item(self, fd: int, item: Item) -> None:
+        config = replace(self._config, progress=False)  # all items have one bar
         try:
-            held = _ItemBytes(fd, item, self._config)
+            held = FilePart(fd, item.file, config, item.offset, item.length)
         except TruncatedCheckpointError:
             self._add(item, "truncated", "the file became shorter")
             return
@@ -241,13 +195,11 @@ class _Folder:
         else:
             self._check_bytes(held, item)
 
-    def _check_bytes(self, held: _ItemBytes, item: Item) -> None:
+    def _check_bytes(self, held: FilePart, item: Item) -> None:
         """Compare the CRC-32 of an item that is no archive."""
         known = item.known
-        if known is None or known.crc is None:
-            self._bare += 1
-            return
-        if item.chunk is not None and item.nbytes is None:  # of a dtype that we do not know
+        is_unknown = item.chunk is not None and item.nbytes is None  # a dtype that we do not know
+        if known is None or known.crc is None or is_unknown:
             self._bare += 1
             return
         length = item.length if item.nbytes is None or known.start is None else item.nbytes
@@ -255,33 +207,25 @@ class _Folder:
         if start + length > item.length:
             self._add(item, "storage", "it has not as many bytes as its shape says")
             return
-        parts: list[tuple[int, int, int]] = []
-
-        def visit(offset: int, view: memoryview) -> None:
-            parts.append((offset, len(view), crc32(view)))
-
-        def fail(offset: int, length: int, error: OSError) -> None:
-            self._add(item, "read", f"{length} bytes cannot be read: {error.strerror}", offset)
-
-        held.scan(start, start + length, visit, fail)
-        crc = 0
-        for _, count, part in sorted(parts):
-            crc = crc32_combine(crc, part, count)
-            self._result.checked_bytes += count
+        (crc,) = held.checksums([(start, length)])
+        if isinstance(crc, OSError):
+            self._add(item, "read", f"cannot be read: {crc.strerror}", start)
+            return
+        self._result.checked_bytes += length
         mismatch = crc_mismatch(crc, known.crc)
         if mismatch is not None:
             self._add(item, "checksum", f"damaged: {mismatch}", start)
 
-    def _check_archive(self, held: _ItemBytes, item: Item) -> None:
+    def _check_archive(self, held: FilePart, item: Item) -> None:
         """Check an item that is an archive of `torch.save`."""
         found = Findings()
         zip_result = None
         try:
-            zip_result = verify_zip(held.source, found, partial(held.scan, 0))
+            zip_result = verify_zip(held, found)
             if zip_result.reason is not None:
                 self._result.reason = f"{item.name}: {zip_result.reason}"
             elif not found.found:
-                self._compare(held.source, item)
+                self._compare(held, item)
         except CorruptCheckpointError as error:
             found.add(Problem("directory", error.message, error.record, error.offset))
         except UnreadableCheckpointError as error:
@@ -294,15 +238,13 @@ class _Folder:
             if zip_result.unchecked and not found.found:
                 self._bare += 1
 
-    def _compare(self, source: Source, item: Item) -> None:
+    def _compare(self, held: FilePart, item: Item) -> None:
         """Compare what is in a whole archive with what the metadata says of it."""
-        known = item.known
+        known, source = item.known, held.source
         if item.chunk is None:
             if known is not None and known.crc is not None:
-                crc = 0
-                for at in range(0, source.size, _SMALL):
-                    crc = crc32(source.read_at(at, min(_SMALL, source.size - at)), crc)
-                mismatch = crc_mismatch(crc, known.crc)
+                (crc,) = held.checksums([(0, source.size)])
+                mismatch = crc_mismatch(None if isinstance(crc, OSError) else crc, known.crc)
                 if mismatch is not None:
                     self._add(item, "checksum", f"{_OF_ANOTHER}: {mismatch}")
             return

@@ -82,13 +82,11 @@ class VerifyReport(BoundedRepr):
     """The verification of one checkpoint.
 
     Attributes:
-        path: the file, the folder of torch.distributed.checkpoint or torch_checkpointing, or the
-            list of files.
+        path: the file, the folder of torch.distributed.checkpoint, or the list of files.
         status: `ok`: whole, and a checkpoint or another archive of torch; `damaged`: some reader
             gets other bytes than were written, or torch cannot load it; `unreadable` if it cannot
             be told (no permission, or no checkpoint: an archive like that is checked all the same).
-        format: `zip`, `legacy`, `safetensors`, `dcp`, `torch_checkpointing`,
-            `file list` or None.
+        format: `zip`, `legacy`, `safetensors`, `dcp`, `file list` or None.
         bytes: size of the file, or of the folder's files.
         seconds: time it took.
         records: number of records (zip), storages (legacy), tensors (safetensors), items (DCP) or

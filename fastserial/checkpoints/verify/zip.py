@@ -2,65 +2,67 @@
 
 from __future__ import annotations
 
-import bisect
+import io
+import pickletools
+import re
+import struct
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from fastserial.checkpoints.verify.purpose import check_purpose, is_part, is_whole_pickle
+from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Findings, Problem, Result
-from fastserial.checkpoints.verify.zip_structure import (
-    LONGEST_GAP,
-    check_end,
-    check_entries,
-    check_entries_loosely,
-    check_gap,
-    check_gap_loosely,
-    expected_id,
-    is_plain,
-    is_torch_made,
-)
-from fastserial.checksums import CrcLedger, crc32, crc_mismatch
+from fastserial.checksums import crc32, crc_mismatch
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
     CheckpointFileError,
     CorruptCheckpointError,
     PickleLimitError,
-    TransferAbandonedError,
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
 from fastserial.formats.source import Source
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.formats.tensors import Outline, zip_outline
-from fastserial.formats.zip.directory import Directory, RecordEntry, read_directory
-from fastserial.formats.zip.layout import ID_RECORD
-from fastserial.formats.zip.records import PICKLE
-from fastserial.formats.zip.structs import DEFLATED, DESCRIPTOR_SIGNATURE
+from fastserial.formats.zip import structs
+from fastserial.formats.zip.directory import (
+    Directory,
+    RecordEntry,
+    parse_local_header,
+    read_directory,
+)
+from fastserial.formats.zip.layout import ID_RECORD, fold
+from fastserial.formats.zip.records import PICKLE, read_record
+from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, UTF8
 
-__all__ = ["Feed", "verify_zip"]
+__all__ = ["verify_zip"]
 
-_HEAD = 8
+_HEAD = 8  # bytes of a record that may look like a data descriptor
 _LONGEST_TAIL = 128 * 1024
+_PLAIN = (0, 0, 0, 0, 0, 0, 0)
+_IS_FOLDER = 0x10  # in the external attributes
+_DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
+# A descriptor, a header, a name and an extra field of the greatest lengths.
+_LONGEST_GAP = structs.DESCRIPTOR64.size + LOCAL.size + 2 * U16
+_STORAGE = re.compile(r"data/\d+")
+_VERSIONS = ("version", ".data/version")
+_PACKAGE = frozenset({".data/extern_modules", ".data/python_version"})
+_EXPORTED = frozenset({"archive_format", "serialized_exported_program.json"})
+_PARTS = frozenset({PICKLE, "byteorder", *_VERSIONS})
+_MOST_VERSION = 64
+_MOST_PICKLE = 256 * 1024 * 1024
 
-# Called with how many bytes are wanted: from the first on, as `scan` delivers them.
-Feed = Callable[[int, Callable[[int, memoryview], None], Callable[[int, int, OSError], None]], None]
 
-
-def verify_zip(source: Source, findings: Findings, feed: Feed) -> Result:
+def verify_zip(archive: FilePart, findings: Findings) -> Result:
     """Check every record's CRC-32 and the whole structure of a zip archive.
-
-    Args:
-        feed: gives all bytes of the records, in large pieces.
 
     Raises:
         TruncatedCheckpointError: the file becomes shorter.
         OSError: the file's directory cannot be read.
     """
-    result = Result("zip")
+    source, result = archive.source, Result("zip")
     try:
         directory = read_directory(source, headers=False)
-        torch_made = is_torch_made(source, directory)
+        torch_made = _is_torch_made(source, directory)
         if not torch_made:
             directory = read_directory(source)
     except UnreadableCheckpointError as error:  # it may be whole: that cannot be told
@@ -72,17 +74,47 @@ def verify_zip(source: Source, findings: Findings, feed: Feed) -> Result:
         return result
     records = directory.in_file_order()
     result.records = len(records)
-    remarks: list[str] = []
-    for problem in check_entries(directory) if torch_made else check_entries_loosely(directory):
+    for problem in _check_entries(directory) if torch_made else _check_entries_loosely(directory):
         findings.add(problem)
-    for problem in check_end(directory, _tail(source, directory), torch_made, remarks.append):
+    for problem in _check_end(directory, _tail(source, directory), torch_made):
         findings.add(problem)
-    check = _Checksums(records)
-    feed(directory.end.directory_offset, check.visit, check.fail)
-    check.problems += _check_gaps(source, directory, torch_made, remarks.append)
-    _conclude(source, directory, check, torch_made, findings, result)
-    for text, count in Counter(remarks).items():
-        findings.note(text if count == 1 else f"{text} ({count} times)")
+    stored = [record for record in records if record.method != DEFLATED]
+    crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in stored])
+    problems: list[Problem] = []
+    if torch_made:
+        problems += _check_gaps(source, directory)
+        if directory.end.trailing:
+            findings.note(f"{directory.end.trailing} bytes after the end of the archive")
+    crc_of = {record.header_offset: crc for record, crc in zip(stored, crcs, strict=True)}
+    for record in records:
+        if record.method == DEFLATED:
+            crc_of[record.header_offset] = _inflated_crc(source, record)
+    id_problem = _check_id(source, records) if torch_made else None
+    outline = _outline(source, directory, findings)
+    damaged: list[Problem] = []
+    for record in records:
+        damaged += _check_record(record, crc_of[record.header_offset], id_problem is None, result)
+    problems += [problem for problem in damaged if problem.kind == "read"]
+    problems.sort(key=lambda problem: problem.offset or 0)
+    problems += [problem for problem in damaged if problem.kind != "read"]
+    for problem in problems:
+        findings.add(_with_tensors(problem, outline))
+    if id_problem is not None:
+        findings.add(id_problem)
+    if outline is not None and not any(problem.record == PICKLE for problem in damaged):
+        _check_storages(outline, findings)
+    _check_names(directory, findings)
+    result.reason = _check_purpose(source, directory, findings)
+    closed = sum(not record.is_readable for record in records)
+    if closed:
+        findings.note(
+            f"{closed} records are encrypted, or compressed in a way unknown: not checked"
+        )
+    if result.unchecked > closed:
+        without = result.unchecked - closed
+        findings.note(f"{without} records were saved without checksums: structure only")
+    if not torch_made:
+        findings.note("not laid out by torch: only the records were checked")
     return result
 
 
@@ -93,143 +125,53 @@ def _tail(source: Source, directory: Directory) -> bytes:
     return source.read_at(start, directory.size - start)
 
 
-class _Checksums:
-    """Takes blocks of the file in any order from several threads.
-
-    Attributes:
-        records: in the order of the file.
-        problems: blocks that could not be read.
-        heads: first 8 bytes of the records that begin like a data descriptor, by index.
-        failed: the records, by index, that such a block is of.
-    """
-
-    def __init__(self, records: list[RecordEntry]) -> None:
-        self.records = records
-        self.problems: list[Problem] = []
-        self.heads: dict[int, bytes] = {}
-        self.failed: set[int] = set()
-        self._starts = [record.data_offset for record in records]
-        sizes = [record.compressed_size for record in records]
-        self._ledger = CrcLedger(sizes, [None] * len(sizes))
-
-    def visit(self, offset: int, view: memoryview) -> None:
-        end = offset + len(view)
-        index = max(0, bisect.bisect_right(self._starts, offset) - 1)
-        while index < len(self.records) and self._starts[index] < end:
-            record = self.records[index]
-            first, last = max(offset, record.data_offset), min(end, record.data_end)
-            if first < last:
-                part = view[first - offset : last - offset]
-                if first == record.data_offset and part[:4] == DESCRIPTOR_SIGNATURE:
-                    self.heads[index] = bytes(part[:_HEAD])
-                self._ledger.add(index, first - record.data_offset, len(part), crc32(part))
-            index += 1
-
-    def fail(self, offset: int, length: int, error: OSError) -> None:
-        end = offset + length
-        hit = False
-        for index, record in enumerate(self.records):
-            if record.header_offset < end and record.data_end > offset:
-                hit = True
-                self.failed.add(index)
-                self.problems.append(
-                    Problem("read", f"cannot be read: {error.strerror}", record.name, offset)
-                )
-        if not hit:
-            self.problems.append(
-                Problem("read", f"{length} bytes cannot be read: {error.strerror}", None, offset)
-            )
-
-    def crc_of(self, index: int) -> int | None:
-        """Return the CRC-32 of a record's bytes in the file, None if not all of them came."""
-        self._ledger.fail()  # nothing comes any more
-        try:
-            return self._ledger.wait(index) if self.records[index].compressed_size else 0
-        except TransferAbandonedError:
-            return None
-
-
-def _check_gaps(
-    source: Source, directory: Directory, torch_made: bool, remark: Callable[[str], None]
-) -> Iterator[Problem]:
-    """Check the bytes before, between and after the data of records."""
+def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
+    """Check the bytes before, between and after the data of records that torch wrote."""
     records = directory.in_file_order()
     pairs = zip((None, *records), (*records, None), strict=True)
     for before, after in pairs:
         start = before.data_end if before is not None else 0
         end = after.data_offset if after is not None else directory.end.directory_offset
-        if end - start > LONGEST_GAP and torch_made:
+        if end - start > _LONGEST_GAP:
             yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
-        elif end - start > LONGEST_GAP:
-            remark(f"{end - start} bytes at {start} belong to no record")
+            continue
+        try:
+            data = source.read_at(start, end - start)
+        except OSError as error:
+            text = f"{end - start} bytes cannot be read: {error.strerror}"
+            yield Problem("read", text, None, start)
         else:
-            try:
-                data = source.read_at(start, end - start)
-            except OSError as error:
-                text = f"{end - start} bytes cannot be read: {error.strerror}"
-                yield Problem("read", text, None, start)
-                continue
-            if torch_made:
-                yield from check_gap(before, after, data, start)
-            else:
-                yield from check_gap_loosely(before, after, data, start, remark)
+            yield from _check_gap(before, after, data, start)
 
 
-def _conclude(
-    source: Source,
-    directory: Directory,
-    check: _Checksums,
-    torch_made: bool,
-    findings: Findings,
-    result: Result,
-) -> None:
-    id_problem = _check_id(source, check) if torch_made else None
-    outline = _outline(source, directory, findings)
-    structural = sorted(check.problems, key=lambda problem: problem.offset or 0)
-    mismatches: list[Problem] = []
-    without = 0
-    for index, record in enumerate(check.records):
-        if index in check.failed or not (record.size or record.compressed_size):
-            continue
-        if not record.is_readable:
-            result.unchecked += 1
-            continue
-        deflated = record.method == DEFLATED
-        crc = _inflated_crc(source, record) if deflated else check.crc_of(index)
-        mismatch = crc_mismatch(crc, record.crc)
-        if mismatch is None:
-            result.checked_bytes += record.size
-        elif crc is not None and record.crc == 0 and is_plain(record) and id_problem is None:
-            result.unchecked += 1  # the id, or a size that torch wrote, says that it had none
-            without += 1
-        else:
-            if crc is not None:
-                result.checked_bytes += record.size
-            mismatches.append(
-                Problem(
-                    "checksum",
-                    f"its {record.size} bytes are damaged: {mismatch}",
-                    record.name,
-                    record.data_offset,
-                )
-            )
-    for problem in (*structural, *mismatches):
-        findings.add(_with_tensors(problem, outline))
-    if id_problem is not None:
-        findings.add(id_problem)
-    if outline is not None and not any(problem.record == PICKLE for problem in mismatches):
-        _check_storages(outline, findings)
-    _check_names(directory, findings)
-    result.reason = check_purpose(source, directory, findings)
-    closed = sum(not record.is_readable for record in check.records)
-    if closed:
-        findings.note(
-            f"{closed} records are encrypted, or compressed in a way unknown: not checked"
-        )
-    if without:
-        findings.note(f"{without} records were saved without checksums: structure only")
-    if not torch_made:
-        findings.note("not laid out by torch: its structure was checked less closely")
+def _check_record(
+    record: RecordEntry, crc: int | OSError | None, has_id: bool, result: Result
+) -> Iterator[Problem]:
+    """Compare the CRC-32 of a record; count it.
+
+    Args:
+        crc: of its bytes, or why there is none.
+        has_id: the serialization id is right, or there is none: it says which have no checksum.
+        result: counts.
+    """
+    if not (record.size or record.compressed_size):
+        return
+    if not record.is_readable:
+        result.unchecked += 1
+        return
+    if isinstance(crc, OSError):
+        text = f"cannot be read: {crc.strerror}"
+        yield Problem("read", text, record.name, record.data_offset)
+        return
+    mismatch = crc_mismatch(crc, record.crc)
+    if mismatch is not None and crc is not None and not record.crc and has_id and _is_plain(record):
+        result.unchecked += 1
+        return
+    if crc is not None:
+        result.checked_bytes += record.size
+    if mismatch is not None:
+        text = f"its {record.size} bytes are damaged: {mismatch}"
+        yield Problem("checksum", text, record.name, record.data_offset)
 
 
 def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
@@ -239,13 +181,24 @@ def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
     return Problem(problem.kind, problem.message, problem.record, problem.offset, tuple(users))
 
 
-def _check_id(source: Source, check: _Checksums) -> Problem | None:
-    """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs."""
-    record = next((record for record in check.records if record.name == ID_RECORD), None)
+def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
+    """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs.
+
+    Args:
+        records: in the order of the file.
+    """
+    record = next((record for record in records if record.name == ID_RECORD), None)
     if record is None or record.size != 40:
         return Problem("id", "there is no serialization id") if record is not None else None
     text = source.read_at(record.data_offset, record.size)
-    if text[20:] == expected_id(check.records, check.heads).encode():
+    if text[20:] == _expected_id(records, {}).encode():
+        return None
+    heads = {  # some may begin like a data descriptor, which torch takes for one
+        index: source.read_at(one.data_offset, _HEAD)
+        for index, one in enumerate(records)
+        if one.compressed_size >= _HEAD
+    }
+    if text[20:] == _expected_id(records, heads).encode():
         return None
     return Problem(
         "id",
@@ -262,7 +215,7 @@ def _outline(source: Source, directory: Directory, findings: Findings) -> Outlin
         outline = zip_outline(source, directory)
     except (CheckpointFileError, PickleLimitError) as error:
         record = directory.find(PICKLE)
-        if record is not None and not is_whole_pickle(source, record):
+        if record is not None and not _is_whole_pickle(source, record):
             findings.add(
                 Problem("pickle", "it is cut short, or damaged", PICKLE, record.data_offset)
             )
@@ -281,7 +234,7 @@ def _check_names(directory: Directory, findings: Findings) -> None:
         other = first.setdefault(record.full_name.lower(), record)
         if (other.size, other.crc) == (record.size, record.crc):
             continue
-        if is_part(record) or is_part(other):
+        if _is_part(record) or _is_part(other):
             message = "several records bear this name and differ: readers take one or another"
             findings.add(Problem("directory", message, record.name, record.header_offset))
         else:
@@ -302,22 +255,248 @@ def _check_storages(outline: Outline, findings: Findings) -> None:
         findings.add(Problem("storage", message, name, None, tuple(outline.users.get(key, ()))))
 
 
-def _inflated_crc(source: Source, record: RecordEntry) -> int | None:
+def _inflated_crc(source: Source, record: RecordEntry) -> int | OSError | None:
     """Return the CRC-32 of a deflated record, None if it is not well-formed."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     crc, size, at = 0, 0, record.data_offset
     pending = b""
-    while size <= record.size and not inflater.eof:
-        if not pending:
-            pending = source.read_at(at, min(INFLATE_CHUNK, record.data_end - at))
-            at += len(pending)
-        try:
+    try:
+        while size <= record.size and not inflater.eof:
+            if not pending:
+                pending = source.read_at(at, min(INFLATE_CHUNK, record.data_end - at))
+                at += len(pending)
             data = inflater.decompress(pending, INFLATE_CHUNK)
-        except zlib.error:
-            return None
-        if not data and not pending:
-            return None
-        pending = inflater.unconsumed_tail
-        crc = crc32(data, crc)
-        size += len(data)
+            if not data and not pending:
+                return None
+            pending = inflater.unconsumed_tail
+            crc = crc32(data, crc)
+            size += len(data)
+    except (zlib.error, CorruptCheckpointError):
+        return None
+    except OSError as error:
+        return error
     return crc if size == record.size and inflater.eof else None
+
+
+def _is_plain(record: RecordEntry) -> bool:
+    """Return whether an entry looks like torch's: no versions, times or attributes."""
+    return record.stamp == _stamp(record) and record.flags == _flags(record)
+
+
+def _stamp(record: RecordEntry) -> tuple[int, ...]:
+    return _DEFLATED if record.method == DEFLATED else _PLAIN
+
+
+def _flags(record: RecordEntry) -> int:
+    return UTF8 | structs.HAS_DESCRIPTOR if record.size else UTF8
+
+
+def _is_torch_made(source: Source, directory: Directory) -> bool:
+    """Return whether torch wrote the archive, and nobody changed it since.
+
+    Most entries look like torch's then, and no other bears a date that its local header bears,
+    too: that is no damage, but another program's work.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    others = [record for record in directory.records if not _is_plain(record)]
+    if 2 * len(others) >= len(directory.records):
+        return False
+    return not any(_is_dated(source, record) for record in others)
+
+
+def _is_dated(source: Source, record: RecordEntry) -> bool:
+    when = record.stamp[2:4]
+    if not any(when):
+        return False
+    length = LOCAL.size + len(record.full_name)
+    try:
+        header = parse_local_header(source.read_at(record.header_offset, length), record.name)
+    except CorruptCheckpointError:
+        return False
+    return header.name == record.full_name and header.stamp[1:] == when
+
+
+def _check_entries(directory: Directory) -> Iterator[Problem]:
+    """Compare the directory's entries with what torch writes into them."""
+    for record in directory.records:
+        sound = _is_plain(record) and (record.size > 0 or record.crc == 0)
+        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
+        if not sound or record.extra != wide:
+            yield Problem("directory", "fields of its entry are damaged", record.name)
+
+
+def _check_entries_loosely(directory: Directory) -> Iterator[Problem]:
+    """Look for entries of other writers for which torch's reader does not read the data."""
+    for record in directory.records:
+        disk, _, attributes = record.stamp[4:]
+        if disk not in (0, 1):
+            text = "its entry says that it is in another part of the archive"
+            yield Problem("directory", text, record.name)
+        elif attributes & _IS_FOLDER and record.size:
+            yield Problem("directory", "its entry says that it is a folder", record.name)
+
+
+def _check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[Problem]:
+    """Check the records after the central directory.
+
+    Args:
+        directory: what was read.
+        tail: what follows it, or its end.
+        torch_made: hold it against what torch writes, byte for byte.
+    """
+    end = directory.end
+    if torch_made:
+        start = end.directory_offset + end.directory_size
+        if tail[: structs.END_BYTES] != structs.end_records(
+            len(directory.records), end.directory_size, end.directory_offset
+        ):
+            yield Problem(
+                "directory", "the records at the end of the file are damaged", None, start
+            )
+        return
+    if not end.agrees:
+        yield Problem("directory", "the end records disagree", None, end.offset)
+    (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
+    if comment > end.trailing:
+        yield Problem("truncated", "its comment is cut short", None, end.offset)
+
+
+def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> str:
+    """Return the second half of the serialization id (20 digits), from the directory's CRCs.
+
+    Args:
+        records: in the order of the file.
+        heads: first 8 bytes of records, by index; of those that begin like a data descriptor.
+    """
+    combined = 0
+    for index, record in enumerate(records):
+        if record.size == 0 or record.name == ID_RECORD:
+            continue
+        head = heads.get(index, b"")
+        if head[:4] == structs.DESCRIPTOR_SIGNATURE and len(head) == 8:
+            combined = fold(combined, int.from_bytes(head[4:], "little"))
+        combined = fold(combined, record.crc)
+    return f"{combined:020d}"
+
+
+# -- between the records -------------------------------------------------------------------------
+
+
+def _check_gap(
+    before: RecordEntry | None, after: RecordEntry | None, data: bytes, start: int
+) -> Iterator[Problem]:
+    """Compare what lies between two records with what torch writes there, byte for byte.
+
+    Args:
+        before: the record whose data ends where `data` starts.
+        after: the record whose data starts where `data` ends.
+        data: the bytes.
+        start: their offset in the file.
+    """
+    descriptor = b""
+    if before is not None and before.has_descriptor:
+        sizes = before.compressed_size, before.size
+        descriptor = structs.descriptor(before.crc, *sizes, before.header_offset)
+    header = after.header_offset - start if after is not None else len(data)
+    if before is not None and data[: min(header, len(descriptor))] != descriptor:
+        text = "its data descriptor is not what the directory says"
+        yield Problem("descriptor", text, before.name, start)
+    if header > len(descriptor):
+        where = f"after {before.name}" if before is not None else "at the beginning"
+        text = f"{header - len(descriptor)} bytes {where} belong to no record"
+        yield Problem("unaccounted", text, None, start + len(descriptor))
+    if after is not None and data[header:] != _header(after, len(data) - header):
+        text = "its local header is not what the directory says"
+        yield Problem("header", text, after.name, after.header_offset)
+
+
+def _header(record: RecordEntry, length: int) -> bytes | None:
+    """Return the local header of `length` bytes that torch writes, None if there is none."""
+    zip64 = len(structs.zip64_field(record.size, 0, record.header_offset))
+    extra = length - LOCAL.size - len(record.full_name)
+    padding = extra - zip64 - FIELD.size
+    if padding < 0 or extra > U16:
+        return None
+    kind = record.flags, record.method, record.stamp[1]
+    return structs.local_header(record.full_name, record.size, record.header_offset, padding, *kind)
+
+
+def _is_part(record: RecordEntry) -> bool:
+    """Whether a record is part of a checkpoint: torch reads it, or may."""
+    return record.name in _PARTS or record.name.startswith("data/")
+
+
+def _check_purpose(source: Source, directory: Directory, findings: Findings) -> str | None:
+    """Report what keeps torch from loading an archive; return why it is no checkpoint, or None.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    records = directory.records
+    names = {record.name for record in records}
+    # torch takes the folder of all records from the first one
+    inside = b"/" in records[0].full_name
+    if not inside and any(record.full_name == PICKLE.encode() for record in records):
+        message = "its records are in no folder, where torch looks for them"
+        findings.add(Problem("directory", message, records[0].full_name.decode("utf-8", "replace")))
+    elif PICKLE in names:
+        for problem in _checkpoint(source, directory, names):
+            findings.add(problem)
+    elif names & _PACKAGE:
+        findings.note("a torch.package archive: torch.load does not read it, PackageImporter does")
+    elif names & _EXPORTED:
+        findings.note("an exported program: torch.load does not read it, torch.export.load does")
+    elif any(_STORAGE.fullmatch(name) for name in names):
+        findings.add(Problem("pickle", "there is no such record: torch cannot load it", PICKLE))
+    else:
+        what = "an archive" if findings.found else "a whole archive"
+        return f"{what}, but no checkpoint of torch: there is no {PICKLE} in it"
+    return None
+
+
+def _checkpoint(source: Source, directory: Directory, names: set[str]) -> Iterator[Problem]:
+    folder = directory.archive_name
+    for record in directory.records:
+        if record.name.startswith("/"):
+            message = f"it is not in the folder {folder!r}: torch does not load the archive"
+            yield Problem("directory", message, record.name)
+        elif _is_part(record) and not record.is_readable:
+            message = "it is encrypted, or compressed in a way that torch cannot read"
+            yield Problem("directory", message, record.name)
+    if names.isdisjoint(_VERSIONS):
+        message = "there is no such record, without which torch does not load the archive"
+        yield Problem("directory", message, _VERSIONS[0])
+    for record in directory.records:
+        if record.name in _VERSIONS and not _is_number(source, record):
+            yield Problem("directory", "it holds no number", record.name, record.data_offset)
+
+
+def _is_number(source: Source, record: RecordEntry) -> bool:
+    try:
+        return read_record(source, record, _MOST_VERSION).strip().isdigit()
+    except CheckpointFileError:
+        return True  # its checksum says what is wrong
+
+
+def _is_whole_pickle(source: Source, record: RecordEntry) -> bool:
+    """Whether a record is a pickle to its end, or none that can be judged.
+
+    Of another pickle module's formats, and of what is too large, nothing is said.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        data = read_record(source, record, _MOST_PICKLE)
+    except CheckpointFileError:
+        return True  # its checksum says what is wrong
+    if not data.startswith(b"\x80"):
+        return bool(data)
+    try:
+        for _ in pickletools.genops(io.BytesIO(data)):
+            pass
+    except (ValueError, OverflowError, EOFError, Warning):  # where warnings are errors
+        return False
+    return True

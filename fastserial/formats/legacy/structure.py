@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
-from fastserial.formats.byte_stream import ByteStream
 from fastserial.formats.legacy.layout import COUNT
 from fastserial.formats.pickles import Decoded, Limits, Mapping, decode
-from fastserial.formats.source import Source
+from fastserial.formats.source import ByteStream, Source
 from fastserial.formats.storages import ITEM_BYTES, StorageEntry, storage_table
 
 __all__ = ["MAGIC", "LegacyFile", "read_legacy"]

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError, PickleLimitError
-from fastserial.formats.byte_stream import ByteStream
-from fastserial.formats.pickles.machine import MOST_NESTED_TUPLES, Limits, Machine
+from fastserial.formats.pickles.machine import (
+    MOST_NESTED_TUPLES,
+    Call,
+    Elided,
+    Global,
+    Limits,
+    Machine,
+    Mapping,
+    Persistent,
+)
 from fastserial.formats.pickles.opcodes import TABLE
-from fastserial.formats.pickles.symbols import Call, Elided, Global, Mapping, Persistent
-from fastserial.formats.source import BytesSource
+from fastserial.formats.source import BytesSource, ByteStream
 
 __all__ = [
     "Call",

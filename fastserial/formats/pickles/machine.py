@@ -1,22 +1,84 @@
-"""The unpickler's stack, marks and memo, holding symbols, and the limits on them."""
+"""The unpickler's stack, marks and memo, holding symbols for values, and the limits on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastserial.errors import CorruptCheckpointError, PickleLimitError
-from fastserial.formats.byte_stream import ByteStream
-from fastserial.formats.pickles.symbols import Elided, Global, Persistent
+from fastserial.formats.source import ByteStream
 
-__all__ = ["CONTAINER_BYTES", "MOST_NESTED_TUPLES", "PUSH_BYTES", "Limits", "Machine", "Stop"]
+__all__ = [
+    "CONTAINER_BYTES",
+    "MOST_NESTED_TUPLES",
+    "PUSH_BYTES",
+    "Call",
+    "Elided",
+    "Global",
+    "Limits",
+    "Machine",
+    "Mapping",
+    "Persistent",
+    "Stop",
+]
 
 CHECK_EVERY = 4096  # opcodes between looks at the clock
 PUSH_BYTES = 96  # what one opcode's value costs, roughly
 CONTAINER_BYTES = 200
 MOST_NESTED_TUPLES = 50_000  # to hash some 130,000 takes a thread's whole stack of 8 MiB
+
+
+class Global(NamedTuple):
+    """A name that unpickling would import."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Persistent(NamedTuple):
+    """What `persistent_load` would be asked for."""
+
+    pid: Any
+
+
+class Elided(NamedTuple):
+    """A value too long to keep: its type and its length (bytes)."""
+
+    kind: str
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Mapping:
+    """A dictionary: keys need not be hashable here."""
+
+    items: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """What unpickling would call, with what it would then put into the result.
+
+    Attributes:
+        function: usually a `Global`.
+        arguments: positional arguments (a tuple), or whatever the pickle holds instead.
+        keywords: keyword arguments, None if there are none.
+        state: what `__setstate__` would get, in order.
+        appended: items that would be appended.
+        items: key and value pairs that would be set.
+    """
+
+    function: Any
+    arguments: Any
+    keywords: Any = None
+    state: list[Any] = field(default_factory=list)
+    appended: list[Any] = field(default_factory=list)
+    items: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.formats.pickles.machine import CONTAINER_BYTES, PUSH_BYTES, Machine, Stop
-from fastserial.formats.pickles.symbols import Call, Global, Mapping, Persistent
+from fastserial.formats.pickles.machine import (
+    CONTAINER_BYTES,
+    PUSH_BYTES,
+    Call,
+    Global,
+    Machine,
+    Mapping,
+    Persistent,
+    Stop,
+)
 
 __all__ = ["TABLE"]
 

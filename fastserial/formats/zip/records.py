@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import IO, Any, cast
 
 from fastserial.errors import CorruptCheckpointError, UnreadableCheckpointError
-from fastserial.formats.byte_stream import ByteStream
-from fastserial.formats.source import BytesSource, Source, SourceFile
+from fastserial.formats.source import BytesSource, ByteStream, Source
 from fastserial.formats.zip.directory import (
     Directory,
     RecordEntry,
@@ -27,6 +24,7 @@ __all__ = [
 ]
 
 PICKLE = "data.pkl"
+_PARTS = (PICKLE, "byteorder", "version")
 _MOST_INFLATED = 256 * 1024 * 1024
 
 
@@ -69,52 +67,29 @@ def record_stream(source: Source, record: RecordEntry) -> ByteStream:
     return ByteStream(BytesSource(read_record(source, record, _MOST_INFLATED)))
 
 
-def read_places(source: Source, stock: Any = None) -> Directory:
+def read_places(source: Source) -> Directory:
     """Return the central directory, local headers read only if the writer was not torch.
-
-    Of records with the same name, it holds the one that torch finds.
-
-    Args:
-        source: the archive, from its first byte on.
-        stock: torch's reader of the same file, if there is one.
 
     Raises:
         CorruptCheckpointError: the container is not to be trusted.
+        UnreadableCheckpointError: parts of the checkpoint have one name, as torch compares them
+            (without case), and differ: only torch's reader knows which it takes.
         OSError: the file cannot be read.
     """
     directory = read_directory(source, headers=False)
     first = next((record for record in directory.records if record.size), None)
     if first is not None and not _is_placed(source, first):
         directory = read_directory(source)
-    if len({record.full_name.lower() for record in directory.records}) < len(directory.records):
-        return directory._replace(records=_found_by_torch(source, directory.records, stock))
+    seen: dict[str, RecordEntry] = {}
+    for record in directory.records:
+        name = record.name.lower()
+        other = seen.setdefault(name, record)
+        if other is record or not (name in _PARTS or name.startswith("data/")):
+            continue
+        if (other.size, other.crc) != (record.size, record.crc) or not record.crc:
+            text = "several records bear this name: use torch.load, which takes one of them"
+            raise UnreadableCheckpointError(text, record=record.name)
     return directory
-
-
-def _found_by_torch(
-    source: Source, records: Sequence[RecordEntry], stock: Any
-) -> list[RecordEntry]:
-    """Return the records that torch's reader finds by name, which it compares without case."""
-    import torch  # here, since whoever only verifies needs it as good as never
-
-    named: dict[bytes, list[RecordEntry]] = {}
-    for record in records:
-        named.setdefault(record.full_name.lower(), []).append(record)
-    found: list[RecordEntry] = []
-    try:
-        reader: Any = stock or torch._C.PyTorchFileReader(cast("IO[bytes]", SourceFile(source)))
-        for group in named.values():
-            if len(group) == 1:
-                found += group
-                continue
-            places = {record.data_offset: record for record in group}
-            for name in {record.name: None for record in group}:
-                place = places.get(reader.get_record_offset(name))
-                if place is not None:
-                    found.append(place._replace(name=name))
-    except RuntimeError as error:
-        raise CorruptCheckpointError(f"torch cannot read the archive: {error}") from error
-    return found
 
 
 def _is_placed(source: Source, record: RecordEntry) -> bool:
