@@ -69,7 +69,7 @@ def install_packages(session: nox.Session, *packages: str) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kills, power cuts, failing calls, full disks, ...: docs/fault-injection.md (root)."""
+    """Kills, power cuts, failing calls, full disks (root): docs/internals/fault-injection.md."""
     tools = {"strace": "strace", "mkfs.xfs": "xfsprogs", "mkfs.btrfs": "btrfs-progs"}
     tools |= {"bindfs": "bindfs", "gcc": "gcc", "mkfs.ext4": "e2fsprogs", "fusermount": "fuse"}
     missing = [package for tool, package in tools.items() if shutil.which(tool) is None]
@@ -135,7 +135,7 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """On a CUDA GPU: identity, order of streams, transfer types, benchmarks (docs/gpu.md).
+    """On a CUDA GPU: identity, order of streams, transfer types, benchmarks (docs/guide/gpu.md).
 
     `nox -s gpu -- prepare` downloads and installs what `nox -R -s gpu` then runs without network.
     """
