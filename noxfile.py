@@ -301,9 +301,8 @@ def docs(session: nox.Session) -> None:
     install(session, TORCH, "test")
     # Material for MkDocs gets repairs until May 2027; its successor reads the same settings.
     session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3")
-    session.run(
-        "mkdocs", "build", "-q", "-f", "docs/site/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"}
-    )
+    # not with -q, which hides warnings from `strict`
+    session.run("mkdocs", "build", "-f", "docs/site/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})
     session.run("pytest", "tests/docs", *session.posargs, env={"FASTSERIAL_DOCS": "1"})
 
 
