@@ -17,7 +17,8 @@ DATE = re.compile(
 )
 COMMAND = re.compile(r"`(?:fastserial|nox|python|benchmarks/\w+\.py)\b[^`]*`")
 FIGURE = re.compile(
-    r"(?<![\w-])\d[\d.,]*\s?(?:×|[kMGT]i?B/s|ms\b|µs\b|s\b|seconds\b|%)|×\s?\d|\b\w+ times as (?:fast|slow)\b"
+    r"(?<![\w-])\d[\d.,]*\s?(?:×|[kMGT]i?B/s|ms\b|µs\b|s\b|seconds\b|%)|×\s?\d"
+    r"|\b\w+ times as (?:fast|slow)\b"
 )
 # What was never measured: limits of the program, and arithmetic or sources that a page names.
 LIMITS = [
