@@ -69,7 +69,7 @@ def install_packages(session: nox.Session, *packages: str) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kills, power cuts, failing calls, full disks, ...: docs/fault-injection.md (root)."""
+    """Kills, power cuts, failing calls, full disks (root): docs/internals/fault-injection.md."""
     tools = {"strace": "strace", "mkfs.xfs": "xfsprogs", "mkfs.btrfs": "btrfs-progs"}
     tools |= {"bindfs": "bindfs", "gcc": "gcc", "mkfs.ext4": "e2fsprogs", "fusermount": "fuse"}
     missing = [package for tool, package in tools.items() if shutil.which(tool) is None]
@@ -135,7 +135,7 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """On a CUDA GPU: identity, order of streams, transfer types, benchmarks (docs/gpu.md).
+    """On a CUDA GPU: identity, order of streams, transfer types, benchmarks (docs/guide/gpu.md).
 
     `nox -s gpu -- prepare` downloads and installs what `nox -R -s gpu` then runs without network.
     """
@@ -348,9 +348,8 @@ def docs(session: nox.Session) -> None:
     install(session, TORCH, "test")
     # Material for MkDocs gets repairs until May 2027; its successor reads the same settings.
     session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3")
-    session.run(
-        "mkdocs", "build", "-q", "-f", "docs/site/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"}
-    )
+    # not with -q, which hides warnings from `strict`
+    session.run("mkdocs", "build", "-f", "docs/site/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})
     session.run("pytest", "tests/docs", *session.posargs, env={"FASTSERIAL_DOCS": "1"})
 
 

@@ -439,8 +439,8 @@ if __name__ == "__main__":
     script.add("--threads", default="1,2,6,16", help="to combine, with commas")
     script.add("--engine", default="", help="to combine, with commas; default: all that can run")
     transfers_help = (
-        "cpu, cpu_gpu, gds, ... (docs/gpu.md), or gdsio's numbers (0 to 6); default: cpu, and with "
-        "CUDA all that can be had"
+        "cpu, cpu_gpu, gds, ... (docs/guide/gpu.md), or gdsio's numbers (0 to 6); "
+        "default: cpu, and with CUDA all that can be had"
     )
     script.add("--transfer", default="", help=transfers_help)
     script.add("--op", default="write,read", help="to combine, with commas")

@@ -45,5 +45,10 @@ def from_root(text: str) -> str:
 
 
 def from_docs(text: str) -> str:
-    """Return a text of docs/ with links to the pages that are made of files outside."""
-    return _LINK.sub(lambda match: _PAGES.get(match[1].removeprefix("../"), match[1]), text)
+    """Return a text of docs/FOLDER/ with links to the pages that are made of files outside."""
+
+    def linked(match: re.Match[str]) -> str:
+        page = _PAGES.get(match[1].removeprefix("../../"))
+        return f"../{page}" if page else match[1]
+
+    return _LINK.sub(linked, text)

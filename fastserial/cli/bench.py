@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -124,16 +124,41 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where to write; about twice the size is needed.")],
     size: Annotated[str, typer.Option(help="Size of the model, about.")] = "1GB",
     runs: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 3,
+    crash: Annotated[
+        bool, typer.Option("--crash", help="Instead: kill saving processes, and load what is left.")
+    ] = False,
 ) -> None:
     """Save a transformer with stock torch and with fastserial, and compare the files.
 
-    Exit status 1 if there is any difference.
+    Exit status 1 if a file differs, or if a kill left none that loads where fastserial saved.
     """
-    from fastserial.bench.demo import run_demo
     from fastserial.bench.measure import parse_bytes
 
     nbytes = parse_bytes(size)
+    if crash:
+        _crash(folder, nbytes, runs)
+    from fastserial.bench.demo import run_demo
+
     _run(lambda say: run_demo(folder, nbytes, runs, say))
+
+
+def _crash(folder: Path, nbytes: int, runs: int) -> NoReturn:
+    """Kill saves, show what `torch.load` gets, and exit."""
+    from fastserial.bench.crash import run_crash
+    from fastserial.bench.table import progress
+    from fastserial.console import new_console, print_table
+
+    console = new_console()
+    with progress(console) as say:
+        found = run_crash(folder, nbytes, runs, say)
+    rows = [
+        (one.name, one.old, one.new, one.errors.total(), "; ".join(one.errors) or "-")
+        for one in found
+    ]
+    columns = ("saved with", "old checkpoint", "new one", "nothing", "what torch.load says")
+    title = f"A process was killed (SIGKILL) during a save over a checkpoint, {runs} times each"
+    print_table(console, title, columns, rows)
+    raise typer.Exit(1 if found[-1].errors else 0)
 
 
 def _run(

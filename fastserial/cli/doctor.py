@@ -60,7 +60,7 @@ def _gpus(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "GPUs", "no driver of NVIDIA's"
         return
     yield "GPUs", f"driver {host.driver}"
-    yield "cuFile", f"would go by {host.gds}; used if transfer asks for it (docs/gpu.md)"
+    yield "cuFile", f"would go by {host.gds}; used if transfer asks for it (docs/guide/gpu.md)"
     yield "", f"nvidia-fs: {host.nvidia_fs or 'not loaded'}"
     lacks = ", ".join(host.p2pdma_lacks)
     yield "", f"P2PDMA: {'lacks ' + lacks if lacks else 'what it needs is there'}"

@@ -7,7 +7,7 @@ the file, give it the temporary name, rename it over the target, sync the direct
 
 Temporary names are numbered per target. Whoever owns one holds a lock (`flock`) on it, so a name
 nobody locks was left by a killed process, and the next save to the target removes it.
-`docs/durability.md` says what each step guarantees.
+`docs/guide/durability.md` says what each step guarantees.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSpeed's own FastFileWriter as `f` of `torch.save`, and ours in its place.
 
 Tests named `test_upstream_*` show a fault of DeepSpeed's. One that fails means it was mended: then
-`docs/deepspeed.md` is due for a change.
+`docs/guide/deepspeed.md` is due for a change.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import fastserial
 from fastserial import distributed, errors
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 EXTENSIONS = ["admonition", "attr_list", "tables", "toc", "pymdownx.superfences"]
 TAGS = ("li", "ol", "ul", "pre", "table", "tr", "h2", "h3", "strong")
 
@@ -38,9 +38,9 @@ def test_lists_and_blocks_are_the_same_on_the_site(page: Path) -> None:
 def test_links_between_root_and_docs() -> None:
     from hooks import from_docs, from_root
 
-    assert from_root("[a](docs/dcp.md#b) [c](LICENSE)") == "[a](dcp.md#b) [c](LICENSE)"
+    assert from_root("[a](docs/guide/dcp.md#b) [c](LICENSE)") == "[a](guide/dcp.md#b) [c](LICENSE)"
     assert from_root("[a](CONTRIBUTING.md)") == "[a](contributing.md)"
-    assert from_docs("[a](../CHANGELOG.md#b)") == "[a](changelog.md#b)"
+    assert from_docs("[a](../../CHANGELOG.md#b)") == "[a](../changelog.md#b)"
     assert from_docs("[a](dcp.md)") == "[a](dcp.md)"
 
 
@@ -55,7 +55,7 @@ def test_links_reach_files_in_the_repository() -> None:
 
 
 def test_api_page_names_all_that_is_public() -> None:
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
     public = {f"fastserial.distributed.{name}" for name in distributed.__all__}
     for name in fastserial.__all__:

@@ -130,7 +130,7 @@ def test_past_the_host(tmp_path: Path, word: str, zipped: bool) -> None:
         assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
         for told in (fastserial.last_save_report(), fastserial.last_load_report()):
             assert told is not None
-            print(told.transfer, told.transfer_why)  # for docs/gpu.md: pytest -s
+            print(told.transfer, told.transfer_why)  # for docs/guide/gpu.md: pytest -s
             if missing(word) is not None:
                 assert told.transfer == "cpu_async_gpu"
             assert ("asked for: cuFile" in told.transfer_why) == (told.transfer == word)

@@ -1,6 +1,6 @@
 """cuFile (GPUDirect Storage) by `cuda.bindings.cufile`, as NVIDIA documents both.
 
-Nobody has run it on a GPU: docs/gpu.md. `missing` calls nothing of cuFile, whose
+Nobody has run it on a GPU: docs/guide/gpu.md. `missing` calls nothing of cuFile, whose
 `cuFileDriverOpen` was seen not to return where there is no driver; the rest is for processes that
 have tensors on a GPU, and so a context.
 """

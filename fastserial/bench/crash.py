@@ -1,0 +1,133 @@
+"""`fastserial demo --crash`: a process is killed while it saves, and the file is loaded.
+
+One process saves checkpoints over each other with stock torch, another with fastserial. Both get
+`SIGKILL` at a random moment of a save. Then stock `torch.load` says what is at the path.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastserial.bench.measure import BenchError
+from fastserial.bench.state import check_memory, scratch
+from fastserial.bench.torch_rows import fast, stock
+from fastserial.console import say
+
+__all__ = ["Crashes", "run_crash"]
+
+_SAVERS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "stock torch": stock,
+    "fastserial": fast,
+}
+_TENSOR = 16 << 20  # bytes of one tensor
+_SLACK = 64 << 20
+_FIRST, _OLD, _NEW = 1, 2, 3  # the first save makes the file; the second is timed; the third dies
+
+
+@dataclass
+class Crashes:
+    """What `torch.load` got after the kills of one kind of save.
+
+    Attributes:
+        name: `stock torch` or `fastserial`.
+        old: how often the checkpoint of before, whole.
+        new: how often the new one, whole.
+        errors: how often nothing that loads, by the error.
+    """
+
+    name: str
+    old: int = 0
+    new: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+def run_crash(
+    folder: Path, nbytes: int, runs: int, say: Callable[[str], None] = lambda text: None
+) -> list[Crashes]:
+    """Kill `runs` saves of each kind; return what was left.
+
+    Args:
+        folder: where to write; it needs room for two checkpoints.
+        nbytes: size of the checkpoint.
+        runs: kills of each kind.
+        say: gets a line when something begins.
+
+    Raises:
+        BenchError: there is too little memory or disk, or a saving process failed by itself.
+    """
+    check_memory(2 * nbytes)
+    found = [Crashes(name) for name in _SAVERS]
+    with scratch(folder, 2 * nbytes + _SLACK) as place:
+        for run in range(runs):
+            for crashes in found:
+                say(f"{crashes.name}, kill {run + 1} of {runs}")
+                path = place / "ckpt.pt"
+                _kill_a_save(crashes.name, path, nbytes)
+                _look(path, crashes)
+                path.unlink(missing_ok=True)
+    return found
+
+
+def _kill_a_save(name: str, path: Path, nbytes: int) -> None:
+    """Start a process that saves, and kill it at a random moment of its last save."""
+    command = [sys.executable, "-m", __name__, name, str(path), str(nbytes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline() if process.stdout is not None else ""
+            if not line:
+                raise BenchError(f"a process that saves with {name} failed: see above")
+            time.sleep(random.uniform(0.1, 0.9) * float(line))
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def _look(path: Path, crashes: Crashes) -> None:
+    """Count what stock `torch.load` gets."""
+    with stock():
+        try:
+            state = torch.load(path, weights_only=True)
+        except Exception as error:  # whatever it is: the checkpoint is lost
+            crashes.errors[str(error).split("\n")[0]] += 1
+            return
+    step = state["step"]
+    if not all(bool((tensor == step).all()) for tensor in state["weights"]):
+        crashes.errors["it loads, with weights of two checkpoints"] += 1
+    elif step == _NEW:
+        crashes.new += 1
+    else:
+        crashes.old += 1
+
+
+def _state(step: int, nbytes: int) -> dict[str, Any]:
+    count = max(1, nbytes // _TENSOR)
+    weights = [torch.full((_TENSOR // 4,), float(step)) for _ in range(count)]
+    return {"step": step, "weights": weights}
+
+
+def _save(name: str, path: Path, nbytes: int) -> None:
+    """Save three checkpoints to a path; tell how long one takes before the last begins."""
+    with _SAVERS[name]():
+        torch.save(_state(_FIRST, nbytes), path)
+        old, new = _state(_OLD, nbytes), _state(_NEW, nbytes)
+        start = time.perf_counter()
+        torch.save(old, path)
+        say(time.perf_counter() - start)
+        sys.stdout.flush()
+        torch.save(new, path)
+    signal.pause()  # until it is killed
+
+
+if __name__ == "__main__":
+    _save(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,57 @@
+"""`fastserial demo --crash`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastserial.bench import crash
+from fastserial.cli.main import app
+
+
+def test_what_is_left_of_a_killed_save(tmp_path: Path) -> None:
+    done = CliRunner().invoke(
+        app, ["demo", "--crash", "--folder", str(tmp_path), "--size", "64MiB", "--runs", "2"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "stock torch" in done.output
+    assert "fastserial" in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_overwrites_loses_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: where both saves overwrite the file, kills leave nothing, and that is said."""
+    savers: dict[str, type[AbstractContextManager[None]]] = {"fastserial": nullcontext}
+    monkeypatch.setattr(crash, "_SAVERS", savers)
+    monkeypatch.setattr(crash, "_kill_a_save", _cut)
+    done = CliRunner().invoke(
+        app, ["demo", "--crash", "--folder", str(tmp_path), "--size", "1MiB", "--runs", "1"]
+    )
+    assert done.exit_code == 1
+    assert "failed finding central directory" in done.output
+
+
+def _cut(name: str, path: Path, nbytes: int) -> None:
+    torch.save({"step": 3, "weights": [torch.ones(nbytes)]}, path)
+    with path.open("r+b") as file:
+        file.truncate(nbytes // 2)
+
+
+@pytest.mark.parametrize(("step", "weights", "counted"), [(2, 2, "old"), (3, 3, "new")])
+def test_a_whole_checkpoint_is_told_from_a_mix(
+    tmp_path: Path, step: int, weights: int, counted: str
+) -> None:
+    path = tmp_path / "ckpt.pt"
+    found = crash.Crashes("stock torch")
+    torch.save({"step": step, "weights": [torch.full((9,), float(weights))]}, path)
+    crash._look(path, found)
+    assert getattr(found, counted) == 1
+    torch.save({"step": step, "weights": [torch.full((9,), float(weights + 1))]}, path)
+    crash._look(path, found)
+    assert found.errors == {"it loads, with weights of two checkpoints": 1}

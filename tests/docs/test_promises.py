@@ -1,0 +1,89 @@
+"""Every promise names tests that exist, and every figure says when and how it was measured."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROMISES = ROOT / "docs" / "internals" / "promises.md"
+
+DATE = re.compile(
+    r"\b\d{1,2} (?:January|February|March|April|May|June|July|August|September|October|November"
+    r"|December) 20\d\d\b"
+)
+COMMAND = re.compile(r"`(?:fastserial|nox|python|benchmarks/\w+\.py)\b[^`]*`")
+FIGURE = re.compile(
+    r"(?<![\w-])\d[\d.,]*\s?(?:×|[kMGT]i?B/s|ms\b|µs\b|s\b|seconds\b|%)|×\s?\d"
+    r"|\b\w+ times as (?:fast|slow)\b"
+)
+# What was never measured: limits of the program, and arithmetic or sources that a page names.
+LIMITS = [
+    r"slower than 400 MB/s",
+    r"throttled at \d+ MB/s",
+    r"3 % faster",
+    r"ext4\s+reserves 5 %",
+    r"full at 99 %",
+    r"1\.10 × the defaults",
+    r"FSDP 32 × tensor",
+    r"`block_size` × `queue_depth`",
+]
+COMPUTED = {"scale.md"}  # says of each figure whether it is computed or reported, and from what
+
+
+def sections(page: Path) -> list[tuple[str, str]]:
+    """Return the sections of a page, as heading and text, without blocks of code."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = [("", "")]
+    for line in text.split("\n"):
+        if line.startswith("#"):
+            found.append((line.lstrip("# "), ""))
+        else:
+            found[-1] = (found[-1][0], f"{found[-1][1]}{line}\n")
+    return found
+
+
+def undated(text: str) -> list[str]:
+    """Return the figures of a section that says neither when nor by which command."""
+    for limit in LIMITS:
+        text = re.sub(limit, "", text)
+    if DATE.search(text) and COMMAND.search(text):
+        return []
+    return [match[0] for match in FIGURE.finditer(re.sub(r"`[^`]*`", "", text))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_figures_have_a_date_and_a_command(page: Path) -> None:
+    if page.name in COMPUTED:
+        return
+    odd = {heading: figures for heading, text in sections(page) if (figures := undated(text))}
+    assert not odd
+
+
+@pytest.mark.parametrize("text", ["2.0 GB/s", "5.4 × stock", "takes 12 ms", "twice, or 3 s", "7 %"])
+def test_a_figure_without_them_is_seen(text: str) -> None:
+    assert undated(f"On some day it was {text}.")
+    assert undated(f"{text} (24 November 2026)")
+    assert not undated(f"{text} (`fastserial bench save`, 24 November 2026)")
+
+
+def named_tests() -> list[str]:
+    """Return the tests that the page of promises names."""
+    return re.findall(r"`(tests/[^`]+)`", PROMISES.read_text(encoding="utf-8"))
+
+
+def test_promises_name_tests() -> None:
+    rows = [line for line in PROMISES.read_text().split("\n") if re.match(r"\| [A-Z]", line)]
+    without = [row for row in rows if "`tests/" not in row and "| Tests |" not in row]
+    assert not without
+    assert named_tests()
+
+
+@pytest.mark.parametrize("name", named_tests())
+def test_a_test_that_a_promise_names_exists(name: str) -> None:
+    path, _, function = name.partition("::")
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert re.search(rf"^ *def {function}\(", source, re.MULTILINE)
