@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from fastserial import trace
 from fastserial.config.performance import CACHED_CHUNK
 from fastserial.formats.extents import Data, Literal
-from fastserial.saving.fill import Part, staged
+from fastserial.saving.fill import Part, fill
 
 __all__ = ["write_all", "write_buffered"]
 
@@ -26,25 +27,30 @@ def write_buffered(fd: int, parts: Sequence[Part]) -> None:
         OSError: the disk is full or failed.
         StorageChangedError: a storage was resized during the save.
     """
+    buffer = bytearray()
     together: list[Part] = []
     end = gathered = 0  # where they end in the file, and their bytes
 
     def write() -> None:
-        nonlocal gathered
+        nonlocal buffer, gathered
+        if gathered > len(buffer):
+            buffer = bytearray(max(gathered, min(total, CACHED_CHUNK)))
         if together:
-            write_all(fd, memoryview(staged(together)), end - gathered)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            view = memoryview(buffer)[:gathered]
+            fill(together, view, address)
+            write_all(fd, view, end - gathered)
             together.clear()
             gathered = 0
 
+    total = sum([part.length for part in parts])
     for part in parts:
-        if part.offset != end:
-            write()
         for chunk in _chunks(part):
+            if chunk.offset != end or gathered + chunk.length > CACHED_CHUNK:
+                write()
             together.append(chunk)
             gathered += chunk.length
             end = chunk.offset + chunk.length
-            if gathered >= CACHED_CHUNK:
-                write()
     write()
 
 
