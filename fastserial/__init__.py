@@ -93,36 +93,11 @@ __all__ = ["__version__", *_LATER]
 _CALLED = {"open": "open_checkpoint"}  # in its module
 
 
-# A signal handler may be the first to ask for them, or ask while they are imported.
-_AT_ANY_MOMENT = (f"{__name__}.overlap.", f"{__name__}.training.")
-
-
-def _import_at_once(home: str) -> None:
-    """Import a module where no signal handler can come between, and find half of it."""
-    import contextlib
-    from importlib import import_module
-
-    import torch  # noqa: F401  (here: a thread is no place for it)
-
-    from fastserial.interrupts import Background
-
-    def run() -> None:
-        with contextlib.suppress(Exception):  # it will be told to who asked
-            import_module(home)
-
-    background = Background()
-    background.start(run)
-    background.join()
-
-
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in _LATER:
-        home = f"{__name__}.{_LATER[name]}"
-        if home.startswith(_AT_ANY_MOMENT):
-            _import_at_once(home)
-        module = import_module(home)
+        module = import_module(f"{__name__}.{_LATER[name]}")
         value = globals()[name] = getattr(module, _CALLED.get(name, name))
         return value
     if name in _HOMES or name == "distributed":

@@ -40,3 +40,8 @@ class Reason(str):
         made = super().__new__(cls, text)
         made.remedy = remedy
         return made
+
+    @property
+    def with_remedy(self) -> str:
+        """The reason, and what to do about it in parentheses."""
+        return f"{self} ({self.remedy})" if self.remedy else str(self)

@@ -101,7 +101,7 @@ class Report:
     Attributes:
         path: the file, or the name of the file object.
         container: `zip`, `legacy`, or another format.
-        bytes: how many were moved; those that `skip_data` leaves out are not among them.
+        bytes: how many were moved.
         seconds: from opening the file to its last byte or sync, the pickle included.
         engine: the engine that moved the bytes.
         fallback: why they did not go the fastest way, or None.

@@ -9,12 +9,11 @@ import pytest
 
 import fastserial
 from fastserial import ConfigError, config
-from fastserial.config import settings
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in settings._PARSERS:
+    for name in config._PARSERS:
         monkeypatch.delenv(f"FASTSERIAL_{name.upper()}", raising=False)
     config.forget_installed()
     yield

@@ -16,7 +16,6 @@ from support.processes import run
 
 import fastserial
 from fastserial import config
-from fastserial.config import settings
 from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 
@@ -83,7 +82,7 @@ def test_nothing_is_logged_for_a_save_and_a_load_that_went_well(
 
 
 def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_names_checked", False)
+    monkeypatch.setattr(config, "_names_checked", False)
     monkeypatch.setenv("FASTSERIAL_BLOKSIZE", "1MiB")
     monkeypatch.setenv("FASTSERIAL_THREAD", "1")
     monkeypatch.setenv("FASTSERIAL_HOME_OF_SOMEBODY", "/")

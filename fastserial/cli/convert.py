@@ -58,8 +58,7 @@ def convert(
     Exit status: 0, 1 if the source is damaged, 2 if it cannot be read or represented there; what
     was at the target is intact then.
     """
-    from fastserial.config import current
-    from fastserial.config.settings import parse_size
+    from fastserial.config import current, parse_size
     from fastserial.distributed.convert import convert as run
 
     # torch's warning is about what either goes well or is an error of ours, with a remedy

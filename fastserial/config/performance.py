@@ -54,17 +54,14 @@ FILL_CHUNK = 256 * KiB
 JOINED = 8 * KiB
 PACKED_STORAGE = 64 * KiB  # a storage up to this size may be packed with others,
 PACKED_BYTES = 512 * KiB  # into pieces of about this size: a few calls for hundreds of storages
-UNCOPIED = 64 * KiB  # a storage from here on goes to the page cache without a copy
-CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and copy into the page cache
-MOST_PIECES = 512  # of one `pwritev`; the kernel takes 1024
+MOST_PIECES = 512  # of one `preadv`; the kernel takes 1024
+CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and write
 GATHERED = 64 * KiB  # small writes are gathered up to this size
 COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
-# Beside a thread that computes in Python each step of ours waits 5 ms for the interpreter's lock:
-# 3 GB took 124 s so, stock 9. When so many blocks were filled that slowly, there is one large block
-# from there on, in as much memory.
-CROWDED_BLOCKS = 4
-# Seconds for which such a thread keeps the lock from then on, instead of 5 ms. 1 GB on XFS in
-# memory takes 3.5 s with 5 ms, 1.1 with 1 ms and 0.7 with this; stock 0.8.
+# Seconds for which a thread that computes in Python keeps the interpreter's lock while a save moves
+# blocks, instead of 5 ms: each step of the save asks for the lock anew. Beside such a thread 400 MB
+# on ext4 took 0.6 to 0.9 s, with 5 ms 1.0 to 1.5; 300 MB in memory 1.2 to 1.7, with 5 ms 1.7 to 2.9
+# (stock 1.9 to 3.5), on a busy machine.
 SWITCH_INTERVAL = 0.2e-3
 # CPU cores up to which the submitting thread fills all blocks: two copies at a time took the cores
 # that kernel and device need, 15 to 30 % of the speed of a save on 2 cores.

@@ -149,7 +149,7 @@ def _try_direct(fd: int) -> str | None:
         direct = linux.reopen(fd, os.O_RDWR | os.O_DIRECT, files)
         view = pool.take().view
         view[:] = os.urandom(size)
-        written = linux.pwritev(direct, [view], 0)
+        written = os.pwrite(direct, view, 0)
         if written != size or os.pread(fd, size, 0) != view:
             return "what was written is not what is read"
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from fastserial import trace
 from fastserial.config.performance import FEW_CORES
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
-from fastserial.files.linux import preadv, pwritev
+from fastserial.files.linux import preadv
 from fastserial.interrupts import Background, finish
 from fastserial.memory.buffers import Buffer
 
@@ -33,11 +33,10 @@ def transfer(request: Request, done: int = 0) -> int:
         OSError: the system call failed.
     """
     while done < request.length:
-        rest = request.rest(done)
         if request.op is Op.WRITE:
-            moved = pwritev(request.fd, rest, request.offset + done)
+            moved = os.pwrite(request.fd, request.view[done:], request.offset + done)
         else:
-            moved = preadv(request.fd, rest, request.offset + done)
+            moved = preadv(request.fd, request.rest(done), request.offset + done)
         if moved == 0:
             break
         done += moved

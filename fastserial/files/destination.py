@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import io
 import os
-from typing import Any, TypeVar
+import stat
+from time import perf_counter
+from typing import Any, BinaryIO, TypeVar
 
 from fastserial import trace
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import linux
-from fastserial.files.attributes import CannotKeep
-from fastserial.files.replacement import CannotReplace, Replacement
-from fastserial.files.targets import (
-    FileTarget,
-    PathTarget,
-    StockWay,
-    Target,
-    file_target,
-    path_target,
-)
-from fastserial.reasons import Reason
+from fastserial.files.attributes import CannotReplace
+from fastserial.files.replacement import Replacement
+from fastserial.files.sources import file_name, plain_file
+from fastserial.files.targets import PathTarget, StockWay, path_target
+from fastserial.reasons import A_FILE, GIVE_A_PATH, Reason
 
 __all__ = ["CallersFile", "Destination", "open_destination", "open_path", "required", "save_error"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_METHODS = frozenset({"write"})  # whoever puts one in its place watches or changes the bytes
+_APPENDING = Reason(
+    "the file is open for appending", 'open it with "wb", or give torch.save a path'
+)
 
 
 def open_destination(
@@ -49,10 +51,12 @@ def open_destination(
     Raises:
         WriteError: nothing can be written there, by torch neither.
     """
-    if isinstance(given, str | os.PathLike):
-        return open_path(given, durable, replace_link)
-    target = file_target(given)
-    return target if isinstance(target, StockWay) else CallersFile(target)
+    began = perf_counter()
+    is_path = isinstance(given, str | os.PathLike)
+    found = open_path(given, durable, replace_link) if is_path else _open_file(given)
+    if not isinstance(found, StockWay):
+        found.began = began
+    return found
 
 
 @trace.traced("open target")
@@ -78,19 +82,53 @@ def open_path(
         return target
     try:
         return Replacement(target, durable, named)
-    except (CannotReplace, CannotKeep) as why:
+    except CannotReplace as why:
         reason = why.reason
     except OSError as error:
-        directory = os.path.dirname(target.path) or os.curdir
-        full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(directory)
+        full = error.errno == errno.ENOSPC and linux.is_out_of_inodes(target.where)
         if target.there is None or not full:
-            raise save_error(error, target, None, None) from error
+            raise save_error(error, target, None) from error
         reason = Reason("no inode is free for a new file", "remove files that nobody needs")
     if os.path.islink(target.path):  # torch would write the file that it leads to
-        remedy = f" ({reason.remedy})" if reason.remedy else ""
-        text = f"The link cannot be replaced: {reason}{remedy}; the previous file is intact"
+        text = f"The link cannot be replaced: {reason.with_remedy}; the previous file is intact"
         raise write_error(errno.EPERM, target.name, text)
     return StockWay(reason)
+
+
+def _open_file(file: Any) -> CallersFile | StockWay:
+    """Take a file object: only plain files on a regular file are ours.
+
+    Anything else that has a descriptor (gzip, sockets, wrappers) may not put the bytes it is given
+    at the descriptor's position.
+    """
+    raw = _raw_file(file)
+    if raw is None:
+        return StockWay(Reason("not a plain file object", GIVE_A_PATH))
+    try:
+        if raw.closed or not raw.writable():
+            return StockWay(Reason("the file is not open for writing", 'open it with "wb"'))
+        fd = raw.fileno()
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return StockWay(Reason("not a regular file", A_FILE))
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
+            return StockWay(_APPENDING)
+        raw.flush()
+        return CallersFile(raw, fd, raw.tell())
+    except (OSError, ValueError) as error:
+        return StockWay(Reason(f"the file's position is not known: {error}", GIVE_A_PATH))
+
+
+def _raw_file(file: Any) -> BinaryIO | None:
+    """Return the plain Python file inside a file object, or None if there is none we know."""
+    kind = type(file)
+    if kind.__module__ == "tempfile" and kind.__name__ == "_TemporaryFileWrapper":
+        # The wrapper keeps its own `write` around the file's once it was used.
+        written = vars(file).get("write")
+        if written is not None and getattr(written, "__wrapped__", None) != file.file.write:
+            return None
+        return _raw_file(file.file)
+    found: BinaryIO | None = plain_file(file, (io.BufferedWriter, io.BufferedRandom), _METHODS)
+    return found
 
 
 _Opened = TypeVar("_Opened", bound="Destination")
@@ -109,10 +147,9 @@ def required(found: _Opened | StockWay, given: Any) -> _Opened:
     if not isinstance(found, StockWay):
         return found
     name = os.fsdecode(given) if isinstance(given, str | os.PathLike) else repr(given)
-    remedy = f" ({found.reason.remedy})" if found.reason.remedy else ""
     text = (
-        f"fastserial cannot write this: {found.reason}{remedy}. Save to another path; torch.save "
-        "itself can write here"
+        f"fastserial cannot write this: {found.reason.with_remedy}. Save to another path; "
+        "torch.save itself can write here"
     )
     raise write_error(errno.EINVAL, name, text)
 
@@ -128,10 +165,13 @@ class CallersFile:
     shared = True
     outcome = "the save is incomplete"
 
-    def __init__(self, target: FileTarget) -> None:
-        self.target = target
-        self.fd = target.fd
-        self.start = target.offset
+    def __init__(self, file: BinaryIO, fd: int, start: int) -> None:
+        """Take a file, its descriptor and its position (bytes)."""
+        self.name = file_name(file, fd)
+        self.fd = self.where = fd
+        self.start = start
+        self.file = file
+        self.began = perf_counter()
         self._size_before: int | None = None
 
     def begin(self) -> None:
@@ -158,9 +198,11 @@ Destination = Replacement | CallersFile
 """Where the bytes of a save go.
 
 Attributes of both:
-    target: what was asked for.
+    name: what the caller calls it.
     fd: descriptor of the file.
+    where: what is on the same file system: a path or a descriptor.
     start: place in the file of the first byte (bytes).
+    began: when it began to be opened (seconds of `perf_counter`).
     durable: after `sync`: what was written is on the device.
     fallback: what the file system could not do, or None.
     shared: others know the file, and may hold a `lockf` lock on it.
@@ -171,18 +213,12 @@ what can be taken back, and does nothing after `commit`.
 """
 
 
-def save_error(
-    error: OSError,
-    target: Target,
-    destination: Destination | None,
-    needed: int | None,
-) -> WriteError:
+def save_error(error: OSError, place: PathTarget | Destination, needed: int | None) -> WriteError:
     """Return what a failed system call means for a save: what is left there, and what to do.
 
     Args:
         error: of the system call.
-        target: what is saved to.
-        destination: where it goes, None if that could not be opened.
+        place: where the save goes, or was to go.
         needed: bytes of the whole save, None if that is not known.
     """
     number = error.errno or errno.EIO
@@ -191,29 +227,16 @@ def save_error(
     if number not in _FULL:
         needed = None
     else:
-        free = _free_bytes(target)
+        with contextlib.suppress(OSError):  # the directory may be gone
+            free = linux.free_bytes(place.where)
         if needed is not None:
             text += f" (the save needs {needed} bytes"
             text += f", {free} are free)" if free is not None else ")"
-    if number == errno.ENOENT and isinstance(target, PathTarget) and destination is not None:
+    if number == errno.ENOENT and isinstance(place, Replacement):
         text = "the directory was removed during the save"
-    if destination is not None:
-        outcome = destination.outcome
-    else:
-        is_new = isinstance(target, PathTarget) and target.there is None
-        outcome = "no file was made" if is_new else "the previous file is intact"
-    text += f"; {outcome}"
+    text += f"; {place.outcome}"
     if number in REMEDIES:
         text += f". {REMEDIES[number]}"
-    found = write_error(number, target.name, text)
+    found = write_error(number, place.name, text)
     found.bytes_needed, found.bytes_free = needed, free
     return found
-
-
-def _free_bytes(target: Target) -> int | None:
-    """Return the bytes free where the target lies, None if that is no longer known."""
-    with contextlib.suppress(OSError):
-        if isinstance(target, PathTarget):
-            return linux.free_bytes(os.path.dirname(target.path) or os.curdir)
-        return linux.free_bytes(target.fd)
-    return None

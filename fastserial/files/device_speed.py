@@ -33,34 +33,13 @@ class _Verdict(NamedTuple):
     at: float
 
 
-# By the number of the device, and whether it is about short files, which may end before a trial
-# does: for those alone a throttle or a disk's cache may be fast.
-_verdicts: dict[tuple[int, bool], _Verdict] = {}
+_verdicts: dict[int, _Verdict] = {}  # by the number of the device
 
 
-def is_fast(fd: int, nbytes: int) -> bool | None:
-    """Return whether the device of an open file is fast, None if that is to be measured.
-
-    Args:
-        fd: of the file.
-        nbytes: of the whole file; 0: unknown.
-    """
-    device = os.fstat(fd).st_dev
-    large = _verdict((device, False))
-    own = _verdict((device, True)) if _is_short(nbytes) else None
-    return large or (large if own is None else own)
-
-
-def _is_short(nbytes: int) -> bool:
-    return 0 < nbytes < 2 * TRIAL
-
-
-def _verdict(key: tuple[int, bool]) -> bool | None:
-    found = _verdicts.get(key)
-    if found is None:
-        return None
-    if perf_counter() - found.at > (FAST_FOR if found.fast else SLOW_FOR):
-        _verdicts.pop(key, None)
+def is_fast(fd: int) -> bool | None:
+    """Return whether the device of an open file is fast, None if that is to be measured."""
+    found = _verdicts.get(os.fstat(fd).st_dev)
+    if found is None or perf_counter() - found.at > (FAST_FOR if found.fast else SLOW_FOR):
         return None
     return found.fast
 
@@ -77,17 +56,9 @@ def begin_writeback(fd: int, offset: int, length: int) -> None:
 class Timing:
     """How long a device takes for the blocks of one file: on trial, or written directly."""
 
-    def __init__(self, fd: int, nbytes: int, synced: bool) -> None:
-        """Begin when the first block is to be written.
-
-        Args:
-            fd: of the file.
-            nbytes: of the whole file; 0: unknown.
-            synced: the save waits for the device at the end.
-        """
+    def __init__(self, fd: int) -> None:
+        """Begin when the first block is to be written to the file of a descriptor."""
         self._fd = fd
-        self._short = _is_short(nbytes)  # the file may end before there is enough of it
-        self._synced = synced
         self._began = perf_counter()
         self._nbytes = 0  # that were taken,
         self._first = self._end = 0  # from here to there: there may be holes between
@@ -105,18 +76,6 @@ class Timing:
         """Whether so much was taken that it shows how fast the device is."""
         return self._nbytes >= TRIAL
 
-    def conclude(self) -> None:
-        """Judge by a short file that ends on trial, if its save waits for the device.
-
-        Not by little, which takes as long as the call does, nor where others write in between.
-
-        Raises:
-            OSError: the device failed.
-        """
-        enough = self._nbytes >= TRIAL // 4 and self._end - self._first <= 2 * self._nbytes
-        if self._short and self._synced and enough:
-            self.judge()
-
     def judge(self) -> bool:
         """Write back what was written on trial; return whether the device is fast.
 
@@ -133,20 +92,19 @@ class Timing:
         waited = not os.major(device) or fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DSYNC
         ended = perf_counter()
         fast = self._nbytes > (ended - (self._began if waited else began)) * FAST_DEVICE
-        _verdicts[device, self._short] = _Verdict(fast, ended)
+        _verdicts[device] = _Verdict(fast, ended)
         return fast
 
     def confirm(self) -> None:
-        """Keep that the device is fast if it was for all of a long file, written directly.
+        """Keep that the device is fast if it was for all of a large file, written directly.
 
         A file that took long says nothing: its bytes may have been late.
         """
-        if self._short or not self.is_enough:
-            return
-        key, now = (os.fstat(self._fd).st_dev, False), perf_counter()
-        known = _verdicts.get(key)
-        if known is not None and known.fast and self._nbytes > (now - self._began) * FAST_DEVICE:
-            _verdicts[key] = _Verdict(True, now)
+        device, now = os.fstat(self._fd).st_dev, perf_counter()
+        known = _verdicts.get(device)
+        enough = self._nbytes >= max(2 * TRIAL, (now - self._began) * FAST_DEVICE)
+        if known is not None and known.fast and enough:
+            _verdicts[device] = _Verdict(True, now)
 
 
 def _sync(fd: int, offset: int, length: int, flags: int) -> bool:

@@ -39,11 +39,9 @@ __all__ = [
     "magic_of",
     "mount_of",
     "mounted_as",
-    "name_max",
     "open_direct",
     "preadv",
     "preallocate",
-    "pwritev",
     "reopen",
     "synced",
 ]
@@ -67,7 +65,6 @@ _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
 _INTERRUPTIONS = 8  # how often reserving space is started over
-_NAME_MAX = 255  # bytes of a file's name on most file systems
 _FALLOC_FL_KEEP_SIZE = 1
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 
@@ -139,15 +136,6 @@ def is_out_of_inodes(place: int | str) -> bool:
     return stats.f_files > 0 and stats.f_favail == 0
 
 
-def name_max(place: int | str) -> int:
-    """Return how many bytes the name of a file may have in a directory, at most 255."""
-    try:
-        kernel_reported = os.statvfs(place).f_namemax
-    except OSError:
-        kernel_reported = 0
-    return min(kernel_reported, _NAME_MAX) if kernel_reported > 0 else _NAME_MAX
-
-
 def is_locked(fd: int) -> bool:
     """Return whether somebody holds a POSIX lock (`fcntl.lockf`) on a file, this process included.
 
@@ -185,18 +173,6 @@ def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> b
     return False
 
 
-def pwritev(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
-    """Write pieces back to back from byte `offset` on, and return how many bytes were written.
-
-    Raises:
-        OSError: the disk is full or failed.
-    """
-    try:
-        return os.pwritev(fd, pieces, offset)
-    except PermissionError:  # Python calls pwritev2, which a filter of system calls may refuse
-        return os.pwrite(fd, pieces[0], offset)
-
-
 def preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
     """Read into pieces from byte `offset` on, and return how many bytes were read.
 
@@ -205,7 +181,7 @@ def preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
     """
     try:
         return os.preadv(fd, pieces, offset)
-    except PermissionError:  # as in `pwritev`
+    except PermissionError:  # Python calls preadv2, which a filter of system calls may refuse
         data = os.pread(fd, len(pieces[0]), offset)
         pieces[0][: len(data)] = data
         return len(data)

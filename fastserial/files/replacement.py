@@ -19,24 +19,21 @@ import functools
 import os
 import stat
 from collections.abc import Iterator
-from itertools import chain
+from time import perf_counter
 
 from fastserial import trace
 from fastserial.config.performance import LARGE_FILE
 from fastserial.files import linux
-from fastserial.files.attributes import Attributes, CannotKeep, attributes_of, give
+from fastserial.files.attributes import Attributes, CannotReplace, attributes_of, give
 from fastserial.files.targets import PathTarget
 from fastserial.interrupts import Background, Descriptors, finish
-from fastserial.reasons import ANOTHER_OWNER, RENAMES, Reason
+from fastserial.reasons import RENAMES, Reason
 
-__all__ = ["CannotReplace", "Replacement", "free", "temporary_name", "wait_until_free"]
+__all__ = ["Replacement", "free", "temporary_name", "wait_until_free"]
 
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
-_MOST_SEARCHED = 1000  # paths
-_NAME_MAX = 255  # bytes,
-_SHORT_NAME = 28  # characters: with the suffix, too, no file system finds it too long
-_CHARACTER_MAX = 4  # bytes that one character may take
+_NAME_MOST = 100  # bytes: with the suffix, too, no file system finds it too long
 # What file systems say that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
@@ -44,44 +41,20 @@ _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
 _freeing_threads = Background()
-_searched: set[str] = set()  # paths of targets whose later temporary names were looked at
 
 
 TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temporary_name` returns
 
 
-def temporary_name(name: str, slot: int, name_max: int = _NAME_MAX) -> str:
-    """Return the temporary name number `slot` of the file `name` (without its directory).
-
-    Args:
-        name_max: how many bytes a name may have in its directory.
-    """
-    suffix = f".fastserial-{slot}.tmp"
-    room = name_max - len(suffix) - 1
-    if len(name) > room // _CHARACTER_MAX:
-        name = os.fsdecode(os.fsencode(name)[:room])
-    return f".{name}{suffix}"
-
-
-@functools.lru_cache(maxsize=64)
-def _first_names(name: str, name_max: int) -> tuple[str, ...]:
-    """Return the temporary names of a file that every save looks for."""
-    return tuple([temporary_name(name, slot, name_max) for slot in range(_LOOKAHEAD)])
+def temporary_name(name: str, slot: int) -> str:
+    """Return the temporary name number `slot` of the file `name` (without its directory)."""
+    return f".{os.fsdecode(os.fsencode(name)[:_NAME_MOST])}.fastserial-{slot}.tmp"
 
 
 @functools.cache
 def _can_link() -> bool:
-    """Return whether a nameless file can be given a name later.
-
-    That takes /proc, and linkat, which a filter of system calls may refuse.
-    """
-    try:
-        os.link("", "", dst_dir_fd=0, follow_symlinks=True)
-    except FileNotFoundError:  # as the kernel says of an empty name
-        return os.path.isdir("/proc/self/fd")
-    except OSError:
-        return False
-    return False
+    """Return whether a nameless file can be given a name later: that takes /proc."""
+    return os.path.isdir("/proc/self/fd")
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
@@ -111,14 +84,6 @@ def _lock(fd: int) -> bool:
 _LOCAL = "save to a local disk, if the file must survive a power cut"
 
 
-class CannotReplace(Exception):
-    """No new file can take the target's place, as `reason` says; nothing was changed so far."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 class Replacement:
     """A new file on its way to a target: `fd` is its descriptor until `commit` or `discard`.
 
@@ -139,10 +104,11 @@ class Replacement:
 
         Raises:
             CannotReplace: no new file may take this one's place. Nothing is left behind.
-            CannotKeep: likewise, since it could not have an attribute of the old one.
             OSError: it cannot be created (no space, read-only file system, ...).
         """
         self.target = target
+        self.name, self.where = target.name, target.where
+        self.began = perf_counter()
         self.durable = durable
         self.named: str | None = None
         self._wants_name = named
@@ -151,18 +117,16 @@ class Replacement:
         self.fd = -1
         there = target.there
         self._seen = there if there is not None and stat.S_ISREG(there.st_mode) else None
-        self._name_max = _NAME_MAX
         self._files = Descriptors()  # the directory's, and `fd`
         self._replaced: Descriptors | None = None
         self._directory = -1
-        directory, self._base = os.path.split(target.path)
-        flags = os.O_RDONLY | os.O_DIRECTORY
+        self._base = os.path.basename(target.path)
         try:
-            self._directory = self._files.open(directory or os.curdir, flags)
-            if len(self._base) > _SHORT_NAME:
-                self._name_max = linux.name_max(self._directory)
-            self._remove_leftovers()
-            self._append_only = linux.is_append_only(self._directory)
+            self._directory = self._files.open(target.where, os.O_RDONLY | os.O_DIRECTORY)
+            # a nameless file gets a temporary name only where it replaces another
+            self._sweep(1 if target.there is None else _LOOKAHEAD)
+            if linux.is_append_only(self._directory):  # neither renamed nor removed, ever
+                raise CannotReplace("nothing in an append-only directory can be replaced", RENAMES)
             self._kept = self._attributes()
             self.fd = self._create()
             if self._kept is not None:
@@ -175,10 +139,6 @@ class Replacement:
         """Return the attributes of the file to be replaced, None if there is none by now."""
         if self._seen is None:
             return None
-        if self._append_only:
-            raise CannotReplace(
-                Reason("nothing in an append-only directory can be replaced", RENAMES)
-            )
         try:
             return attributes_of(self._seen, self.target.path)
         except FileNotFoundError:
@@ -199,7 +159,7 @@ class Replacement:
             if error.errno not in _NOT_FOR_US:
                 raise
             text = f"no new file can be made beside it ({error.strerror})"
-            raise CannotReplace(Reason(text, ANOTHER_OWNER)) from error
+            raise CannotReplace(text) from error
 
     def _create_nameless(self) -> int:
         if self._wants_name or not _can_link():
@@ -214,10 +174,6 @@ class Replacement:
             return self._create_named()
 
     def _create_named(self) -> int:
-        if self._append_only:  # its name could never be removed
-            raise CannotReplace(
-                Reason("in an append-only directory no temporary name can be removed", RENAMES)
-            )
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         self._sweep(_LOOKAHEAD)
         mode = 0o666 if self._kept is None else 0o600
@@ -234,34 +190,15 @@ class Replacement:
         self.named = None
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
 
-    def _names(self) -> Iterator[str]:
-        base = self._base
-        first = _first_names(base, self._name_max)
-        later = range(len(first), _SLOTS)
-        return chain(first, (temporary_name(base, slot, self._name_max) for slot in later))
-
-    def _remove_leftovers(self) -> None:
-        """Remove what killed processes left of this target.
-
-        The first temporary name tells, but where several processes save to one target at once:
-        for what they left, more names are looked at once in a process.
-        """
-        path = self.target.path
-        # A nameless file gets a temporary name only where it replaces another.
-        if self.target.there is None or path in _searched:
-            self._sweep(1)
-            return
-        if len(_searched) >= _MOST_SEARCHED:
-            _searched.clear()
-        _searched.add(path)
-        self._sweep(_LOOKAHEAD)
+    def _names(self, count: int = _SLOTS) -> Iterator[str]:
+        return (temporary_name(self._base, slot) for slot in range(count))
 
     def _sweep(self, look: int) -> None:
         """Remove what killed processes left of this target, so that its space is free again.
 
         Does nothing if there is none of the first `look` temporary names.
         """
-        if not any(map(self._exists, _first_names(self._base, self._name_max)[:look])):
+        if not any(map(self._exists, self._names(look))):
             return
         free = 0
         for name in self._names():
@@ -307,7 +244,7 @@ class Replacement:
         """What an error has left at the path."""
         if self.committed:
             return "the new file is in place, but a power cut may bring the old one back"
-        return "no file was made" if self.target.there is None else "the previous file is intact"
+        return self.target.outcome
 
     def begin(self) -> None:
         """Wait for the space of files that were replaced before: now it may be needed."""
@@ -337,13 +274,7 @@ class Replacement:
             named = self.named or self._link()
             base, directory = self._base, self._directory
             self._hold(base)
-            try:
-                os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOSYS):
-                    raise
-                # a filter of system calls may refuse renameat, but not rename
-                os.rename(os.path.join(os.path.dirname(self.target.path), named), self.target.path)
+            os.rename(named, base, src_dir_fd=directory, dst_dir_fd=directory)
         self.named = None
         self.committed = True
         if self.durable:
@@ -357,15 +288,14 @@ class Replacement:
         now = self._status()
         if now is None or (self._seen is not None and _version(now) == _version(self._seen)):
             return
-        there = f"/proc/self/fd/{self._directory}/{self._base}"
         try:
-            found = attributes_of(now, there if _can_link() else self.target.path)
+            found = attributes_of(now, self.target.path)
             if found == self._kept:
                 return
             give(self.fd, found)
         except FileNotFoundError:
             return
-        except CannotKeep as error:
+        except CannotReplace as error:
             raise OSError(errno.EPERM, _CHANGED) from error
         self.sync()
 
@@ -400,8 +330,6 @@ class Replacement:
         try:
             self._name(self._base)
         except FileExistsError:  # made since the save began
-            if self._append_only:  # a temporary name could never be removed
-                raise
             return False
         return True
 

@@ -1,36 +1,40 @@
-"""What a save writes to: a path, a plain file object, or neither (then torch writes it)."""
+"""Whether a new file can take a path's place; where none can, torch writes the file itself."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
-import io
 import os
 import stat
 from collections.abc import Iterable
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
+from fastserial.config.performance import PAGE
 from fastserial.errors import REMEDIES, WriteError, write_error
 from fastserial.files import linux
-from fastserial.files.capabilities import why_incapable
-from fastserial.files.sources import file_name, plain_file
 from fastserial.interrupts import OWN, Descriptors
-from fastserial.reasons import A_FILE, ANOTHER_OWNER, GIVE_A_PATH, Reason
+from fastserial.reasons import A_FILE, ANOTHER_OWNER, RENAMES, Reason
 
-__all__ = [
-    "FileTarget",
-    "PathTarget",
-    "StockWay",
-    "Target",
-    "file_target",
-    "is_held",
-    "path_target",
-]
+__all__ = ["PathTarget", "StockWay", "is_held", "path_target", "why_incapable"]
 
-_METHODS = frozenset({"write"})  # whoever puts one in its place watches or changes the bytes
 _MAX_LINKS = 40  # as the kernel's own limit
 _MOST_WITHOUT_PROC = 1024  # descriptors
-_RACES = 8  # so often links may be changed, or the file replaced, while we look
+# Types (statfs) that need no trial: ext2 to ext4, XFS, btrfs, tmpfs, overlayfs, F2FS, ZFS,
+# bcachefs, ramfs, NFS, Ceph, Lustre, GPFS, BeeGFS.
+_CAPABLE = frozenset(
+    {
+        0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0xF2F52010, 0x2FC12FC1,
+        0xCA451A4E, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
+    }
+)  # fmt: skip
+# These tell of the moment, not of the file system.
+_PASSING = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENAMETOOLONG,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
+    errno.ESTALE,
+)  # fmt: skip
+_known: dict[tuple[int, int], Reason | None] = {}  # by device and mount
 
 
 class PathTarget(NamedTuple):
@@ -48,17 +52,16 @@ class PathTarget(NamedTuple):
     path: str
     there: os.stat_result | None
 
+    @property
+    def where(self) -> str:
+        """The directory that the file is in."""
+        return os.path.dirname(self.path) or os.curdir
 
-class FileTarget(NamedTuple):
-    """An open regular file of the caller's: its Python object, descriptor and position (bytes)."""
+    @property
+    def outcome(self) -> str:
+        """What an error has left at the path."""
+        return "no file was made" if self.there is None else "the previous file is intact"
 
-    name: str
-    file: BinaryIO
-    fd: int
-    offset: int
-
-
-Target = PathTarget | FileTarget
 
 _DESCRIPTOR = Reason("an open descriptor, not a file", "give torch.save the file's path")
 _UNREADABLE = Reason(
@@ -69,9 +72,6 @@ _UNWRITABLE = Reason(
     "let this user write to the directory",
 )
 _HELD = Reason("this process has the file open or locked", "close the file before it is saved to")
-_APPENDING = Reason(
-    "the file is open for appending", 'open it with "wb", or give torch.save a path'
-)
 
 
 class StockWay(NamedTuple):
@@ -89,22 +89,20 @@ def _follow(name: str) -> tuple[str, os.stat_result | None] | None:
         OSError: a directory on the way is missing or not ours to search, or the kernel does not
             follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
     """
-    for _ in range(_RACES):
-        path, links = name, 0
-        found = _status(path, follow=False)
-        while found is not None and stat.S_ISLNK(found.st_mode):
-            directory = os.path.dirname(path)
-            if linux.magic_of(directory or os.curdir) == linux.PROC:
-                return None
-            links += 1
-            if links > _MAX_LINKS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-            # Left to the kernel to resolve: the directories above may not be ours to read.
-            path = os.path.join(directory, os.readlink(path))
-            found = _status(path, follow=False)
-        if not links or _identity(found) == _identity(_status(name, follow=True)):
+    path = name
+    found = _status(path, follow=False)
+    for _ in range(_MAX_LINKS):
+        if found is None or not stat.S_ISLNK(found.st_mode):
+            if path != name:
+                _status(name, follow=True)  # raises where the kernel does not follow
             return path, found
-    raise OSError(errno.ELOOP, "The links there are being changed")
+        directory = os.path.dirname(path)
+        if linux.magic_of(directory or os.curdir) == linux.PROC:
+            return None
+        # Left to the kernel to resolve: the directories above may not be ours to read.
+        path = os.path.join(directory, os.readlink(path))
+        found = _status(path, follow=False)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
 def _status(path: str, *, follow: bool) -> os.stat_result | None:
@@ -112,25 +110,6 @@ def _status(path: str, *, follow: bool) -> os.stat_result | None:
         return os.stat(path, follow_symlinks=follow)
     except FileNotFoundError:
         return None
-
-
-def _identity(found: os.stat_result | None) -> tuple[int, int] | None:
-    return (found.st_dev, found.st_ino) if found is not None else None
-
-
-def _is_removed(directory: str, parent: os.stat_result) -> bool:
-    """Return whether a directory was removed, but is still our current one.
-
-    Some file systems give every directory 0 links.
-    """
-    if parent.st_nlink:
-        return False
-    try:
-        with Descriptors() as files:
-            fd = files.open(directory, os.O_PATH | os.O_DIRECTORY)
-            return os.readlink(f"/proc/self/fd/{fd}").endswith(" (deleted)")
-    except OSError:  # then the save finds out
-        return False
 
 
 def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | StockWay:
@@ -160,8 +139,6 @@ def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | S
         raise _refusal(error.errno or errno.EIO, name) from error
     if not stat.S_ISDIR(parent.st_mode):
         raise _refusal(errno.ENOTDIR, name)
-    if _is_removed(directory, parent):
-        raise _refusal(errno.ENOENT, name)
     magic = linux.magic_of(directory)
     if magic == linux.PROC:
         return StockWay(Reason("not a file on a file system", A_FILE))
@@ -231,43 +208,6 @@ def _refusal(number: int, name: str) -> WriteError:
     return write_error(number, name, texts.get(number))
 
 
-def _raw_file(file: Any) -> BinaryIO | None:
-    """Return the plain Python file inside a file object, or None if there is none we know."""
-    kind = type(file)
-    if kind.__module__ == "tempfile" and kind.__name__ == "_TemporaryFileWrapper":
-        # The wrapper keeps its own `write` around the file's once it was used.
-        written = vars(file).get("write")
-        if written is not None and getattr(written, "__wrapped__", None) != file.file.write:
-            return None
-        return _raw_file(file.file)
-    found: BinaryIO | None = plain_file(file, (io.BufferedWriter, io.BufferedRandom), _METHODS)
-    return found
-
-
-def file_target(file: Any) -> FileTarget | StockWay:
-    """Decide how to write to a file object: only plain files on a regular file are ours.
-
-    Anything else that has a descriptor (gzip, sockets, wrappers) may not put the bytes it is given
-    at the descriptor's position.
-    """
-    raw = _raw_file(file)
-    if raw is None:
-        return StockWay(Reason("not a plain file object", GIVE_A_PATH))
-    try:
-        if raw.closed or not raw.writable():
-            return StockWay(Reason("the file is not open for writing", 'open it with "wb"'))
-        fd = raw.fileno()
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return StockWay(Reason("not a regular file", A_FILE))
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
-            return StockWay(_APPENDING)
-        raw.flush()
-        offset = raw.tell()
-    except (OSError, ValueError) as error:
-        return StockWay(Reason(f"the file's position is not known: {error}", GIVE_A_PATH))
-    return FileTarget(file_name(raw, fd), raw, fd, offset)
-
-
 def is_held(device: int, inode: int) -> bool:
     """Return whether a descriptor of this process should see what is saved to a file.
 
@@ -310,3 +250,65 @@ def _holds_lock(fd: int) -> bool:
             return any(line.startswith("lock:") for line in lines)
     except OSError:
         return False
+
+
+def why_incapable(directory: str, magic: int) -> Reason | None:
+    """Return why no file can be replaced in a directory; None if one can, or if that is not known.
+
+    Object stores and old distributed file systems behind FUSE may have no `rename` over a file that
+    is there, or only take its bytes sequentially. An error of the rename itself would come too
+    late: by then torch has pickled. So where the type does not tell, it is tried with two small
+    files, once for each mount in a process.
+
+    Args:
+        magic: the type of its file system (`linux.magic_of`).
+    """
+    if magic in _CAPABLE:
+        return None
+    try:
+        key = (os.stat(directory).st_dev, linux.mount_of(directory))
+        if key not in _known:
+            _known[key] = _tried(directory)
+        return _known[key]
+    except OSError:  # it cannot be tried now: the save finds out
+        return None
+
+
+def _tried(directory: str) -> Reason | None:
+    """Write two files and rename one over the other.
+
+    Raises:
+        OSError: something else is wrong, and nothing was learnt.
+    """
+    stem = os.path.join(directory, f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}")
+    first, second = f"{stem}-1.tmp", f"{stem}-2.tmp"
+    reason = Reason("the file system only takes the bytes of a file sequentially", RENAMES)
+    try:
+        _write_backwards(first)
+        reason = Reason("the file system cannot rename a file over another", RENAMES)
+        _write_backwards(second)
+        os.rename(second, first)
+    except OSError as error:
+        if error.errno in _PASSING:
+            raise
+        return reason
+    finally:
+        for path in (first, second):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    return None
+
+
+def _write_backwards(path: str) -> None:
+    """Make a file of two pages, the last one first.
+
+    Where that is refused no file is made, which matters where none can be removed.
+
+    Raises:
+        OSError: it is refused.
+    """
+    with Descriptors() as files:
+        fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        for offset in (PAGE, 0):
+            os.pwrite(fd, bytes(PAGE), offset)
+        files.close_newest()

@@ -78,7 +78,7 @@ def fastpersist_save(
     Returns:
         `total_bytes`, `total_secs`, `total_GB/s`, `write_secs` (writing, syncing and renaming,
         without pickling), `write_GB/s`, and the statistics of DeepSpeed's FastFileWriter. Seconds,
-        bytes, GiB/s. Bytes that `skip_data` leaves out do not count.
+        bytes, GiB/s.
 
     Raises:
         WriteError: the file cannot be written; the previous one is intact.

@@ -318,7 +318,7 @@ class Pump:
                 buffer = memory
             case OnDevice(target) if policy.device_path is not None:
                 buffer = self._staging_buffer()
-                move = policy.device_path.read(buffer, target, block.offset)
+                move = policy.device_path.read(target)
             case _:
                 buffer = self._staging_buffer()
         aligned = length - length % policy.alignment

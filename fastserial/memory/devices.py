@@ -7,14 +7,13 @@ others. Nothing of a device is touched before a tensor is on it: its context is 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "CopyStream",
-    "Fence",
     "Pinned",
     "copy_stream",
     "device_names",
@@ -41,37 +40,6 @@ class Pinned:
     streams: dict[torch.device, CopyStream] = field(default_factory=dict)
 
 
-class Fence(Protocol):
-    """A moment in a stream."""
-
-    def synchronize(self) -> None:
-        """Return when the stream has got there."""
-
-
-class CopyStream(Protocol):
-    """Copies between a device and pinned memory, one after the other, beside everything else.
-
-    The tensors are one-dimensional uint8, `device` on the device, `host` pinned, or on the device,
-    too; both must stay as they are until a later `mark` is reached. Any thread may start copies.
-    """
-
-    @property
-    def handle(self) -> int:
-        """By which the device's driver knows it."""
-
-    def follow(self) -> None:
-        """Let copies started from here on wait for what the caller's current stream holds now."""
-
-    def fetch(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        """Start a copy from the device."""
-
-    def send(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """Start a copy to the device."""
-
-    def mark(self) -> Fence:
-        """Return the moment when all copies started so far are complete."""
-
-
 def device_names() -> list[bytes]:
     """Return what the locations of storages on devices begin with, here or elsewhere."""
     import torch
@@ -89,7 +57,7 @@ def has_streams(device: torch.device) -> bool:
 
 def copy_stream(device: torch.device) -> CopyStream | None:
     """Return a stream of a device for copies, None if it has none."""
-    return _TorchStream(device) if has_streams(device) else None
+    return CopyStream(device) if has_streams(device) else None
 
 
 def pin(nbytes: int) -> Pinned:
@@ -123,8 +91,11 @@ def _module(device: torch.device) -> Any:
     return getattr(torch, device.type, None)
 
 
-class _TorchStream:
-    """A `CopyStream` of torch's.
+class CopyStream:
+    """A stream of torch's for copies between a device and pinned memory, beside everything else.
+
+    The tensors are one-dimensional uint8, `device` on the device, `host` pinned, or on the device,
+    too; both must stay as they are until a later `mark` is reached. Any thread may start copies.
 
     `stream` alone would make a thread's device the first one again when it is left, and so begin a
     context there, of some hundred MB; `device` leaves a device without a context alone.
@@ -137,24 +108,30 @@ class _TorchStream:
 
     @property
     def handle(self) -> int:
+        """By which the device's driver knows it."""
         handle: int = self._stream.cuda_stream
         return handle
 
     def follow(self) -> None:
+        """Let copies started from here on wait for what the caller's current stream holds now."""
         event = self._torch.Event()
         event.record(self._torch.current_stream(self._device))
         self._stream.wait_event(event)
 
     def fetch(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        with self._torch.device(self._device), self._torch.stream(self._stream):
-            host.copy_(device, non_blocking=True)
+        """Start a copy from the device."""
+        self._copy(device, host)
 
     def send(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        with self._torch.device(self._device), self._torch.stream(self._stream):
-            device.copy_(host, non_blocking=True)
+        """Start a copy to the device."""
+        self._copy(host, device)
 
-    def mark(self) -> Fence:
-        event: Any = self._torch.Event()
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        with self._torch.device(self._device), self._torch.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> torch.Event:
+        """Return the moment when all copies started so far are complete."""
+        event: torch.Event = self._torch.Event()
         event.record(self._stream)
-        marked: Fence = event
-        return marked
+        return event

@@ -18,7 +18,7 @@ from fastserial.config.performance import PAGE, PINNED_MOST, PINNED_RING
 from fastserial.interrupts import finish
 from fastserial.memory import devices
 from fastserial.memory.buffers import Buffer, BufferPool
-from fastserial.memory.devices import Fence, Pinned
+from fastserial.memory.devices import Pinned
 from fastserial.memory.storages import StorageMemory
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Ring(BufferPool):
         self._base = pinned.address
         self._streams = pinned.streams
         # by buffer; with what is copied, which must stay until then
-        self._fences: list[list[tuple[Fence, object]]] = [[] for _ in range(count)]
+        self._fences: list[list[tuple[torch.Event, object]]] = [[] for _ in range(count)]
         self._first = address
         self._divide(view, address, count, nbytes)
 
@@ -113,7 +113,7 @@ class Ring(BufferPool):
         """Return the first bytes of a buffer, one-dimensional uint8."""
         return self._host(buffer.address, length)
 
-    def keep(self, buffer: Buffer, fence: Fence, used: object) -> None:
+    def keep(self, buffer: Buffer, fence: torch.Event, used: object) -> None:
         """Let a buffer wait for a moment of another stream, and keep what is used until then."""
         self._fences[buffer.index].append((fence, used))
 

@@ -106,6 +106,8 @@ def zip_writer(
         what = "the storage_alignment does not fit the format"
         return StockWay(Reason(what, "set a smaller storage_alignment"))
     archive = "archive"
+    if torch.serialization._serialization_tls.skip_data:
+        return StockWay(Reason("skip_data leaves the storages out", ASKED))
     if isinstance(target, FastFileWriter):
         return target, archive, alignment
     if isinstance(target, str | os.PathLike):
@@ -113,8 +115,6 @@ def zip_writer(
         if not archive or archive.encode().startswith(DESCRIPTOR_SIGNATURE):
             what = "not a file name that torch can put into an archive"
             return StockWay(Reason(what, "give torch.save the name of a file"))
-    elif torch.serialization._serialization_tls.skip_data:
-        return StockWay(Reason("skip_data leaves the storages out", ASKED))
     writer = open_writer(target, "zip", prefix is not None)
     return writer if isinstance(writer, StockWay) else (writer, archive, alignment)
 
@@ -124,7 +124,7 @@ def save_zip_storages(
 ) -> bool:
     """Hand all storages of a zip checkpoint over; False leaves them to torch's loop."""
     add_storages = getattr(archive, "add_storages", None)
-    if add_storages is None or torch.serialization._serialization_tls.skip_data:
+    if add_storages is None:
         return False
     found = [storages[key] for key in keys]
     if not _all_have_bytes(found):

@@ -100,10 +100,6 @@ class ZipArchive:
         else:
             self._add_memory(name, storage_memory(data))
 
-    def write_record_metadata(self, name: str, size: int) -> None:
-        """Add a record whose bytes are left out (`skip_data`)."""
-        self._layout.add_hole(name, size)
-
     @trace.traced("layout")
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         """Add all storages at once, as records called `names`."""

@@ -1,21 +1,16 @@
-"""Writing through the page cache, for little data: no engine, no pool, hardly a copy.
-
-Large host storages go to the kernel from where they are; what is between them is gathered.
-"""
+"""Writing through the page cache, for little data: no engine and no threads."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import os
 from collections.abc import Iterator, Sequence
 
 from fastserial import trace
-from fastserial.checksums import crc32
-from fastserial.config.performance import CACHED_CHUNK, MOST_PIECES, UNCOPIED
-from fastserial.files.linux import pwritev
-from fastserial.formats.extents import Data, Hole, Literal
-from fastserial.memory.storages import HostMemory, StorageOnHost
-from fastserial.saving.fill import Part, staged
+from fastserial.config.performance import CACHED_CHUNK
+from fastserial.formats.extents import Data, Literal
+from fastserial.saving.fill import Part, fill
 
 __all__ = ["write_all", "write_buffered"]
 
@@ -32,64 +27,35 @@ def write_buffered(fd: int, parts: Sequence[Part]) -> None:
         OSError: the disk is full or failed.
         StorageChangedError: a storage was resized during the save.
     """
+    buffer = bytearray()
     together: list[Part] = []
-    gathered = 0  # bytes in `together`
-    pieces: list[memoryview] = []
-    queued = 0  # bytes in `pieces`,
-    end = 0  # which end here in the file
-
-    def put(piece: memoryview, offset: int) -> None:
-        nonlocal queued, end
-        if offset != end:
-            write()
-        pieces.append(piece)
-        queued += len(piece)
-        end = offset + len(piece)
-        if queued >= CACHED_CHUNK or len(pieces) == MOST_PIECES:
-            write()
+    end = gathered = 0  # where they end in the file, and their bytes
 
     def write() -> None:
-        nonlocal queued
-        if pieces:
-            write_all(fd, pieces, end - queued)
-            queued = 0
-            pieces.clear()
-
-    def join() -> None:
-        nonlocal gathered
+        nonlocal buffer, gathered
+        if gathered > len(buffer):
+            buffer = bytearray(max(gathered, min(total, CACHED_CHUNK)))
         if together:
-            put(_known(together) or memoryview(staged(together)), together[0].offset)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            view = memoryview(buffer)[:gathered]
+            fill(together, view, address)
+            write_all(fd, view, end - gathered)
             together.clear()
             gathered = 0
 
+    total = sum([part.length for part in parts])
     for part in parts:
-        if isinstance(part.source, Hole):
-            continue
-        if together and part.offset != together[0].offset + gathered:
-            join()
-        data = _uncopied(part)
-        if data is None:
-            for chunk in _chunks(part):
-                together.append(chunk)
-                gathered += chunk.length
-                if gathered >= CACHED_CHUNK:
-                    join()
-            continue
-        join()
-        crc = 0
-        for start in range(0, part.length, CACHED_CHUNK):
-            piece = data[start : start + CACHED_CHUNK]
-            if part.ledger is not None:
-                crc = crc32(piece, crc)
-            put(piece, part.offset + start)
-        _enter(part, crc)
-    join()
+        for chunk in _chunks(part):
+            if chunk.offset != end or gathered + chunk.length > CACHED_CHUNK:
+                write()
+            together.append(chunk)
+            gathered += chunk.length
+            end = chunk.offset + chunk.length
     write()
-    _check(parts)
 
 
 def _chunks(part: Part) -> Iterator[Part]:
-    """Cut what is gathered in memory, such as a part on a device: little is there at a time."""
+    """Cut a part up, so that little memory is taken at a time."""
     offset, source, start, length, ledger = part
     if length <= CACHED_CHUNK or not isinstance(source, Data | Literal):
         yield part
@@ -98,52 +64,15 @@ def _chunks(part: Part) -> Iterator[Part]:
         yield Part(offset + done, source, start + done, min(CACHED_CHUNK, length - done), ledger)
 
 
-def _known(parts: Sequence[Part]) -> memoryview | None:
-    """Return the bytes of parts that are a single literal."""
-    _, source, start, length, _ = parts[0]
-    if len(parts) > 1 or not isinstance(source, Literal):
-        return None
-    return memoryview(source.data)[start : start + length]
-
-
-def _uncopied(part: Part) -> memoryview | None:
-    """Return the memory of a part that can be written from where it is."""
-    _, source, start, length, _ = part
-    if length < UNCOPIED or not isinstance(source, Data):
-        return None
-    memory = source.memory
-    if not isinstance(memory, HostMemory):
-        return None
-    if isinstance(memory, StorageOnHost) and memory.shared:
-        return None  # others may change it between checksum and write, or resize it
-    return memoryview((ctypes.c_char * length).from_address(memory.address + start))
-
-
-def _enter(part: Part, crc: int) -> None:
-    _, source, start, length, ledger = part
-    if ledger is not None and isinstance(source, Data) and source.record is not None:
-        ledger.add(source.record, start, length, crc)
-
-
-def _check(parts: Sequence[Part]) -> None:
-    for part in parts:
-        if isinstance(part.source, Data) and isinstance(part.source.memory, StorageOnHost):
-            part.source.memory.check()
-
-
-def write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
-    """Write pieces back to back from byte `offset` on.
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write bytes to a file from byte `offset` on.
 
     Raises:
         OSError: the disk is full or failed.
     """
-    rest = list(pieces)
-    while rest:
-        written = pwritev(fd, rest, offset)
+    while data:
+        written = os.pwrite(fd, data, offset)
         if written == 0:
-            raise OSError(errno.EIO, f"{sum(map(len, rest))} bytes were not written")
+            raise OSError(errno.EIO, f"{len(data)} bytes were not written")
         offset += written
-        while rest and written >= len(rest[0]):
-            written -= len(rest.pop(0))
-        if written:
-            rest[0] = rest[0][written:]
+        data = data[written:]

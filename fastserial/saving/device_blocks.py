@@ -111,7 +111,7 @@ class DeviceBlocks:
             memory, shown = lone
             if path.takes(memory.device, offset, length):
                 first = parts[0].start
-                return path.write(buffer, memory, first, length, offset, shown)
+                return path.write(buffer, memory, first, length, shown)
         self.ring.fetch(buffer, fetches(parts))
         return None
 

@@ -15,33 +15,58 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.config.performance import PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
-from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import EngineError
-from fastserial.files import linux
+from fastserial.files.compression import reserve
 from fastserial.files.device_speed import Timing, begin_writeback
-from fastserial.formats.extents import Data, Extent, Hole
+from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import BufferPool
-from fastserial.memory.held_settings import paused_collection
+from fastserial.memory.held_settings import paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
+from fastserial.reports import HOST_ONLY, Transfer
 from fastserial.saving.buffered import write_all, write_buffered
-from fastserial.saving.crowding import Crowding
 from fastserial.saving.device_blocks import DeviceBlocks
 from fastserial.saving.fill import Block, Part, held, is_borrowed, prepare
-from fastserial.saving.outcome import Outcome
 from fastserial.saving.route import OutputFile, Route, choose_route
 
-__all__ = ["ExtentWriter"]
+__all__ = ["ExtentWriter", "Outcome"]
 
 _log = logging.getLogger("fastserial")
 _SWITCHED_OFF = "direct I/O is switched off"
 _SCARCE = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an `ExtentWriter` did so far, for the report. All of it is known once that is closed.
+
+    Attributes:
+        engine: the engine's name, or `buffered` as long as there was no need for one.
+        direct: whether direct I/O was used last.
+        fallback: why the bytes did not go the fastest way, or None.
+        transfer: the transfer type taken, and why.
+        submit_seconds: latencies from queueing a block until its transfer starts.
+        complete_seconds: latencies of the transfers themselves.
+        engine_bytes: written by the engine.
+        plain_bytes: written without it (the rest of the last page, small files).
+    """
+
+    engine: str = "buffered"
+    direct: bool = False
+    fallback: str | None = None
+    transfer: Transfer = HOST_ONLY
+    submit_seconds: list[float] = field(default_factory=list)
+    complete_seconds: list[float] = field(default_factory=list)
+    engine_bytes: int = 0
+    plain_bytes: int = 0
+    skipped_bytes: int = 0
 
 
 class ExtentWriter:
@@ -82,7 +107,7 @@ class ExtentWriter:
         self._queue: RequestQueue | None = None  # ... and its engine,
         self._timing: Timing | None = None  # ... and how long the device takes
         self._devices = DeviceBlocks(config)
-        self._crowding = Crowding()
+        self._turns = quick_switches()  # other threads let this one go on sooner
         self._parts: list[Part] = []  # of the block that is not full yet
         self._ledgers: set[CrcLedger] = set()
 
@@ -92,14 +117,14 @@ class ExtentWriter:
         Args:
             nbytes: of all that is written.
             reserve_at: offset in the file of the first of them (bytes), if their space is to be
-                reserved before the first block; None: there are holes, or others reserve it.
+                reserved before the first block; None: others reserve it.
 
         Raises:
             OSError: there is not enough space.
         """
         self._expected, self._reserve_at = nbytes, reserve_at
         if self._route is not None:
-            self._reserve(self._route)
+            self._reserve()
 
     def write(
         self, extents: Iterable[Extent], ledger: CrcLedger | None = None, base: int = 0
@@ -156,11 +181,8 @@ class ExtentWriter:
         if self._parts:
             self._dispatch()
         self._drain()
-        if self._timing is not None and self._route is not None:
-            if self._route.kind == "trial":
-                self._timing.conclude()
-            elif self._route.kind == "direct":
-                self._timing.confirm()
+        if self._timing is not None and self._route is not None and self._route.kind == "direct":
+            self._timing.confirm()
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for writes under way. Idempotent."""
@@ -174,7 +196,7 @@ class ExtentWriter:
 
     def _free(self) -> None:
         self.outcome.transfer = self._devices.transfer
-        self._crowding.end()
+        self._turns.end()
         if self._queue is not None:
             self._queue.pool.close()
             self._queue = None
@@ -214,10 +236,6 @@ class ExtentWriter:
         """Queue the block that is complete, or the last one."""
         parts, self._parts = self._parts, []
         length = sum(part.length for part in parts)
-        if all(type(part.source) is Hole for part in parts):
-            self.outcome.skipped_bytes += length
-            self._advance(length)
-            return
         route = self._next_route()
         queue = self._queue
         if queue is None:
@@ -240,7 +258,7 @@ class ExtentWriter:
                 aligned if direct else length,
                 buffer,
                 prepare,
-                Block(parts, length, self._file, route.chunk, self._devices.ring),
+                Block(parts, length, self._file, self._devices.ring),
                 move=move,
             )
         )
@@ -250,8 +268,9 @@ class ExtentWriter:
     @trace.traced("start engine")
     def _begin(self) -> Route:
         """Choose the route and start its engine, if there is memory for that."""
+        self._turns.begin()
         route = choose_route(self._file, self._config, self._expected)
-        self._reserve(route)
+        self._reserve()
         try:
             self._queue = RequestQueue.open(route, self._devices)
         except (MemoryError, OSError) as error:
@@ -262,13 +281,12 @@ class ExtentWriter:
         refusal = None if self._file.direct_fd >= 0 else route.fallback or _SWITCHED_OFF
         if self._devices.open_path(self._queue.engine, self._file.fd, refusal):
             route = route.past_the_host()
-        self._timing = Timing(self._file.fd, self._expected or 0, route.writeback)
+        self._timing = Timing(self._file.fd)
         return self._take(route)
 
-    def _reserve(self, route: Route) -> None:
-        nbytes, start = self._expected or 0, self._reserve_at
-        if route.reserve and start is not None and nbytes > self._config.small_file:
-            linux.preallocate(self._file.fd, start, nbytes)
+    def _reserve(self) -> None:
+        if self._expected is not None and self._reserve_at is not None:
+            reserve(self._file.fd, self._reserve_at, self._expected, self._config)
 
     def _next_route(self) -> Route:
         """Return the route of the next block, once there is a buffer for it.
@@ -285,22 +303,7 @@ class ExtentWriter:
         if route.kind == "trial" and self._timing is not None and self._timing.is_enough:
             self._drain()
             route = self._take(route.after_trial(self._timing.judge()))
-        if self._crowding.found() and self._devices.ring is None:
-            route = self._alone(queue, route)
         return route
-
-    def _alone(self, queue: RequestQueue, route: Route) -> Route:
-        """Take the route of one large block, if this thread can move it by itself."""
-        if not isinstance(queue.engine, ThreadsEngine):
-            return route
-        self._drain()
-        route = self._route or route  # direct I/O may have been refused meanwhile
-        try:
-            self._queue = RequestQueue.open(route.alone())
-        except (MemoryError, OSError):
-            return route
-        finish(queue.stop, queue.pool.close)
-        return self._take(route.alone())
 
     def _take(self, route: Route) -> Route:
         """Take a route from here on."""
@@ -331,8 +334,6 @@ class ExtentWriter:
             if route is not None and route.writeback and route.kind == "cached":
                 begin_writeback(self._file.fd, request.offset, request.length)
             queue.pool.give(request.buffer)
-            if route is not None and block.length == route.block_size:
-                self._crowding.saw(block)
             queued, started, done = request.times
             self.outcome.submit_seconds.append(started - queued)
             self.outcome.complete_seconds.append(done - started)
@@ -358,11 +359,11 @@ class ExtentWriter:
     @trace.traced("write tail (page cache)")
     def _write_cached(self, view: memoryview, offset: int) -> None:
         self.outcome.plain_bytes += len(view)
-        write_all(self._file.fd, [view], offset)
+        write_all(self._file.fd, view, offset)
 
     def _write_without_engine(self, parts: Sequence[Part], nbytes: int) -> None:
         write_buffered(self._file.fd, parts)
-        self.outcome.add_plain(parts)
+        self.outcome.plain_bytes += nbytes
         self._advance(nbytes)
 
     def _advance(self, nbytes: int) -> None:

@@ -10,7 +10,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastserial import trace
@@ -21,7 +20,6 @@ from fastserial.errors import LayoutError
 from fastserial.formats.extents import (
     Data,
     DescriptorPatch,
-    Hole,
     Literal,
     Made,
     Packed,
@@ -72,31 +70,25 @@ class Block:
     Attributes:
         parts, length: what fills it, so many bytes.
         files: keeps the descriptors open.
-        chunk: bytes that are copied and checksummed in turn.
         ring: brings device memory to the buffer; None: there is none, or it goes past the host.
-        fill_seconds: what filling it took.
     """
 
     parts: list[Part]
     length: int
     files: object
-    chunk: int = FILL_CHUNK
     ring: Ring | None = None
-    fill_seconds: float = 0.0
 
 
 @trace.traced("fill (rest)")
 def prepare(request: Request) -> None:
     """Fill a block's buffer. If that fails, no thread waits forever for its checksums."""
     block: Block = request.tag
-    began = perf_counter()
     try:
         if block.ring is not None:
             with trace.step("copy from the device (D2H)"):
                 block.ring.arrive(request.buffer)
         there = block.ring is not None
-        fill(block.parts, request.buffer.view, request.buffer.address, there, block.chunk)
-        block.fill_seconds = perf_counter() - began
+        fill(block.parts, request.buffer.view, request.buffer.address, there)
     except BaseException as error:
         for part in block.parts:
             if part.ledger is not None:
@@ -126,27 +118,20 @@ def lone_memory(parts: Sequence[Part]) -> tuple[StorageMemory, bool] | None:
     return source.memory, source.record is not None and part.ledger is not None
 
 
-def fill(
-    parts: Sequence[Part],
-    view: memoryview,
-    address: int,
-    fetched: bool = False,
-    chunk: int = FILL_CHUNK,
-) -> None:
+def fill(parts: Sequence[Part], view: memoryview, address: int, fetched: bool = False) -> None:
     """Put the bytes of the parts back to back at `address`, which `view` shows.
 
     What needs checksums comes last: it may wait for other threads to fill the blocks before.
 
     Args:
         fetched: the `fetches` of the parts are there.
-        chunk: bytes that are copied and checksummed in turn.
     """
     at = 0
     late: list[tuple[int, Part]] = []
     for part in parts:
         _, source, start, length, ledger = part
         if isinstance(source, Data):
-            _fill_data(source, part, view, address, at, fetched, chunk)
+            _fill_data(source, part, view, address, at, fetched)
         elif isinstance(source, Packed):
             if length == source.length:
                 _fill_packed(source, ledger, view, address, at)
@@ -154,8 +139,6 @@ def fill(
                 view[at : at + length] = _packed_piece(source, ledger, start, length)
         elif isinstance(source, Literal):
             view[at : at + length] = source.data[start : start + length]
-        elif isinstance(source, Hole):
-            view[at : at + length] = bytes(length)
         else:
             late.append((at, part))
         at += length
@@ -186,12 +169,11 @@ def _fill_data(
     address: int,
     at: int,
     fetched: bool,
-    chunk: int,
 ) -> None:
     _, _, start, length, ledger = part
     memory = source.memory
     wanted = source.record is not None and ledger is not None
-    step = chunk if wanted else max(1, length)
+    step = FILL_CHUNK if wanted else max(1, length)
     copy_to, checksum = memory.copy_to, crc32
     if fetched and isinstance(memory, StorageMemory):
         memory.check()

@@ -1,8 +1,7 @@
 """By which route the blocks of a file get to its device: decided in one place, before the first.
 
 What is learnt meanwhile gives a second route, which the next block takes: a device on trial was
-fast or not, direct I/O is refused, there is no memory for an engine, another thread keeps the
-interpreter busy.
+fast or not, direct I/O is refused, there is no memory for an engine.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fastserial.config import MAX_BLOCK, Config
-from fastserial.config.performance import FILL_CHUNK, PAGE
+from fastserial.config import Config
+from fastserial.config.performance import PAGE
 from fastserial.engines import EngineFactory, capabilities_of
 from fastserial.files import linux
 from fastserial.files.caching import fits
-from fastserial.files.compression import Compression, compression_of
+from fastserial.files.compression import compresses
 from fastserial.files.device_speed import is_fast
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors
@@ -31,10 +30,6 @@ _LOCKED = Reason(
 )
 _COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
 _REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
-_CROWDED = Reason(
-    "another thread keeps the interpreter busy: blocks one by one",
-    "give that thread a process of its own",
-)
 
 
 class OutputFile:
@@ -79,11 +74,9 @@ class Route:
         engine: name of the engine, or what makes it; None: there is no memory for one.
         block_size: of a block at most.
         queue_depth: blocks in flight at once.
-        threads: that help the submitting one; 0: none does.
-        chunk: what is copied and checksummed in turn.
+        threads: that help the submitting one.
         alignment: of what direct I/O writes.
         writeback: the device begins with each block as soon as the page cache has it.
-        reserve: the file's space is reserved ahead.
         fallback: why this is not the fastest way, or None.
     """
 
@@ -92,10 +85,8 @@ class Route:
     block_size: int
     queue_depth: int
     threads: int
-    chunk: int = FILL_CHUNK
     alignment: int = PAGE
     writeback: bool = False
-    reserve: bool = False
     fallback: Reason | None = None
 
     def after_trial(self, fast: bool) -> Route:
@@ -115,18 +106,6 @@ class Route:
         fallback = Reason(f"through the page cache, block by block: {why}", SEE_DOCTOR)
         return replace(self, kind="cached", engine=None, fallback=fallback)
 
-    def alone(self) -> Route:
-        """Return the route of as much memory where each hand-over waits for the interpreter."""
-        size = min(MAX_BLOCK, self.queue_depth * self.block_size)
-        return replace(
-            self,
-            block_size=size,
-            queue_depth=1,
-            threads=0,
-            chunk=size,
-            fallback=self.fallback or _CROWDED,
-        )
-
 
 def choose_route(file: OutputFile, config: Config, expected: int | None) -> Route:
     """Return the route of a file's first block.
@@ -143,14 +122,13 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
     if expected is not None:
         blocks = max(1, -(-expected // config.block_size))
         depth, threads = min(blocks, depth), min(blocks, threads)
-    compression = None if config.direct is True else compression_of(file.fd)
     alignment, fallback = PAGE, None
     kind: Literal["direct", "cached", "trial"] = "cached"
     if config.never_direct:
         pass
     elif file.may_be_locked and linux.is_locked(file.fd):
         fallback = _LOCKED
-    elif compression is Compression.THROUGH_CACHE:
+    elif config.direct is not True and compresses(file.fd):
         fallback = _COMPRESSED
     else:
         alignment, fallback = file.open_direct(config.block_size)
@@ -164,7 +142,6 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
         threads=threads,
         alignment=alignment,
         writeback=file.direct_fd >= 0 and config.durable and not file.may_be_locked,
-        reserve=config.preallocate and compression is None,
         fallback=fallback,
     )
 
@@ -178,7 +155,7 @@ def _fastest(file: OutputFile, config: Config, nbytes: int) -> Literal["direct",
         return "direct"
     if config.cache == "keep":
         return "cached"
-    fast = is_fast(file.fd, nbytes)
+    fast = is_fast(file.fd)
     if fast or not fits(nbytes):
         return "direct"
     return "trial" if fast is None else "cached"

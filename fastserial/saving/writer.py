@@ -27,8 +27,7 @@ from fastserial.files.destination import (
     save_error,
 )
 from fastserial.files.replacement import Replacement
-from fastserial.files.targets import FileTarget, Target
-from fastserial.formats.extents import Extent, Hole, Literal
+from fastserial.formats.extents import Extent, Literal
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipPlan
 from fastserial.interrupts import finish
@@ -90,7 +89,6 @@ class FastFileWriter:
             config = options_of(config) if config.dnvme_handle is not None else None
         self._config = config if config is not None else current()
         self._pid = os.getpid()
-        self._began = perf_counter()
         self._phases = {"serialize": 0.0, "transfer": 0.0}
         self._container = container
         self._needed: int | None = None
@@ -98,7 +96,7 @@ class FastFileWriter:
         if not isinstance(given, Replacement | CallersFile):
             given = required(open_destination(given, self._config.durable), given)
         self._place: Destination = given
-        self._target: Target = self._place.target
+        self._began = self._place.began
         self._bar = progress_bar(self._config.progress, self.name)
         self._out = ExtentWriter(
             self._place.fd,
@@ -116,7 +114,7 @@ class FastFileWriter:
     @property
     def name(self) -> str:
         """The target's path as given, or the name of the file object."""
-        return self._target.name
+        return self._place.name
 
     @property
     def mode(self) -> str:
@@ -144,7 +142,7 @@ class FastFileWriter:
         those written without it. More is in `report`.
         """
         outcome, seconds = self._out.outcome, self._phases["transfer"]
-        nbytes = self.tell() - outcome.skipped_bytes
+        nbytes = self.tell()
         return {
             "path": self.name,
             "bytes": nbytes,
@@ -310,8 +308,8 @@ class FastFileWriter:
             self._place.commit()
             self._phases["sync"] = synced - written
             self._phases["commit"] = perf_counter() - synced
-            if isinstance(self._target, FileTarget):
-                self._target.file.seek(self._target.offset + self._written)
+            if isinstance(self._place, CallersFile):
+                self._place.file.seek(self._place.start + self._written)
         self._closed = True
         self._bar.close()
         self._publish()
@@ -358,8 +356,7 @@ class FastFileWriter:
         with _Guarded(self):
             self._place.begin()
             self._bar.expect(self._needed)
-            holes = any(type(extent.source) is Hole for extent in extents)
-            self._out.expect(self._needed, None if holes else self._place.start)
+            self._out.expect(self._needed, self._place.start)
             self._gather()
             self._pass_on(extents, nbytes, ledger)
         self._add_transfer(began)
@@ -390,7 +387,7 @@ class FastFileWriter:
             if isinstance(error, Exception):  # an interrupt stays one
                 error = another
         if isinstance(error, OSError) and not isinstance(error, WriteError):
-            raise save_error(error, self._target, self._place, self._needed) from error
+            raise save_error(error, self._place, self._needed) from error
 
     def _publish(self) -> None:
         outcome, config = self._out.outcome, self._config
@@ -399,7 +396,7 @@ class FastFileWriter:
         self._report = SaveReport(
             path=self.name,
             container=self._container,
-            bytes=self._written - outcome.skipped_bytes,
+            bytes=self._written,
             seconds=seconds,
             engine=outcome.engine,
             direct=outcome.direct,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from fastserial.engines.io_uring import IoUringEngine
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import ConfigError
+from fastserial.interrupts import Background
 
 
 class TestThreads(EngineTests):
@@ -59,15 +60,12 @@ class TestThreadsWithFew(EngineTests):
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[Engine]:
         allowed, prepare_here = request.param
-        real = threading.Thread.start
+        real = Background.start
 
-        def start(thread: threading.Thread) -> None:
-            number = thread.name.removeprefix("fastserial-")
-            if number.isdigit() and int(number) >= allowed:
-                raise RuntimeError("can't start new thread")
-            real(thread)
+        def start(threads: Background, *arguments: Any) -> bool:
+            return len(threads) < allowed and real(threads, *arguments)
 
-        monkeypatch.setattr(threading.Thread, "start", start)
+        monkeypatch.setattr(Background, "start", start)
         engine = ThreadsEngine(4, prepare_here)
         yield engine
         engine.close()

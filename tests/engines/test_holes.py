@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.processes import run
 
-from fastserial.engines.deepspeed.holes import is_blank, is_written
+from fastserial.engines.deepspeed.engine import is_blank, is_written
 from fastserial.engines.deepspeed.locked_memory import may_lock
 
 PAGE = mmap.PAGESIZE

@@ -1,4 +1,4 @@
-/* LD_PRELOAD: the call number `at` of pwrite and pwritev is cut to `keep` bytes of its length.
+/* LD_PRELOAD: the call number `at` of pwrite is cut to `keep` bytes of its length.
 
    Really short, as at a signal or a quota: the bytes that are said to be written are written.
    The file named by SHORTWRITE holds four ints: at, keep, how many calls there were, and how many
@@ -9,7 +9,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 static int *control;
@@ -46,39 +45,7 @@ ssize_t pwrite64(int fd, const void *data, size_t length, off64_t offset)
     return real(fd, data, cut(length), offset);
 }
 
-ssize_t pwritev64(int fd, const struct iovec *parts, int count, off64_t offset)
-{
-    static ssize_t (*real)(int, const struct iovec *, int, off64_t);
-    if (!real)
-        real = dlsym(RTLD_NEXT, "pwritev64");
-    if (count != 1)
-        return real(fd, parts, count, offset);
-    struct iovec part = {parts[0].iov_base, cut(parts[0].iov_len)};
-    return real(fd, &part, 1, offset);
-}
-
-ssize_t pwritev64v2(int fd, const struct iovec *parts, int count, off64_t offset, int flags)
-{
-    static ssize_t (*real)(int, const struct iovec *, int, off64_t, int);
-    if (!real)
-        real = dlsym(RTLD_NEXT, "pwritev64v2");
-    if (count != 1)
-        return real(fd, parts, count, offset, flags);
-    struct iovec part = {parts[0].iov_base, cut(parts[0].iov_len)};
-    return real(fd, &part, 1, offset, flags);
-}
-
 ssize_t pwrite(int fd, const void *data, size_t length, off_t offset)
 {
     return pwrite64(fd, data, length, offset);
-}
-
-ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset)
-{
-    return pwritev64(fd, parts, count, offset);
-}
-
-ssize_t pwritev2(int fd, const struct iovec *parts, int count, off_t offset, int flags)
-{
-    return pwritev64v2(fd, parts, count, offset, flags);
 }

@@ -38,9 +38,7 @@ _LEFT_ALONE = frozenset(
     "lseek writev".split()  # torch's stream over the null device cannot be made to fail cleanly
 )
 _ERRORS = {
-    "pwritev": ("EIO", "ENOSPC", "EDQUOT", "EINVAL", "EINTR", "EFBIG"),
-    "pwritev2": ("EIO", "ENOSPC", "EDQUOT", "EINVAL", "EINTR", "EFBIG"),
-    "pwrite64": ("EIO", "ENOSPC", "EDQUOT", "EINTR"),
+    "pwrite64": ("EIO", "ENOSPC", "EDQUOT", "EINVAL", "EINTR", "EFBIG"),
     "fallocate": ("EIO", "ENOSPC", "EDQUOT", "EOPNOTSUPP", "EINTR"),
     "fsync": ("EIO", "ENOSPC", "ESTALE", "EINVAL"),
     "openat": ("EIO", "EROFS", "ENOSPC", "ESTALE", "EMFILE", "EOPNOTSUPP"),
@@ -54,7 +52,7 @@ _ERRORS = {
     "flock": ("EIO", "ENOLCK", "EOPNOTSUPP", "EAGAIN"),
 }
 # Where such an error must end the save.
-_MATTERS = frozenset("pwritev pwritev2 pwrite64 fallocate fsync linkat rename renameat".split())
+_MATTERS = frozenset("pwrite64 fallocate fsync linkat rename renameat".split())
 _FATAL = frozenset("EIO ENOSPC EDQUOT EFBIG EROFS ESTALE EACCES".split())
 _JOBS: dict[str, dict[str, Any]] = {
     "zip": {"zipped": True, "nbytes": 12 << 20},
@@ -208,7 +206,7 @@ def test_injections_tear_what_is_overwritten(
     path.touch()
     assert zygote.start(path, 1, 1, **job).wait() == 0
     victim = zygote.start(path, 2, 1, pause=True, **job)
-    with traced(victim, f"--inject=pwritev,pwritev2:{injection}:when=1"):
+    with traced(victim, f"--inject=pwrite64:{injection}:when=1"):
         victim.resume()
         status = victim.wait()
     assert status == (3 if injection.startswith("error") else -9), victim.lines()

@@ -177,17 +177,13 @@ def _warm_up(torch: Any) -> None:
 
 
 def _take_every_write_for_a_whole_one() -> None:
-    pwritev, pwrite = os.pwritev, os.pwrite
-
-    def deaf_pwritev(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
-        pwritev(fd, buffers, offset, *flags)
-        return sum(map(len, buffers))
+    pwrite = os.pwrite
 
     def deaf_pwrite(fd: int, data: memoryview, offset: int) -> int:
         pwrite(fd, data, offset)
         return len(data)
 
-    os.pwritev, os.pwrite = deaf_pwritev, deaf_pwrite
+    os.pwrite = deaf_pwrite
 
 
 def _suffer(job: dict[str, Any]) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fastserial.files import compression, linux
-from fastserial.files.compression import Compression
 
 
 def test_kind_of(tmp_path: Path) -> None:
@@ -27,37 +26,32 @@ def test_kind_of_a_folder_that_may_not_be_read(tmp_path: Path) -> None:
     assert linux.kind_of(str(folder)) == linux.kind_of(str(tmp_path))
 
 
-_CACHE, _ANYHOW = Compression.THROUGH_CACHE, Compression.ANYHOW
-
-
 @pytest.mark.parametrize(
-    ("kind", "options", "flags", "found"),
+    ("kind", "options", "in_place", "found"),
     [
-        ("btrfs", {}, 0, None),
-        ("btrfs", {"compress": "none"}, 0, None),
-        ("btrfs", {"compress": "zstd:3"}, 0, _CACHE),
-        ("btrfs", {"compress": "zstd:3"}, 0x400, None),  # chattr +m
-        ("btrfs", {"compress-force": "lzo"}, 0x400, _CACHE),
-        ("btrfs", {"compress-force": "lzo"}, 0x800000, None),  # chattr +C
-        ("zfs", {}, 0, _ANYHOW),
-        ("bcachefs", {}, 0, _ANYHOW),
-        ("overlay", {"upperdir": "/"}, 0, None),  # on itself, however often
-        ("overlay", {}, 0, None),
-        ("tmpfs", {"compress": "zstd"}, 0, None),
+        ("btrfs", {}, False, False),
+        ("btrfs", {"compress": "none"}, False, False),
+        ("btrfs", {"compress": "zstd:3"}, False, True),
+        ("btrfs", {"compress-force": "lzo"}, False, True),
+        ("btrfs", {"compress-force": "lzo"}, True, False),
+        ("zfs", {}, False, True),
+        ("bcachefs", {}, False, True),
+        ("overlay", {"upperdir": "/"}, False, False),
+        ("tmpfs", {"compress": "zstd"}, False, False),
     ],
 )
 def test_which_mounts_compress(
     kind: str,
     options: dict[str, str],
-    flags: int,
-    found: Compression | None,
+    in_place: bool,
+    found: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`tests/faults/test_compression.py` has real ones."""
-    monkeypatch.setattr(compression, "mounted_as", lambda fd: (kind, options))
-    monkeypatch.setattr(compression, "_flags", lambda fd: flags)
+    monkeypatch.setattr(linux, "mounted_as", lambda fd: (kind, options))
+    monkeypatch.setattr(compression, "_is_overwritten_in_place", lambda fd: in_place)
     fd = os.memfd_create("x")  # on no block device
     try:
-        assert compression.compression_of(fd) is found
+        assert compression.compresses(fd) is found
     finally:
         os.close(fd)

@@ -93,17 +93,6 @@ def test_a_new_file_looks_for_one_name_only(target: Path, monkeypatch: pytest.Mo
     assert not left.exists()
 
 
-def test_later_names_are_looked_at_once_in_a_process(target: Path) -> None:
-    left = target.parent / temporary_name("x.pt", 3)
-    write(target, b"new")
-    left.write_bytes(b"left by two saves at once")
-    write(target, b"newer")
-    assert left.exists()
-    (target.parent / temporary_name("x.pt", 0)).write_bytes(b"left")
-    write(target, b"newest")
-    assert os.listdir(target.parent) == ["x.pt"]
-
-
 def test_a_failing_save_removes_them_too(target: Path) -> None:
     (target.parent / temporary_name("x.pt", 0)).write_bytes(b"left")
     with contextlib.suppress(ZeroDivisionError), FastFileWriter(target):
@@ -210,7 +199,7 @@ STEPS = [
     ("fsync", errno.EIO, "kernel log"),
     ("fsync", errno.ENOSPC, "Free space"),
     ("fsync", errno.EDQUOT, "quota"),
-    ("pwritev", errno.ENOSPC, "Free space"),
+    ("pwrite", errno.ENOSPC, "Free space"),
     ("rename", errno.ESTALE, "remount it"),
     ("rename", errno.EROFS, "Remount"),
     ("rename", errno.ENOTCONN, "FUSE"),

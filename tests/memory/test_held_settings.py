@@ -1,4 +1,8 @@
-"""A setting of the interpreter that is changed for a time is as before afterwards."""
+"""A setting of the interpreter that is changed for a time is as before afterwards.
+
+The garbage collector pauses while many objects are made; threads take turns more often while a
+save moves blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,17 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+import fastserial
+from fastserial.config.performance import SWITCH_INTERVAL
 from fastserial.memory import held_settings
-from fastserial.memory.held_settings import HeldSetting, Hold
+from fastserial.memory.held_settings import HeldSetting, Hold, paused_collection, quick_switches
+from fastserial.saving.extent_writer import ExtentWriter
 
 
 class Case(NamedTuple):
@@ -46,6 +55,28 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     found.put(found.usual)
     yield found
     found.put(before)
+
+
+def test_only_in_the_body(case: Case) -> None:
+    with pytest.raises(KeyError), case.setting.hold():
+        changed = case.get()
+        with case.setting.hold():
+            pass
+        assert case.get() == changed != case.usual
+        raise KeyError
+    assert case.get() == case.usual
+
+
+def test_it_is_back_when_the_end_is_skipped(case: Case) -> None:
+    """As by an interrupt that comes in the first line of `__exit__`."""
+    holds = [case.setting.hold(), case.setting.hold()]
+    for hold in holds:
+        hold.begin()
+    holds.pop()
+    assert case.get() != case.usual
+    holds.pop()
+    del hold
+    assert case.get() == case.usual
 
 
 def test_many_threads_at_once(case: Case) -> None:
@@ -168,3 +199,199 @@ def test_thresholds_of_older_objects_may_be_set_in_a_pause() -> None:
         assert gc.get_threshold()[0] == before[0]
     finally:
         gc.set_threshold(*before)
+
+
+# -- the collector -------------------------------------------------------------------------------
+
+
+def collects() -> bool:
+    return gc.isenabled() and 0 < gc.get_threshold()[0] < 100_000
+
+
+def test_whoever_switched_it_off_keeps_it_off() -> None:
+    before = gc.get_threshold()
+    try:
+        gc.disable()
+        with paused_collection():
+            pass
+        assert not gc.isenabled()
+        gc.enable()
+        gc.set_threshold(0)
+        with paused_collection():
+            pass
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+
+
+def test_a_pause_that_nobody_ends_is_collected() -> None:
+    """As one in the traceback of an interrupt, which a program keeps."""
+
+    class Cycle:
+        pass
+
+    before = gc.get_threshold()
+    cycle = Cycle()
+    cycle.me, cycle.pause = cycle, paused_collection()  # type: ignore[attr-defined]
+    cycle.pause.begin()  # type: ignore[attr-defined]
+    del cycle
+    assert not collects()
+    kept = []
+    for _ in range(3_000_000):
+        kept.append([])
+        if collects():
+            break
+    assert gc.get_threshold() == before
+
+
+def test_a_signal_handler_loads_at_any_moment() -> None:
+    """Each function of the module is interrupted once by a pause of the handler's."""
+    done: list[str] = []
+
+    def trace(frame: object, event: str, argument: object) -> None:
+        sys.setprofile(None)
+        with paused_collection():
+            done.append(event)
+        sys.setprofile(trace)
+
+    def run() -> None:
+        sys.setprofile(trace)
+        with paused_collection(), paused_collection():
+            pass
+        sys.setprofile(None)
+
+    before = gc.get_threshold()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(done) > 10
+    assert gc.get_threshold() == before
+
+
+class _Watcher:
+    """Notes whether cycles are collected while it is pickled and unpickled; fails if told to."""
+
+    seen: list[bool]
+    error: Exception | None = None
+
+    def __getstate__(self) -> int:
+        _Watcher.seen.append(collects())
+        if self.error is not None:
+            raise self.error
+        return 1
+
+    def __setstate__(self, state: object) -> None:
+        _Watcher.seen.append(collects())
+
+
+def test_saves_and_loads_pause_it(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    written: list[bool] = []
+    watcher = _Watcher()
+    _Watcher.seen = []
+    state = {"w": watcher, **{str(i): torch.ones(4) for i in range(50)}}
+    fastserial.install(on_report=lambda report: written.append(collects()))
+    try:
+        torch.save(state, path)
+        assert written == [True]
+        torch.load(path, weights_only=False)
+        assert collects()
+        watcher.error = ValueError("not today")
+        with pytest.raises(ValueError, match="not today"):
+            torch.save(state, path)
+        assert collects()
+        with open(path, "r+b") as file:  # an error ends the pause, too
+            data = file.read()
+            file.seek(data.index(b"_Watcher"))
+            file.write(b"\xff" * 4)
+        with pytest.raises(UnicodeDecodeError):
+            torch.load(path, weights_only=False)
+        assert collects()
+    finally:
+        fastserial.uninstall()
+    assert _Watcher.seen == [False, False, False]
+    target = {"a": torch.zeros(4)}
+    torch.save({"a": torch.ones(4)}, path)
+    fastserial.load_into(target, path)
+    assert collects()
+    assert torch.equal(target["a"], torch.ones(4))
+
+
+# -- the switch interval -------------------------------------------------------------------------
+
+SHORT = pytest.approx(SWITCH_INTERVAL)
+
+
+@pytest.fixture
+def usual() -> Iterator[float]:
+    """The interval that the program has set."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)
+    yield 0.004
+    sys.setswitchinterval(before)
+
+
+def test_a_program_that_has_a_shorter_one_keeps_it(usual: float) -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL / 2)
+    with quick_switches():
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL / 2)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL / 2)
+
+
+def test_it_is_the_same_afterwards_to_the_microsecond(usual: float) -> None:
+    for microseconds in range(1, 6000, 7):
+        sys.setswitchinterval(microseconds * 1e-6 + 0.1e-6)
+        with quick_switches():
+            pass
+        assert sys.getswitchinterval() == pytest.approx(microseconds * 1e-6)
+
+
+@pytest.mark.parametrize("error", [None, OSError("the disk is gone")])
+def test_blocks_of_a_save_are_moved_with_the_short_one(
+    tmp_path: Path, usual: float, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    seen: list[float] = []
+    real = ExtentWriter._advance
+
+    def advance(writer: ExtentWriter, length: int) -> None:
+        seen.append(sys.getswitchinterval())
+        if error is not None:
+            raise error
+        real(writer, length)
+
+    monkeypatch.setattr(ExtentWriter, "_advance", advance)
+    fastserial.install(small_file=0, block_size=65536)
+    try:
+        if error is None:
+            torch.save(torch.rand(100_000), tmp_path / "state.pt")
+        else:
+            with pytest.raises(OSError, match="the disk is gone"):
+                torch.save(torch.rand(100_000), tmp_path / "state.pt")
+    finally:
+        fastserial.uninstall()
+    assert seen
+    assert all(interval == SHORT for interval in seen)
+    assert sys.getswitchinterval() == usual
+
+
+@pytest.mark.parametrize("snapshot", ["copy", "in_place"])
+def test_the_call_of_a_save_in_the_background(tmp_path: Path, usual: float, snapshot: Any) -> None:
+    """It pickles, and copies: the threads beside it are held up for less."""
+
+    found: list[float] = []
+
+    class Noting:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
+            found.append(sys.getswitchinterval())
+            return dict, ()
+
+    fastserial.install()
+    try:
+        state = {"noting": Noting(), "weight": torch.rand(1 << 20)}
+        fastserial.save_async(state, tmp_path / "state.pt", snapshot=snapshot).wait()
+    finally:
+        fastserial.uninstall()
+    assert found == [SHORT]
+    assert sys.getswitchinterval() == usual

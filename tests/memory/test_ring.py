@@ -303,7 +303,7 @@ def test_a_storage_resized_on_the_way(device: FakeDevice) -> None:
 def test_calls_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls that are made of a device's module, on torch's stand-ins for the host."""
     monkeypatch.setattr(torch.cpu, "device", contextlib.nullcontext, raising=False)
-    stream = devices._TorchStream(PLACE)
+    stream = devices.CopyStream(PLACE)
     stream.follow()
     random = Random(0)
     here, there, back = noise(random, 100), noise(random, 100), noise(random, 100)

@@ -221,15 +221,10 @@ def test_memory_is_released(fmt: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind", ["path", "file"])
-def test_fast_side_is_fast(
-    kind: str, fmt: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fast_side_is_fast(kind: str, fmt: str, folder: Path) -> None:
     """The comparisons above compare two different writers."""
     import fastserial
-    from fastserial.saving import crowding
 
-    # nobody keeps the lock here, but a wait for a CPU looks like it
-    monkeypatch.setattr(crowding, "_waits", lambda: False)
     for direct in (True, False):
         with fast(small_file=0, direct=direct, block_size=65536):
             TARGETS[kind](folder, saver(CASES["bytes_5MB"], fmt, noise(5_000_000)))

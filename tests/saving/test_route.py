@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from support.corpus import MIB
 
-from fastserial.config import MAX_BLOCK, Config
+from fastserial.config import Config
 from fastserial.engines import Completion, Op, Request, capabilities_of
 from fastserial.engines.base import Capabilities
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.files import caching, device_speed
+from fastserial.files import caching, compression, device_speed, linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import route as routes
@@ -55,9 +55,9 @@ def need_direct(fd: int) -> None:
         pytest.skip("no direct I/O here")
 
 
-def measured(fd: int, fast: bool, short: bool = False) -> None:
+def measured(fd: int, fast: bool) -> None:
     verdict = device_speed._Verdict(fast, time.perf_counter())
-    device_speed._verdicts[os.fstat(fd).st_dev, short] = verdict
+    device_speed._verdicts[os.fstat(fd).st_dev] = verdict
 
 
 class OwnMemory(ThreadsEngine):
@@ -81,9 +81,6 @@ def test_so_does_what_the_device_was(fd: int) -> None:
     need_direct(fd)
     measured(fd, fast=False)
     assert chosen(fd).kind == "cached"
-    measured(fd, fast=True, short=True)
-    assert chosen(fd, MIB).kind == "direct"
-    assert chosen(fd, 64 * MIB).kind == "cached"
     measured(fd, fast=True)
     assert chosen(fd, 64 * MIB).kind == "direct"
 
@@ -114,23 +111,23 @@ def test_the_device_begins_at_once_where_the_save_waits_for_it(fd: int) -> None:
     assert not chosen(fd, direct=False).writeback
 
 
-@pytest.mark.parametrize("compression", list(routes.Compression))
-def test_a_file_that_is_compressed(
-    fd: int, monkeypatch: pytest.MonkeyPatch, compression: routes.Compression
-) -> None:
-    """Nothing is reserved, and it goes as it is compressed, unless direct I/O is asked for."""
+def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through the page cache and nothing is reserved, unless direct I/O is asked for."""
     need_direct(fd)
-    assert chosen(fd).reserve
-    assert not chosen(fd, preallocate=False).reserve
-    monkeypatch.setattr(routes, "compression_of", lambda fd: compression)
-    route = chosen(fd, cache="drop")
-    assert not route.reserve
-    if compression is routes.Compression.THROUGH_CACHE:
-        assert route.kind == "cached"
-        assert "compresses" in str(route.fallback)
-    else:
-        assert (route.kind, route.fallback) == ("direct", None)
-    assert (chosen(fd, direct=True).kind, chosen(fd, direct=True).reserve) == ("direct", True)
+    reserved: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(linux, "preallocate", lambda *place: reserved.append(place))
+    for compresses in (False, True):
+        monkeypatch.setattr(routes, "compresses", lambda fd, found=compresses: found)
+        monkeypatch.setattr(compression, "compresses", lambda fd, found=compresses: found)
+        route = chosen(fd, cache="drop")
+        assert route.kind == ("cached" if compresses else "direct")
+        assert ("compresses" in str(route.fallback)) is compresses
+        assert chosen(fd, direct=True).kind == "direct"
+        for options in ({}, {"preallocate": False}, {"direct": True}):
+            compression.reserve(fd, 7, 64 * MIB, Config(**options))
+        compression.reserve(fd, 7, MIB, Config())  # a small file
+    place = (fd, 7, 64 * MIB)
+    assert reserved == [place, place, place]
 
 
 def test_a_lock_is_asked_for_only_where_somebody_may_have_one(fd: int) -> None:
@@ -143,11 +140,6 @@ def test_a_route_is_a_value(fd: int) -> None:
     route = chosen(fd, block_size=2 * MIB, queue_depth=6, cache="keep")
     with pytest.raises(FrozenInstanceError):
         route.kind = "direct"  # type: ignore[misc]
-    alone = route.alone()
-    assert (alone.queue_depth, alone.threads) == (1, 0)
-    assert alone.block_size == alone.chunk == 12 * MIB
-    assert alone.kind == route.kind
-    assert chosen(fd, block_size=MAX_BLOCK).alone().block_size == MAX_BLOCK
 
 
 def test_what_engines_can_do() -> None:
@@ -247,7 +239,7 @@ def test_space_is_reserved_anew_for_what_comes_later(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserved: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(routes.linux, "preallocate", lambda *place: reserved.append(place))
+    monkeypatch.setattr(linux, "preallocate", lambda *place: reserved.append(place))
     out = ExtentWriter(fd, Config(**{**BLOCKS, "small_file": 1000}))
     try:
         out.expect(900, 7)

@@ -28,7 +28,7 @@ from rich.progress import Progress
 import fastserial
 from fastserial import FastFileWriter, WriteError, config
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.files import linux
+from fastserial.files import destination, linux
 from fastserial.files.replacement import temporary_name
 from fastserial.memory.buffers import BufferPool
 from fastserial.memory.storages import StorageMemory
@@ -547,6 +547,18 @@ def test_report_and_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert report.to_dict()["bandwidth"] == report.bandwidth > 0
     assert "on_report failed" in caplog.text
     assert (tmp_path / "f").stat().st_size == 200_000
+
+
+def test_a_report_begins_with_the_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = destination.perf_counter
+    monkeypatch.setattr(destination, "perf_counter", lambda: real() - 100)
+    with (tmp_path / "g").open("wb") as file:
+        for target in (tmp_path / "f", file):
+            with FastFileWriter(target) as writer:
+                writer.write(b"x")
+            assert writer.report is not None
+            assert writer.report.seconds > 100
+            assert sum(writer.report.phases.values()) == pytest.approx(writer.report.seconds)
 
 
 def test_progress_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastserial.engines.gds import cufile, slots
+from fastserial.engines.gds import cufile
 from fastserial.engines.gds import memory as direct_memory
 from fastserial.memory import transfers
 from support.devices import FakeDevice, Fault, plugged_in
@@ -124,7 +124,7 @@ class FakeCuFile:
         """Begin anew, in a process that has not used cuFile yet."""
         self.__init__(self.device)  # type: ignore[misc]
         cufile._drivers.clear()
-        slots._kept.clear()
+        direct_memory._kept.clear()
         transfers._warned.clear()
         return self
 
@@ -365,8 +365,8 @@ def cufile_on(patch: pytest.MonkeyPatch, device: FakeDevice) -> FakeCuFile:
     modules = {"cuda.bindings.cufile": fake, "cuda.bindings.runtime": None}
     patch.setattr(cufile, "importlib", SimpleNamespace(import_module=modules.__getitem__))
     patch.setattr(cufile.CuFile, "on", _on)
-    patch.setattr(slots, "_kept", [])
-    patch.setattr(direct_memory, "_in_use", set())
+    patch.setattr(direct_memory, "_kept", [])
+    patch.setattr(direct_memory, "_lost", set())
     patch.setattr(transfers, "_warned", set())
     return fake
 

@@ -51,6 +51,6 @@ def finish_file(
             for record, crc in enumerate(plan.crcs)
         ]
         trailer = container.trailer.source.make(crcs)
-        write_all(new.fd, [memoryview(trailer)], container.trailer.offset)
+        write_all(new.fd, memoryview(trailer), container.trailer.offset)
     new.sync()
     new.commit()

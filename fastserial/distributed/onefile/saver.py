@@ -59,7 +59,7 @@ from fastserial.interrupts import finish
 from fastserial.memory.held_settings import paused_collection
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.reports import RankReport, SaveReport, publish_save
-from fastserial.saving.outcome import Outcome
+from fastserial.saving.extent_writer import Outcome
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -27,8 +27,7 @@ from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Part, Snapshot
-from fastserial.saving.extent_writer import ExtentWriter
-from fastserial.saving.outcome import Outcome
+from fastserial.saving.extent_writer import ExtentWriter, Outcome
 
 __all__ = ["ShardWriter"]
 

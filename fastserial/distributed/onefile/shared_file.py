@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from fastserial.config import Config
 from fastserial.errors import WriteError, write_error
-from fastserial.files import linux
-from fastserial.files.compression import compression_of
+from fastserial.files.compression import reserve
 from fastserial.files.destination import open_path, required, save_error
 from fastserial.interrupts import Descriptors
 
@@ -63,9 +62,7 @@ class NewFile:
         """
         self._needed = nbytes
         self._file.begin()
-        config = self._config
-        if config.preallocate and nbytes > config.small_file and compression_of(self.fd) is None:
-            linux.preallocate(self.fd, 0, nbytes)
+        reserve(self.fd, 0, nbytes, self._config)
         os.ftruncate(self.fd, nbytes)
         directory = os.path.dirname(os.path.abspath(self._file.target.path))
         path = os.path.join(directory, self._file.named or "")
@@ -90,7 +87,7 @@ class NewFile:
         """Return a failed system call as an error that names the path and the remedy."""
         if isinstance(error, WriteError):
             return error
-        return save_error(error, self._file.target, self._file, self._needed)
+        return save_error(error, self._file, self._needed)
 
 
 class OpenedFile:

@@ -15,7 +15,6 @@ import importlib.util
 import os
 import shutil
 import sys
-import sysconfig
 import threading
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
@@ -73,10 +72,11 @@ def missing() -> list[str]:
         lacks.append("there is no C++ compiler: apt-get install g++")
     if shutil.which("ninja") is None:  # torch's extension loader runs it by name
         lacks.append("ninja is not installed: pip install ninja")
-    if not _header("libaio.h"):
-        lacks.append("libaio.h is not installed: apt-get install libaio-dev")
     if not _built():
-        lacks.append(f"the op is not built yet (once, about 10 CPU minutes): {BUILD_COMMAND}")
+        lacks.append(
+            "the op is not built yet (once, about 10 CPU minutes): apt-get install libaio-dev, and "
+            + BUILD_COMMAND
+        )
     return lacks
 
 
@@ -86,14 +86,6 @@ def _loads(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _header(name: str) -> bool:
-    folders = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(":")]
-    folders.append(f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}")
-    flags = os.environ.get("CFLAGS", "").split()
-    folders += [flag[2:] for flag in flags if flag.startswith("-I")]
-    return any(folder and os.path.exists(os.path.join(folder, name)) for folder in folders)
 
 
 def _built() -> bool:

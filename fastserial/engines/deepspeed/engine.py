@@ -1,11 +1,11 @@
 """Engine `deepspeed`: writes by DeepSpeed's libaio threads (`aio_handle`).
 
 DeepSpeed never reads the result of its I/O events: a write that failed looks like one that worked.
-A file system that knows holes tells them apart. So a block goes to DeepSpeed only where the file
-has none of its bytes yet, and when DeepSpeed is done they must be there; else a plain call writes
-them again, and reports the error. That is one `lseek` before and one after. Where nothing would
-show whether bytes were moved (existing data, the page cache, reads), the engine `threads` moves
-them.
+A file system that knows holes tells them apart: one that was reserved or skipped reads as a hole
+(`lseek(SEEK_HOLE)`), and direct I/O makes it data only when the device has taken it. So a block
+goes to DeepSpeed only where the file has none of its bytes yet, and when DeepSpeed is done they
+must be there; else a plain call writes them again, and reports the error. Where nothing would show
+whether bytes were moved (existing data, the page cache, reads), the engine `threads` moves them.
 
 A handle can only wait for all it was given, so there are two: one is filled while the other
 writes, as FastPersist's double buffer does.
@@ -13,6 +13,7 @@ writes, as FastPersist's double buffer does.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import math
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastserial.config.performance import PAGE
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back, missing
-from fastserial.engines.deepspeed.holes import is_blank, is_written
 from fastserial.engines.deepspeed.locked_memory import given_pool, may_lock, own_pool
 from fastserial.engines.threads import ThreadsEngine, completed
 from fastserial.errors import EngineError
@@ -35,7 +35,7 @@ from fastserial.memory.buffers import Buffer, BufferPool
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeepSpeedEngine"]
+__all__ = ["DeepSpeedEngine", "is_blank", "is_written"]
 
 _log = logging.getLogger("fastserial")
 
@@ -212,3 +212,25 @@ def _end(request: Request, length: int) -> Completion:
         _log.warning("DeepSpeed lost a write of %d bytes; it is done again", length)
         length = 0
     return completed(request, length)
+
+
+def is_blank(fd: int, offset: int, length: int) -> bool:
+    """Tell whether a region of a file holds no data yet, and the file system can tell when it does.
+
+    The file grows to hold the region, for only within a file can a hole be told from the end.
+    """
+    end = offset + length
+    try:
+        if os.fstat(fd).st_size < end:
+            os.ftruncate(fd, end)
+        return os.lseek(fd, offset, os.SEEK_DATA) >= end
+    except OSError as error:
+        return error.errno == errno.ENXIO  # no data from `offset` to the end of the file
+
+
+def is_written(fd: int, offset: int, length: int) -> bool:
+    """Tell whether every block of a region that was blank has been written."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_HOLE) >= offset + length
+    except OSError:
+        return False

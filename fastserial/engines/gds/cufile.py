@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import os
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastserial.config.performance import PAGE, KiB
 from fastserial.engines.base import Op
-from fastserial.engines.gds.driver import Call, DirectTransferError, Region
 from fastserial.engines.gds.host import probe_gpus
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CuFile", "missing", "open_driver", "serves"]
+__all__ = [
+    "Call",
+    "CuFile",
+    "DirectTransferError",
+    "Region",
+    "missing",
+    "open_driver",
+    "serves",
+]
 
 _PACKAGE, _OLDEST = "cuda-bindings", (13, 1)  # before, the bytes that were moved are invisible
 _MOST = 128  # transfers of a batch
@@ -35,6 +43,50 @@ _OPCODES = {Op.READ: 0, Op.WRITE: 1}
 _PATIENCE = 1  # seconds until it is asked again how a batch is getting on
 _COMPLETE, _OVER = 0x10, 0x10 | 0x40 | 0x04  # CUFILE_COMPLETE; and FAILED, INVALID
 _UNKNOWN = 0x08 | 0x20  # CANCELED, TIMEOUT: the device may still be at it
+
+
+class DirectTransferError(OSError):
+    """A transfer past the host failed; the bytes can still go through it.
+
+    Attributes:
+        status: the driver's own number for it; 0: none, or an error of the file system.
+        settled: whether the driver is done with the memory; if not, it may never be used again.
+    """
+
+    def __init__(self, message: str, status: int = 0, settled: bool = True) -> None:
+        super().__init__(errno.EIO, message)
+        self.status = status
+        self.settled = settled
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class Call(ctypes.Structure):
+    """Parameters of one transfer. One that is asynchronous reads and writes them as it runs.
+
+    `size` bytes, at `offset` of the file, from byte `start` of the region on. `moved`: how many
+    were, or the driver's negative status.
+    """
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("offset", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("moved", ctypes.c_ssize_t),
+    )
+    size: int
+    offset: int
+    start: int
+    moved: int
+
+
+class Region(NamedTuple):
+    """Device memory from `address` on; the driver may have it registered."""
+
+    device: torch.device
+    address: int
+    registered: bool
 
 
 class Descr(ctypes.Structure):
@@ -137,7 +189,15 @@ def open_driver(device: torch.device) -> CuFile:
 
 
 class CuFile:
-    """A `DirectDriver`."""
+    """cuFile in this process. Any thread may call it, several at once.
+
+    It knows files by handles of its own and device memory by addresses. Every count that it gives
+    is looked at by who called it. All raise `DirectTransferError` where cuFile says no.
+
+    Attributes:
+        name: with its version, and the way that bytes take.
+        largest_piece: bytes of one transfer of a batch.
+    """
 
     def __init__(self, module: Any, runtime: Any, way: str, device: torch.device) -> None:
         """Forbid cuFile to go through the host, for the whole process: it would not say so.
@@ -202,11 +262,9 @@ class CuFile:
         except (AttributeError, RuntimeError) as error:  # a function that the library lacks
             raise DirectTransferError(f"{what}: {error}") from error
 
-    def serves(self, device: torch.device) -> bool:
-        return serves(device)
-
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
+        """Make a device the calling thread's, as the other calls need it."""
         import torch
 
         with torch.cuda.device(device):
@@ -217,15 +275,18 @@ class CuFile:
             yield
 
     def open_file(self, fd: int) -> int:
+        """Register a descriptor that is open for direct I/O, and return its handle."""
         descr = Descr(_OPAQUE_FD, fd, None)
         with self._said("cuFileHandleRegister"):
             file: int = self._module.handle_register(ctypes.addressof(descr))
         return file
 
     def close_file(self, file: int) -> None:
+        """Forget a handle; nothing is under way."""
         self._module.handle_deregister(file)
 
     def register(self, address: int, nbytes: int) -> bool:
+        """Register device memory; False: it is used as it is."""
         try:
             with self._said("cuFileBufRegister"):
                 self._module.buf_register(address, nbytes, 0)
@@ -234,10 +295,12 @@ class CuFile:
         return True
 
     def release(self, address: int) -> None:
+        """Forget registered memory."""
         with contextlib.suppress(DirectTransferError), self._said("cuFileBufDeregister"):
             self._module.buf_deregister(address)
 
     def move(self, op: Op, file: int, region: Region, call: Call) -> int:
+        """Transfer, and return how many bytes were moved, or a negative status."""
         write = op is Op.WRITE
         function = self._module.write if write else self._module.read
         base, start = _place(region, call)
@@ -248,6 +311,7 @@ class CuFile:
         return moved
 
     def start(self, op: Op, file: int, region: Region, call: Call, stream: int) -> None:
+        """Queue a transfer on a stream; the call must stay as it is until the stream is past it."""
         write = op is Op.WRITE
         function = self._module.write_async if write else self._module.read_async
         address, base = ctypes.addressof(call), region.address
@@ -258,6 +322,11 @@ class CuFile:
             function(file, base, *(address + at for at in fields), stream)
 
     def move_batch(self, op: Op, file: int, region: Region, calls: Sequence[Call]) -> None:
+        """Transfer pieces of at most `largest_piece` bytes together, and set each call's `moved`.
+
+        Raises:
+            DirectTransferError: none was started; or nobody knows, and it is not `settled`.
+        """
         while calls:
             self._move_together(op, file, region, calls[: self._most])
             calls = calls[self._most :]
@@ -308,6 +377,7 @@ class CuFile:
         return over
 
     def describe(self, status: int) -> str:
+        """Return what a negative status means."""
         if status == -1:
             return "an error of the file system"
         with contextlib.suppress(Exception):  # a number that the library does not know

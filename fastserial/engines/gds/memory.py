@@ -14,21 +14,24 @@ that was queued for it, and nothing is closed before.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from fastserial.config import Config
+from fastserial.config.performance import PAGE, PINNED_RING
 from fastserial.engines.base import Engine, Op, Request
 from fastserial.engines.gds import cufile
-from fastserial.engines.gds.driver import Call, DirectDriver, DirectTransferError
-from fastserial.engines.gds.slots import Slots, give_slots, take_slots
+from fastserial.engines.gds.cufile import Call, CuFile, DirectTransferError, Region
 from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
+from fastserial.memory import devices
+from fastserial.memory import ring as rings
 from fastserial.memory.transfers import DIRECT, instead
 from fastserial.reports import Transfer
 
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastserial.memory.buffers import Buffer
+    from fastserial.memory.devices import CopyStream
     from fastserial.memory.ring import Ring
     from fastserial.memory.storages import StorageMemory
 
@@ -91,7 +95,94 @@ def offer(
     return None, instead(word, why)
 
 
-_in_use: set[DirectMemory] = set()  # what a driver may be using, should `close` be skipped
+_CALLS = PINNED_RING // PAGE  # as many slots as there can be
+
+
+class Slots:
+    """Memory of a device, and the parameters of the calls for it, one for each slot."""
+
+    def __init__(self, driver: CuFile, device: torch.device) -> None:
+        """Allocate and register.
+
+        Raises:
+            RuntimeError: the device or the host has not enough memory.
+        """
+        import torch
+
+        whole = torch.empty(PINNED_RING + PAGE, dtype=torch.uint8, device=device)
+        before = -whole.data_ptr() % PAGE
+        self.driver, self.device = driver, device
+        self.whole = whole[before : before + PINNED_RING]
+        # NVIDIA wants what an asynchronous write reports in pinned memory
+        self._pinned = devices.pin(_CALLS * ctypes.sizeof(Call))
+        self.calls = (Call * _CALLS).from_address(self._pinned.address)
+        address = self.whole.data_ptr()
+        with driver.on(device):
+            registered = driver.register(address, PINNED_RING)
+        self.region = Region(device, address, registered)
+        self.streams: list[CopyStream] = []  # kept: torch has 32, the program's among them
+
+    def provide_streams(self, count: int) -> None:
+        """Get ready for `stream`: slots in turn are copied on `count` streams, or on more."""
+        while len(self.streams) < count:
+            stream = devices.copy_stream(self.device)
+            if stream is None:
+                return
+            self.streams.append(stream)
+
+    def stream(self, slot: int) -> CopyStream:
+        """Return the stream on which a slot is copied to and from."""
+        return self.streams[slot % len(self.streams)]
+
+    def release(self) -> None:
+        """Let go of the memory; nothing uses it."""
+        if self.region.registered:
+            with self.driver.on(self.device):
+                self.driver.release(self.region.address)
+
+
+_lock = threading.RLock()  # a signal handler may save, too
+_kept: list[Slots] = []  # for the next save or load
+_parents: list[Slots] = []
+
+
+def take_slots(driver: CuFile, device: torch.device) -> Slots:
+    """Return slots that nobody uses.
+
+    Raises:
+        RuntimeError: the device or the host has not enough memory.
+    """
+    with _lock:
+        for slots in _kept:
+            if slots.device == device and slots.driver is driver:
+                _kept.remove(slots)
+                return slots
+    return Slots(driver, device)
+
+
+def give_slots(slots: Slots) -> None:
+    """Take slots back that nothing uses any more."""
+    with _lock:
+        _kept.append(slots)
+
+
+def _free_slots() -> None:
+    with _lock:
+        while _kept:
+            _kept.pop().release()
+
+
+def _forget_slots() -> None:
+    """Begin anew in a forked child: the device's memory is the parent's."""
+    _parents.extend(_kept)
+    _kept.clear()
+
+
+rings.freed_with_it.append(_free_slots)
+os.register_at_fork(after_in_child=_forget_slots)
+
+
+_lost: set[DirectMemory] = set()  # of which nobody knows what cuFile still does
 
 
 class DirectMemory:
@@ -103,7 +194,7 @@ class DirectMemory:
 
     def __init__(
         self,
-        driver: DirectDriver,
+        driver: CuFile,
         config: Config,
         ring: Ring,
         places: Collection[torch.device],
@@ -119,14 +210,10 @@ class DirectMemory:
         self.transfer = Transfer(config.transfer, f"asked for: {driver.name}")
         self._refused = False  # no more blocks
         self._driver, self._ring, self._block = driver, ring, config.block_size
-        self._asynchronous = config.transfer == "gpu_async"
-        self._batched = config.transfer == "gpu_batch"
+        self._word = config.transfer
         self._places: dict[torch.device, Slots] = {}
         self._files = Descriptors()
         self._file: int | None = None
-        self._lock = threading.RLock()
-        self._begun = 0  # blocks under way that are not synchronous
-        self._lost: DirectTransferError | None = None
         self._pid = os.getpid()
         try:
             found = open_direct(fd, flags, config.block_size, self._files)
@@ -148,8 +235,8 @@ class DirectMemory:
             RuntimeError: there is no memory.
         """
         for device in places:
-            if device not in self._places and self._driver.serves(device):
-                count = len(self._ring.buffers) if self._asynchronous else 1
+            if device not in self._places and cufile.serves(device):
+                count = len(self._ring.buffers) if self._word == "gpu_async" else 1
                 slots = self._places[device] = take_slots(self._driver, device)
                 slots.provide_streams(count)
             if device in self._places:
@@ -162,20 +249,13 @@ class DirectMemory:
         return aligned and not self._refused and device in self._places
 
     def write(
-        self,
-        buffer: Buffer,
-        memory: StorageMemory,
-        start: int,
-        length: int,
-        offset: int,
-        shown: bool,
+        self, buffer: Buffer, memory: StorageMemory, start: int, length: int, shown: bool
     ) -> Move:
         """Start to write bytes of a device's memory to the file.
 
         Args:
             buffer: of the ring, taken; its slot is used.
             memory, start, length: what to write.
-            offset: where to.
             shown: copy the bytes to the buffer, too; they are there when the ring says so.
 
         Raises:
@@ -188,18 +268,15 @@ class DirectMemory:
         if shown:
             stream.fetch(slot, self._ring.host(buffer, length))
         self._ring.keep(buffer, stream.mark(), memory.whole)
-        begun = self._start(Op.WRITE, place, buffer, offset, length)
-        return partial(self._move, place, begun, shown, None)
+        return partial(self._move, place, shown, None)
 
-    def read(self, buffer: Buffer, target: torch.Tensor, offset: int) -> Move:
-        """Start to read bytes of the file to a device's memory, one-dimensional uint8.
+    def read(self, target: torch.Tensor) -> Move:
+        """Return what reads bytes of the file to a device's memory, one-dimensional uint8.
 
         They are there when the ring has settled. If they go through the host, they are in the
         buffer, and `Request.move` is None.
         """
-        place, length = self._places[target.device], target.nbytes
-        begun = self._start(Op.READ, place, buffer, offset, length)
-        return partial(self._move, place, begun, False, target)
+        return partial(self._move, self._places[target.device], False, target)
 
     def close(self) -> None:
         """Wait for all transfers, and keep the memory for the next. Idempotent."""
@@ -215,58 +292,27 @@ class DirectMemory:
         start = buffer.index * self._block
         return place.whole[start : start + length]
 
-    def _start(
-        self, op: Op, place: Slots, buffer: Buffer, offset: int, length: int
-    ) -> Call | DirectTransferError | None:
-        """Start a transfer on a stream; return its call, why there is none, or None: it waits."""
-        if not self._asynchronous:
-            return None
-        region, first = place.region, buffer.index * self._block
-        _in_use.add(self)
-        call, stream = place.calls[buffer.index], place.stream(buffer.index)
-        call.size, call.offset, call.start, call.moved = length, offset, first, 0
-        try:
-            with self._driver.on(region.device):
-                self._driver.start(op, self._opened_file(), region, call, stream.handle)
-        except DirectTransferError as error:
-            self._note(0)
-            return error
-        self._note(1)
-        self._ring.keep(buffer, stream.mark(), place)
-        return call
-
-    def _note(self, blocks: int) -> None:
-        """Keep this as long as blocks are under way, whoever lets go of it."""
-        with self._lock:
-            self._begun += blocks
-            if self._begun or self._lost is not None:
-                _in_use.add(self)
-            else:
-                _in_use.discard(self)
-
     def _move(
         self,
         place: Slots,
-        begun: Call | DirectTransferError | None,
         shown: bool,
         target: torch.Tensor | None,
         request: Request,
     ) -> int:
-        """Bring a block to its end; see the class.
+        """Move a block; see the class.
 
         Raises:
             DirectTransferError: nobody knows whether its memory is still used.
             OSError: the host could not move it, either.
         """
         try:
-            return self._past_the_host(place, begun, target, request)
+            return self._past_the_host(place, target, request)
         except DirectTransferError as error:
             if not error.settled:
                 raise
-            with self._lock:
-                if not self._refused:
-                    self._refused = True
-                    self.transfer = instead(self.transfer.word, f"{error}; from there on")
+            if not self._refused:
+                self._refused = True
+                self.transfer = instead(self.transfer.word, f"{error}; from there on")
             request.move = None
             if request.op is Op.WRITE and not shown:
                 stream = place.stream(request.buffer.index)
@@ -279,29 +325,20 @@ class DirectMemory:
             except OSError as own:  # the system's word for what is wrong
                 raise own from error
 
-    def _past_the_host(
-        self,
-        place: Slots,
-        begun: Call | DirectTransferError | None,
-        target: torch.Tensor | None,
-        request: Request,
-    ) -> int:
-        if isinstance(begun, DirectTransferError):
-            raise begun
+    def _past_the_host(self, place: Slots, target: torch.Tensor | None, request: Request) -> int:
         op, buffer, offset, length = request.op, request.buffer, request.offset, request.length
-        region, first = place.region, buffer.index * self._block
+        first = buffer.index * self._block
         self._ring.arrive(buffer)
         done = 0
-        with self._driver.on(region.device):
-            if begun is not None:
-                self._note(-1)
-                done = self._checked(begun.moved, length)
-            elif self._batched:
+        with self._driver.on(place.device):
+            if self._word == "gpu_async":
+                done = self._move_on_stream(request, place, first)
+            elif self._word == "gpu_batch":
                 done = self._move_batch(request, place, first)
             while done < length:  # goes on after a short transfer, on a page of its own
                 done -= done % self.alignment
                 call = Call(length - done, offset + done, first + done, 0)
-                moved = self._driver.move(op, self._opened_file(), region, call)
+                moved = self._driver.move(op, self._opened_file(), place.region, call)
                 moved = self._checked(moved, call.size)
                 if moved < min(self.alignment, call.size):
                     what = "written" if op is Op.WRITE else "read"
@@ -315,6 +352,17 @@ class DirectMemory:
             self._ring.keep(buffer, stream.mark(), target)
         return done
 
+    def _move_on_stream(self, request: Request, place: Slots, first: int) -> int:
+        """Queue the transfer of a block on its stream; return how many bytes were moved."""
+        buffer = request.buffer
+        call, stream = place.calls[buffer.index], place.stream(buffer.index)
+        call.size, call.offset, call.start = request.length, request.offset, first
+        call.moved = 0
+        self._driver.start(request.op, self._opened_file(), place.region, call, stream.handle)
+        self._ring.keep(buffer, stream.mark(), place)
+        self._ring.arrive(buffer)
+        return self._checked(call.moved, request.length)
+
     def _move_batch(self, request: Request, place: Slots, first: int) -> int:
         """Move the pieces of a block together; return how many bytes were, up to the first gap."""
         size, length = self._driver.largest_piece, request.length
@@ -326,10 +374,10 @@ class DirectMemory:
             self._driver.move_batch(request.op, self._opened_file(), place.region, calls)
         except DirectTransferError as error:
             if not error.settled:
-                self._lose(error)
+                _lost.add(self)
             raise
         except BaseException:  # an interrupt: who knows whether they were started
-            self._lose(DirectTransferError("interrupted", settled=False))
+            _lost.add(self)
             raise
         done = 0
         for call in calls:
@@ -345,14 +393,9 @@ class DirectMemory:
         what = self._driver.describe(moved) if moved < 0 else f"{moved} of {most} bytes moved"
         raise DirectTransferError(f"{self._driver.name}: {what}", max(0, -moved))
 
-    def _lose(self, error: DirectTransferError) -> None:
-        """Keep all that the device may be using, for good: nobody knows what it still does."""
-        self._lost = error
-        self._note(0)
-
     def _opened_file(self) -> int:
         if self._file is None:
-            _closed()
+            raise ValueError("the file is closed")
         return self._file
 
     # -- the end -------------------------------------------------------------------------------
@@ -362,12 +405,12 @@ class DirectMemory:
             for place in self._places.values():
                 for stream in place.streams:
                     stream.mark().synchronize()
-        except RuntimeError as error:
-            self._lose(DirectTransferError(f"the device failed: {error}", settled=False))
+        except RuntimeError:  # the device failed
+            _lost.add(self)
             raise
 
     def _let_go(self) -> None:
-        if self._lost is not None:
+        if self in _lost:  # all that the device may be using is kept for good
             return
         file, self._file = self._file, None
         if file is not None:
@@ -375,8 +418,3 @@ class DirectMemory:
         self._files.close()
         while self._places:
             give_slots(self._places.popitem()[1])
-        _in_use.discard(self)
-
-
-def _closed() -> NoReturn:
-    raise ValueError("the file is closed")

@@ -20,11 +20,7 @@ import fastserial
 CALLS = {  # on x86-64
     "faccessat2": 439,
     "fallocate": 285,
-    "pwritev2": 328,
     "preadv2": 327,
-    "linkat": 265,
-    "renameat": 264,
-    "renameat2": 316,
     "io_uring_setup": 425,
     "io_uring_enter": 426,
 }
