@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _stock() -> Iterator[None]:
+    """All files are written by stock torch."""
+    with stock():
+        yield
+
+
 @pytest.fixture(params=["zip", "legacy"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     fmt = request.param
@@ -110,8 +118,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if fmt == "legacy":
         del value["fp8"]
     file = tmp_path / f"{fmt}.pt"
-    with stock():
-        torch.save(value, file, _use_new_zipfile_serialization=fmt == "zip")
+    torch.save(value, file, _use_new_zipfile_serialization=fmt == "zip")
     return file
 
 
@@ -164,8 +171,7 @@ def test_scattered_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tensor_read, "CONTIGUOUS_RUN", 2000)
     path = tmp_path / "f.pt"
     tensor = torch.randn(30, 40, 500)
-    with stock():
-        torch.save({"x": tensor, "t": tensor.permute(1, 2, 0), "odd": tensor[:, 3:9, ::7]}, path)
+    torch.save({"x": tensor, "t": tensor.permute(1, 2, 0), "odd": tensor[:, 3:9, ::7]}, path)
     with open_checkpoint(path) as file:
         for key, whole in torch.load(path).items():
             sliced = file.get_slice(key)
@@ -182,8 +188,7 @@ def test_scattered_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.M
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": noise(40 * MIB).view(40, -1), "y": noise(5 * MIB)}, path)
+    torch.save({"x": noise(40 * MIB).view(40, -1), "y": noise(5 * MIB)}, path)
     with open_checkpoint(path) as file:
         counts = file._idle[0].blocks.counts
         file.get_slice("x")[7]
@@ -231,8 +236,7 @@ def test_errors(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates it, but only once per process
         quantized = torch.quantize_per_tensor(torch.randn(9), 0.1, 0, torch.qint8)
-    with stock():
-        torch.save({"x": torch.ones(9), "q": quantized, "m": torch.empty(3, device="meta")}, path)
+    torch.save({"x": torch.ones(9), "q": quantized, "m": torch.empty(3, device="meta")}, path)
     file = open_checkpoint(path)
     assert file.container == "zip"
     with pytest.raises(KeyError, match="no tensor 'y'"):
@@ -261,8 +265,7 @@ def test_errors(tmp_path: Path) -> None:
 
 def test_a_file_that_changes(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": noise(90_000)}, path)
+    torch.save({"x": noise(90_000)}, path)
     os.utime(path, (1, 1))
     with open_checkpoint(path) as file:
         os.truncate(path, 50_000)
@@ -275,8 +278,7 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
 def test_a_file_that_is_touched(fmt: str, tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     want = {"x": noise(90_000), "y": noise(300)}
-    with stock():
-        torch.save(want, path, _use_new_zipfile_serialization=fmt == "zip")
+    torch.save(want, path, _use_new_zipfile_serialization=fmt == "zip")
     with open_checkpoint(path) as file:
         for when in (1, 2):
             os.utime(path, (when, when))
@@ -293,8 +295,7 @@ def test_other_tensors_after_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     """A bad place on the disk leaves the rest of the file readable."""
     path = tmp_path / "f.pt"
     want = {str(i): noise(200_000 + i) for i in range(6)}
-    with stock():
-        torch.save(want, path)
+    torch.save(want, path)
     real = threads.transfer
 
     def failing(request: Any, done: int = 0) -> int:
@@ -318,8 +319,7 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
     """As in the workers of a DataLoader whose dataset has the file open."""
     path = tmp_path / "f.pt"
     want = {str(i): noise(200_000 + i) for i in range(3)}
-    with stock():
-        torch.save(want, path)
+    torch.save(want, path)
     with open_checkpoint(path) as file:
         assert same(file.get_tensor("0"), want["0"])
         busy = file._idle.pop()  # another thread of the parent reads
@@ -341,8 +341,7 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
 def test_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that nobody uses any more keeps neither threads nor descriptors."""
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": noise(300_000)}, path)
+    torch.save({"x": noise(300_000)}, path)
     before = (quiet(monkeypatch), len(os.listdir("/proc/self/fd")))
     file = open_checkpoint(path)
     file.get_tensor("x")
@@ -353,11 +352,9 @@ def test_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_open_files_share_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a loader does that keeps all shards of a model open."""
-    with stock():
-        for i in range(20):
-            torch.save({"x": noise(300_000 + i)}, tmp_path / f"{i}.pt")
-    with stock():
-        want = [torch.load(tmp_path / f"{i}.pt")["x"] for i in range(20)]
+    want = [noise(300_000 + i) for i in range(20)]
+    for i, tensor in enumerate(want):
+        torch.save({"x": tensor}, tmp_path / f"{i}.pt")
     before = quiet(monkeypatch)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open_checkpoint(tmp_path / f"{i}.pt")) for i in range(20)]
@@ -371,8 +368,7 @@ def test_open_files_share_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for the spawned workers of a DataLoader, wherever those run."""
     want = noise(50_000)
-    with stock():
-        torch.save({"x": want}, tmp_path / "f.pt")
+    torch.save({"x": want}, tmp_path / "f.pt")
     monkeypatch.chdir(tmp_path)
     with open_checkpoint("f.pt") as file:
         text = pickle.dumps((file, file.get_slice("x")))
@@ -389,8 +385,7 @@ def test_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_indexed_with_numbers_of_numpy(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     want = noise(600).view(20, 30)
-    with stock():
-        torch.save({"x": want}, tmp_path / "f.pt")
+    torch.save({"x": want}, tmp_path / "f.pt")
     with open_checkpoint(tmp_path / "f.pt") as file:
         part = file.get_slice("x")
         for i in (numpy.int64(3), numpy.uint8(3), numpy.int32(-2)):
@@ -406,8 +401,7 @@ def test_a_signal_handler_reads_while_a_tensor_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = {str(i): noise(100_000) for i in range(3)}
-    with stock():
-        torch.save(want, tmp_path / "f.pt")
+    torch.save(want, tmp_path / "f.pt")
     seen: list[bool] = []
     with LazyCheckpoint(tmp_path / "f.pt", config=Config(small_file=0)) as file:
         real = FastFileReader.check_unchanged
@@ -450,8 +444,7 @@ def settled_threads(wanted: int) -> int:
 
 def test_fake_and_meta_tensors(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": torch.randn(300, 20).t(), "small": torch.ones(3)}, path)
+    torch.save({"x": torch.randn(300, 20).t(), "small": torch.ones(3)}, path)
     with open_checkpoint(path) as file:
         with FakeTensorMode():
             for key, shape in (("x", (20, 300)), ("small", (3,))):
@@ -467,8 +460,7 @@ def test_fake_and_meta_tensors(tmp_path: Path) -> None:
 def test_files_that_do_not_tell_their_byte_order(tmp_path: Path) -> None:
     """They are taken for what torch is told to take them for."""
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": torch.arange(9)}, tmp_path / "new.pt")
+    torch.save({"x": torch.arange(9)}, tmp_path / "new.pt")
     with zipfile.ZipFile(tmp_path / "new.pt") as new, zipfile.ZipFile(path, "w") as old:
         for name in new.namelist():
             if not name.endswith("byteorder"):
@@ -488,8 +480,7 @@ def test_files_that_do_not_tell_their_byte_order(tmp_path: Path) -> None:
 def test_threads(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     want = {str(i): noise(200_000 + i) for i in range(20)}
-    with stock():
-        torch.save(want, path)
+    torch.save(want, path)
     wrong: list[str] = []
     with open_checkpoint(path) as file:
 
@@ -513,8 +504,7 @@ def test_no_code_is_run(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": torch.ones(5), "evil": Evil()}, path)
+    torch.save({"x": torch.ones(5), "evil": Evil()}, path)
     with open_checkpoint(path) as file:
         assert torch.equal(file.get_tensor("x"), torch.ones(5))
     assert not (tmp_path / "ran").exists()
