@@ -5,13 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import gc
 import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -40,7 +37,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.loading import engine_pool
+from fastserial.files.sources import FileStamp
 from fastserial.loading.reader import FastFileReader
 
 
@@ -190,11 +187,16 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     torch.save({"x": noise(40 * MIB).view(40, -1), "y": noise(5 * MIB)}, path)
     with open_checkpoint(path) as file:
-        counts = file._idle[0].blocks.counts
+        before = bytes_read()
         file.get_slice("x")[7]
-        assert counts.direct + counts.cached < MIB + 64 * 1024
+        assert bytes_read() - before < MIB + 64 * 1024
         file.get_slice("x")[3:5, 10:20]
-        assert counts.direct + counts.cached < 3 * MIB
+        assert bytes_read() - before < 3 * MIB
+
+
+def bytes_read() -> int:
+    """By system calls of this process."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 LOADABLE = [
@@ -320,9 +322,8 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     want = {str(i): noise(200_000 + i) for i in range(3)}
     torch.save(want, path)
-    with open_checkpoint(path) as file:
+    with LazyCheckpoint(path, config=Config(small_file=250_000)) as file:
         assert same(file.get_tensor("0"), want["0"])
-        busy = file._idle.pop()  # another thread of the parent reads
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads
             child = os.fork()
@@ -333,36 +334,29 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
             with contextlib.suppress(BaseException):
                 equal = all(same(file.get_tensor(key), want[key]) for key in ("1", "2"))
             os._exit(0 if equal else 1)
-        file._idle.append(busy)
         assert os.waitpid(child, 0)[1] == 0
         assert same(file.get_tensor("1"), want["1"])
 
 
-def test_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that nobody uses any more keeps neither threads nor descriptors."""
+def test_left_open(tmp_path: Path) -> None:
+    """An open file keeps no threads, and one that nobody uses any more no descriptor."""
     path = tmp_path / "f.pt"
     torch.save({"x": noise(300_000)}, path)
-    before = (quiet(monkeypatch), len(os.listdir("/proc/self/fd")))
-    file = open_checkpoint(path)
+    torch.set_num_threads(1)
+    threads, descriptors = thread_count(), len(os.listdir("/proc/self/fd"))
+    file = LazyCheckpoint(path, config=Config(small_file=0))
     file.get_tensor("x")
-    assert thread_count() > before[0]
+    for _ in range(200):  # until those that have ended are gone for the kernel
+        if thread_count() <= threads:
+            break
+        time.sleep(0.05)
+    assert thread_count() <= threads
     del file
-    assert (settled_threads(before[0]), len(os.listdir("/proc/self/fd"))) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_open_files_share_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a loader does that keeps all shards of a model open."""
-    want = [noise(300_000 + i) for i in range(20)]
-    for i, tensor in enumerate(want):
-        torch.save({"x": tensor}, tmp_path / f"{i}.pt")
-    before = quiet(monkeypatch)
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open_checkpoint(tmp_path / f"{i}.pt")) for i in range(20)]
-        for _ in range(2):
-            for file, tensor in zip(files, want, strict=True):
-                assert same(file.get_tensor("x"), tensor)
-        assert before < thread_count() <= before + Config().threads
-    assert settled_threads(before) == before
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def test_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,31 +409,6 @@ def test_a_signal_handler_reads_while_a_tensor_is_read(
         monkeypatch.setattr(FastFileReader, "check_unchanged", check)
         assert same(file.get_tensor("1"), want["1"])
     assert seen == [True]
-
-
-def quiet(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many threads there are, once those of other tests are gone or out of reach."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(engine_pool, "_common", None)
-    gc.collect()
-    count, last = thread_count(), 0
-    while count != last:
-        time.sleep(0.2)
-        count, last = thread_count(), count
-    return count
-
-
-def thread_count() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def settled_threads(wanted: int) -> int:
-    """Return how many threads there are, once those that have ended are gone for the kernel."""
-    for _ in range(200):
-        if thread_count() <= wanted:
-            break
-        time.sleep(0.05)
-    return thread_count()
 
 
 def test_fake_and_meta_tensors(tmp_path: Path) -> None:
@@ -535,18 +504,6 @@ def test_safetensors(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-def test_a_thread_may_be_the_last_to_refer_to_a_pool(tmp_path: Path) -> None:
-    """It cannot wait for itself."""
-    path = tmp_path / "a"
-    path.write_bytes(bytes(5000))
-    program = Path(__file__).parents[1] / "programs" / "engine_pools.py"
-    done = subprocess.run(
-        [sys.executable, str(program), str(path)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "4096\n"
-
-
 def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:
     """Their tensors do not vanish: they are listed, and refused when they are asked for."""
     value = {"a": torch.ones(3), "later": torch.ones(4, dtype=torch.uint16)}
@@ -574,19 +531,23 @@ def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_stays_open_if_it_is_closed_while_a_reader_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("small_file", [0, 1 << 20])
+def test_closed_while_a_tensor_is_read(
+    small_file: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, say: the read comes to its end, and nothing stays open."""
     path = tmp_path / "a.pt"
-    torch.save({"a": torch.ones(3)}, path)
-    gc.collect()
+    torch.save({"a": torch.ones(3000)}, path)
     before = len(os.listdir("/proc/self/fd"))
-    file = fastserial.open(path)
+    file = LazyCheckpoint(path, config=Config(small_file=small_file))
+    holds_for = FileStamp.holds_for
 
-    class Late(list[Any]):
-        def append(self, reader: Any) -> None:
-            file.close()  # as another thread would, after this one has looked
-            super().append(reader)
+    def late(self: FileStamp, fd: int) -> bool:
+        file.close()
+        return holds_for(self, fd)
 
-    file._idle = Late(file._idle)
-    file.get_tensor("a")
-    assert not file._idle
+    monkeypatch.setattr(FileStamp, "holds_for", late)
+    assert same(file.get_tensor("a"), torch.ones(3000))
     assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ValueError, match="closed"):
+        file.get_tensor("a")
