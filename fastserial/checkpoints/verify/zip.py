@@ -315,7 +315,7 @@ def _is_dated(source: Source, record: RecordEntry) -> bool:
         header = parse_local_header(source.read_at(record.header_offset, length), record.name)
     except CorruptCheckpointError:
         return False
-    return header.name == record.full_name and header.stamp[1:] == when
+    return header.name == record.full_name and header.when == when
 
 
 def _check_entries(directory: Directory) -> Iterator[Problem]:
