@@ -152,6 +152,10 @@ class FastFileReader:
         """
         _refuse_changed(self._stamp, self.fd, self.name)
 
+    def translated(self) -> contextlib.AbstractContextManager[None]:
+        """Give errors of the body the file's name."""
+        return _translated(self.name)
+
     def close(self) -> None:
         """Close the file, waiting only for reads under way. Idempotent."""
         if self._closed:
