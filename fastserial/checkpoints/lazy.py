@@ -21,9 +21,7 @@ from fastserial.checkpoints.tensor_read import (
 from fastserial.config import Config
 from fastserial.formats.safetensors import TYPE_NAMES
 from fastserial.formats.tensors import TensorEntry
-from fastserial.interrupts import finish
-from fastserial.loading.engine_pool import EnginePool, common_pool
-from fastserial.loading.reader import FastFileReader
+from fastserial.loading.reader import OccasionalReader
 
 __all__ = ["LazyCheckpoint", "TensorSlice", "open_checkpoint"]
 
@@ -34,8 +32,8 @@ class LazyCheckpoint:
     Keys are joined by dots where dictionaries, lists or objects are nested: `model.0.weight`. The
     pickle is read, but never executed. Safe for use by several threads, in signal handlers, and in
     forked children such as the workers of a `DataLoader`; pickled, as for spawned ones, it is
-    reopened by its path. One that nobody uses any more is closed. Open files share threads and
-    staging buffers.
+    reopened by its path. One that nobody uses any more is closed, and keeps no threads and no
+    memory meanwhile.
     """
 
     def __init__(
@@ -60,14 +58,8 @@ class LazyCheckpoint:
         self._device = torch.device(device)
         self._opened = (os.path.abspath(os.fspath(path)), device, config)
         self._path = os.fspath(path)
-        engines = common_pool()
-        with FastFileReader(path, config) as first:
-            # All that it says has been read by then: its descriptor is closed.
-            self._container = open_readable(first.fd, first.name)
-            reader = first.another(engines)
-        self._source: tuple[FastFileReader, EnginePool] | None = reader, engines
-        # Readers that nobody uses now. One that failed does not come back: it may not go on.
-        self._idle = [reader]
+        self._file = OccasionalReader(path, config)
+        self._container = open_readable(self._file.fd, self._file.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyCheckpoint, self._opened
@@ -124,15 +116,7 @@ class LazyCheckpoint:
 
         Tensors that were read stay.
         """
-        self._source = None
-        idle: list[FastFileReader] = []
-        with contextlib.suppress(IndexError):  # another thread took the last
-            while self._idle:
-                idle.append(self._idle.pop())
-        finish(*(reader.close for reader in idle))
-
-    def _is_closed(self) -> bool:
-        return self._source is None
+        self._file.close()
 
     def __enter__(self) -> LazyCheckpoint:
         return self
@@ -140,47 +124,21 @@ class LazyCheckpoint:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[FastFileReader]:
-        """Lend a reader: each read has its own, in other threads and in signal handlers, too."""
-        source = self._source
-        if source is None:
-            raise ValueError("I/O operation on closed file.")
-        try:
-            reader = self._idle.pop()
-        except IndexError:
-            file, engines = source
-            reader = file.another(engines)
-        try:
-            yield reader
-        except BaseException:
-            reader.close()
-            raise
-        if self._is_closed() or self._idle:  # closed in between, or one is enough to keep open
-            reader.close()
-        else:
-            self._idle.append(reader)
-            if self._is_closed():  # by another thread, which did not see this reader
-                self.close()
-
     def _read(self, tensor: TensorEntry, view: torch.Tensor) -> torch.Tensor:
         base = self._container.offset_of(tensor)
         if self._device.type == "meta" or detect_fake_mode(None) is not None:  # no bytes needed
             return torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=self._device
             )
-        with self._reading() as reader:
-            if self._device.type == "cpu":
-                return fetch(reader, base, view)
-            if is_dense(view):  # through staging, without a copy on the host
-                out = torch.empty_strided(
-                    view.shape, view.stride(), dtype=view.dtype, device=self._device
-                )
-                extent = direct_extent(base, view, out)
-                if extent is not None:
-                    reader.read_into([extent])
-                    return out
-            return fetch(reader, base, view).to(self._device)
+        if self._device.type != "cpu" and is_dense(view):  # through staging, no copy on the host
+            out = torch.empty_strided(
+                view.shape, view.stride(), dtype=view.dtype, device=self._device
+            )
+            extent = direct_extent(base, view, out)
+            if extent is not None:
+                self._file.read_into([extent])
+                return out
+        return fetch(self._file, base, view).to(self._device)
 
 
 class TensorSlice:

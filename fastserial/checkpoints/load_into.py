@@ -7,8 +7,9 @@ through staging buffers.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.module_state import ModuleState
+from fastserial.checkpoints.convert import part_of
+from fastserial.checkpoints.load import load
 from fastserial.checkpoints.tensor_read import (
     direct_extent,
     meta_of,
@@ -27,11 +29,7 @@ from fastserial.checkpoints.tensor_read import (
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
-from fastserial.errors import (
-    CheckpointKeyError,
-    LoadMismatchError,
-    UnreadableTensorError,
-)
+from fastserial.errors import ConvertError, LoadMismatchError, UnreadableTensorError
 from fastserial.formats.container import Container
 from fastserial.formats.storages import reach
 from fastserial.formats.tensors import TensorEntry
@@ -88,9 +86,9 @@ def load_into(
 
     Keys must match as for `load_state_dict`; nested dictionaries and lists are joined by dots.
     Values of a dictionary that are not tensors are left alone. The pickle is read, but never
-    executed, and hooks of modules are not run; with one exception: what a module's `state_dict`
-    gives that is not its own memory (extra states, persistent metrics, copies) goes through its
-    `load_state_dict`, and if it is no tensor, is unpickled by torch's `weights_only` rules.
+    executed, and hooks of modules are not run; with one exception: a module whose `state_dict`
+    gives what is not its own memory (extra states, persistent metrics, copies) gets all by its
+    `load_state_dict`, from `torch.load(path, weights_only=True)`: the host holds a copy meanwhile.
 
     Args:
         target: what to fill, in place.
@@ -107,28 +105,24 @@ def load_into(
     Raises:
         LoadMismatchError: keys, dtypes or shapes differ, or two targets share a part of their
             memory; nothing was changed. A `RuntimeError`.
-        RuntimeError: the module's `load_state_dict` did not take what is not in its memory.
+        Exception: what `torch.load` and the module's `load_state_dict` raise, where it takes these.
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
     config = config or current()
     verify = config.verify_on_load if verify is None else verify
     began = perf_counter()
-    module = ModuleState(target) if isinstance(target, torch.nn.Module) else None
-    wanted = dict(_tensors(module.entries if module is not None else target))
+    state: Any = target
+    if isinstance(target, torch.nn.Module):
+        state = dict(_state_of(target))
+        if not _is_in_memory_of(target, state):
+            return _load_state_dict(target, path, key, strict, verify)
+    wanted = dict(_tensors(state))
     with FastFileReader(path, config) as reader:
         checked = verify and refuse_damaged(reader.name, reader.fd, config)
         with paused_collection() as pause:
             container = open_readable(reader.fd, reader.name)
-            unread: dict[str, str] = {}
-            if module is not None and module.loose:
-                module.divide(lambda name, tensor: _fits(tensor, container, key, name))
-                unread = module.unpickle(reader.fd, reader.name, key)
-                wanted = dict(_tensors(module.readable()))
-            claimed = module.unpickled if module is not None else []
-            jobs, left = _match(
-                wanted, container, key, strict, type(target).__name__, claimed, unread
-            )
+            jobs, left = _match(wanted, container, key, strict, type(target).__name__)
             jobs = _last_of_each(jobs)
             if reader.size > len(jobs) * FEW_BYTES:
                 pause.end()  # reading may take long
@@ -148,9 +142,58 @@ def load_into(
     for job in jobs:
         if not job.target.is_inference():
             torch.autograd.graph.increment_version(job.target)
-    if module is not None:
-        left.missing_keys.extend(module.hand_over(strict, left.missing_keys))
     return left
+
+
+# -- modules whose state is not in their memory --------------------------------------------------
+
+
+def _state_of(module: torch.nn.Module) -> Mapping[str, Any]:
+    if _takes(module.state_dict, "keep_vars"):
+        return module.state_dict(keep_vars=True)
+    return module.state_dict()
+
+
+def _takes(method: Callable[..., Any], name: str) -> bool:
+    taken = inspect.signature(method).parameters
+    return name in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+
+
+def _is_in_memory_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Return whether filling these values fills the module: none is a copy, or no tensor."""
+    held = [
+        value
+        for one in module.modules()
+        for group in (one._parameters, one._buffers, vars(one))
+        for value in group.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    known, spots = set(map(id, held)), set(map(_spot, held)) - {None}
+    return all(id(value) in known or _spot(value) in spots for value in state.values())
+
+
+def _spot(value: Any) -> tuple[torch.device, int] | None:
+    """Return where a tensor's storage is, None of what has no memory."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        place = value.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return (value.device, place) if place else None
+
+
+def _load_state_dict(
+    module: torch.nn.Module, path: str | os.PathLike[str], key: str, strict: bool, verify: bool
+) -> LoadedKeys:
+    try:
+        state = part_of(load(path, map_location="cpu", weights_only=True, verify=verify), key)
+    except ConvertError as error:
+        raise LoadMismatchError(str(error)) from error
+    take: Any = module.load_state_dict
+    found = take(state, strict=strict) if _takes(take, "strict") else take(state)
+    missing, unexpected = (getattr(found, f"{what}_keys", ()) for what in ("missing", "unexpected"))
+    return LoadedKeys(list(missing), list(unexpected))
 
 
 # -- what is to be filled ------------------------------------------------------------------------
@@ -173,23 +216,12 @@ def _walk(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _walk(item, f"{key}.{number}" if key else str(number))
 
 
-def _fits(target: torch.Tensor, index: Container, prefix: str, name: str) -> bool:
-    """Tell whether a tensor of the checkpoint can be read into this one."""
-    try:
-        stored = index.tensor(f"{prefix}.{name}" if prefix else name)
-    except (CheckpointKeyError, UnreadableTensorError):
-        return False
-    return _objection(target, stored) is None
-
-
 def _match(
     wanted: dict[str, torch.Tensor],
     index: Container,
     prefix: str,
     strict: bool,
     name: str,
-    claimed: Sequence[str],
-    unread: Mapping[str, str],
 ) -> tuple[list[_Job], LoadedKeys]:
     """Return what to read, having compared everything.
 
@@ -199,8 +231,6 @@ def _match(
         prefix: the part of it that is used.
         strict: every tensor of either side must have its partner.
         name: of the target, for errors.
-        claimed: keys whose values, and all below, come from the pickle.
-        unread: those that it does not give, and why.
 
     Raises:
         LoadMismatchError: something differs.
@@ -210,13 +240,9 @@ def _match(
         raise LoadMismatchError(f"there is no tensor under key={prefix!r}{_near(prefix, index)}")
     there = {key[len(start) :] for key in index if key.startswith(start)}
     missing = [key for key in wanted if key not in there]
-    missing += [key for key, reason in unread.items() if not reason]
     unexpected = [key for key in index if key.startswith(start)]
     unexpected = [key[len(start) :] for key in unexpected if key[len(start) :] not in wanted]
-    taken = tuple(f"{key}." for key in claimed)
-    unexpected = [key for key in unexpected if not f"{key}.".startswith(taken)]
-    refused = [f"{key}: {reason}" for key, reason in unread.items() if reason]
-    wrong = refused if strict else []
+    wrong: list[str] = []
     if strict and missing:
         wrong.append(f"not in the checkpoint: {_listed(missing)}")
     if strict and unexpected:
@@ -238,7 +264,6 @@ def _match(
         more = f"\n\t... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         lines = "\n\t".join(wrong[:_SHOWN])
         raise LoadMismatchError(f"the checkpoint does not fit this {name}:\n\t{lines}{more}")
-    missing += [key for key, reason in unread.items() if reason]
     return jobs, LoadedKeys(missing, unexpected)
 
 

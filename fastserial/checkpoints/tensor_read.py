@@ -7,8 +7,8 @@ out as for any tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
@@ -23,7 +23,6 @@ from fastserial.formats.container import Container, ZipContainer, open_container
 from fastserial.formats.storages import reach
 from fastserial.formats.tensors import TensorEntry
 from fastserial.formats.zip.records import PICKLE
-from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host
 
@@ -42,6 +41,13 @@ __all__ = [
 ]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ExtentReader(Protocol):
+    """Reads extents of a file."""
+
+    def read_into(self, extents: Sequence[ReadExtent]) -> None:
+        """Return when all are in their places."""
 
 
 def meta_of(tensor: TensorEntry) -> torch.Tensor:
@@ -112,7 +118,7 @@ def direct_extent(
     return ReadExtent(_first(base, view), nbytes, sink)
 
 
-def fetch(reader: FastFileReader, base: int, view: torch.Tensor) -> torch.Tensor:
+def fetch(reader: ExtentReader, base: int, view: torch.Tensor) -> torch.Tensor:
     """Return a new tensor of the host with the elements of a part of a tensor in the file.
 
     The strides are those of the view where that costs no memory, else contiguous.
@@ -136,7 +142,7 @@ def fetch(reader: FastFileReader, base: int, view: torch.Tensor) -> torch.Tensor
 
 
 def read_tensor_into(
-    reader: FastFileReader,
+    reader: ExtentReader,
     base: int,
     view: torch.Tensor,
     target: torch.Tensor,

@@ -33,7 +33,6 @@ class Device:
     name: str
     model: str
     nbytes: int | None
-    rotational: bool | None
     backing_file: str
 
 
@@ -127,15 +126,14 @@ def device_of(path: Path) -> Device:
     """Return the device that holds a path; nameless where there is none (tmpfs, NFS, overlay)."""
     node = block_node(os.stat(path).st_dev)
     if node is None:
-        return Device("", "", None, None, "")
+        return Device("", "", None, "")
     # a partition has its queue and model one level up
     disk = node if (node / "queue").is_dir() else node.parent
-    sectors, spins = first_line(node / "size"), first_line(disk / "queue/rotational")
+    sectors = first_line(node / "size")
     return Device(
         node.name,
         first_line(disk / "device/model"),
         int(sectors) * 512 if sectors.isdecimal() else None,
-        spins == "1" if spins else None,
         first_line(disk / "loop/backing_file"),
     )
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import DIRECT_BLOCKS, SCATTERED_BLOCK
-from fastserial.engines import Completion, Op, Request
-from fastserial.errors import CorruptCheckpointError
+from fastserial.engines import Completion, Engine, Op, Request, create
+from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import finish
-from fastserial.loading.engine_pool import EnginePool, OpenEngine, open_engine
 from fastserial.loading.policy import ReadPolicy, in_turns
 from fastserial.memory.buffers import Buffer, BufferPool
 from fastserial.reports import Transfer
@@ -107,6 +106,26 @@ class ReadCounts:
     complete_seconds: list[float] = field(default_factory=list)
 
 
+def _open_engine(config: Config) -> tuple[Engine, BufferPool]:
+    """Return a new engine that reads, and its staging buffers: no memory before they are used.
+
+    Raises:
+        EngineUnavailableError: the configured engine cannot read here.
+    """
+    engine = create(config.engine, config.threads)
+    to_close = [engine.close]
+    try:
+        if not engine.capabilities.moves_data:
+            raise EngineUnavailableError(f"engine {config.engine!r} does not read")
+        pool = engine.allocate(config.queue_depth, config.block_size)
+        to_close.append(pool.close)
+        engine.open(pool.buffers, config.queue_depth)
+    except BaseException:
+        finish(*to_close)
+        raise
+    return engine, pool
+
+
 class Pump:
     """Reads blocks of a file. Used by one thread; blocks are delivered on the engine's threads.
 
@@ -127,14 +146,11 @@ class Pump:
         config: Config,
         on_progress: Callable[[int], None] | None = None,
         owner: object = None,
-        engines: EnginePool | None = None,
     ) -> None:
         """Read from descriptor `fd`, which stays the caller's, up to byte `size`.
 
         Args:
             owner: kept as long as the descriptor is read from.
-            engines: where an engine comes from when one is needed, until `rest`; by default
-                there is a new one.
 
         Raises:
             EngineUnavailableError: the configured engine cannot read here.
@@ -149,28 +165,17 @@ class Pump:
         self._owner = owner
         self._in_flight = 0
         self._batch: list[Request] = []
-        self._engines = engines
-        self._opened: OpenEngine | None = None
         self.policy = ReadPolicy(fd, size, config)
-        if engines is None:
-            self._opened = open_engine(config)
-
-    @property
-    def _working(self) -> OpenEngine:
-        if self._opened is None:
-            if self._engines is None:
-                raise ValueError("I/O operation on closed file.")
-            self._opened = self._engines.take(self._config)
-        return self._opened
+        self._engine, self._buffers = _open_engine(config)
 
     @property
     def engine_name(self) -> str:
-        return self._working.engine.name
+        return self._engine.name
 
     @property
     def takes_any_memory(self) -> bool:
         """Whether blocks may come to memory of their own."""
-        return self._working.engine.capabilities.any_memory
+        return self._engine.capabilities.any_memory
 
     @property
     def range_size(self) -> int:
@@ -192,13 +197,6 @@ class Pump:
         """The transfer type taken for blocks to devices, and why."""
         return self.policy.transfer
 
-    def rest(self) -> None:
-        """Give the engine back to its pool, if it is from there; nothing is in flight."""
-        if self._engines is not None:
-            opened, self._opened = self._opened, None
-            if opened is not None:
-                self._engines.give(self._config, opened)
-
     def stage_in(
         self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
     ) -> None:
@@ -210,7 +208,7 @@ class Pump:
             taken: the transfer type of those blocks.
         """
         self.ring = ring
-        self.policy.serve_devices(ring, places, taken, self._working.engine)
+        self.policy.serve_devices(ring, places, taken, self._engine)
 
     def join(self, places: Collection[torch.device]) -> None:
         """Get ready for blocks for more devices, or later ones, after `stage_in`."""
@@ -282,20 +280,18 @@ class Pump:
         if self._batch:
             batch, self._batch = self._batch, []
             self._in_flight += len(batch)
-            self._working.engine.submit(batch)
+            self._engine.submit(batch)
 
     def reap(self) -> None:
         """Wait for at least one block."""
         self._flush()
-        for completion in self._working.engine.wait(1):
+        for completion in self._engine.wait(1):
             self._in_flight -= 1
             self._complete(completion)
 
     def close(self) -> None:
         """Stop the engine and free the buffers, waiting only for reads under way. Idempotent."""
-        self._engines = None
-        engine = [self._opened.close] if self._opened is not None else []
-        finish(*engine, self.policy.close, self._free)
+        finish(self._engine.close, self._buffers.close, self.policy.close, self._free)
 
     def _free(self) -> None:
         self._batch = []
@@ -331,7 +327,7 @@ class Pump:
 
     @property
     def _pool(self) -> BufferPool:
-        return self._working.pool if self.ring is None else self.ring
+        return self._buffers if self.ring is None else self.ring
 
     def _staging_buffer(self) -> Buffer:
         pool = self._pool

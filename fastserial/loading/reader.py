@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, CorruptCheckpointError
 from fastserial.files import linux
-from fastserial.files.sources import file_name, stamp
+from fastserial.files.linux import preadv
+from fastserial.files.sources import FileStamp, file_name, stamp
 from fastserial.interrupts import Descriptors, finish
-from fastserial.loading.engine_pool import EnginePool
 from fastserial.loading.planner import plan_blocks
 from fastserial.loading.pump import Pump, ReadCounts
-from fastserial.loading.sinks import ReadExtent
+from fastserial.loading.sinks import HostSink, ReadExtent
 from fastserial.memory.storages import is_on_host, synchronize
 from fastserial.progress import progress_bar
 from fastserial.reports import HOST_ONLY, Latency, LoadReport, Transfer, publish_load
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fastserial.memory.ring import Ring
 
-__all__ = ["FastFileReader", "report_load"]
+__all__ = ["FastFileReader", "OccasionalReader", "report_load"]
 
 
 class FastFileReader:
@@ -57,24 +57,17 @@ class FastFileReader:
         self._closed = True  # until there is something to close
         self.config = config if config is not None else current()
         self._files = Descriptors()
-        self._shared = False
         self.name, self.fd = _open(source, name, self._files)
         self._closed = False
         try:
-            found = os.fstat(self.fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", self.name)
-            self.size = found.st_size
-            self._stamp = stamp(self.fd, found)
-            self._start(None)
+            self._stamp = _stamp_of_file(self.fd, self.name)
+            self.size = self._stamp.size
+            self.bar = progress_bar(self.config.progress, self.name)
+            self.blocks = Pump(self.fd, self.size, self.config, self.bar.update, self._files)
         except BaseException:
             self._closed = True
             self._files.close()
             raise
-
-    def _start(self, engines: EnginePool | None) -> None:
-        self.bar = progress_bar(self.config.progress, self.name)
-        self.blocks = Pump(self.fd, self.size, self.config, self.bar.update, self._files, engines)
 
     @property
     def closed(self) -> bool:
@@ -131,7 +124,7 @@ class FastFileReader:
                     offset=extent.offset,
                 )
         self.bar.expect(sum(extent.length for extent in extents))
-        with self.translated():
+        with _translated(self.name):
             if extents:
                 self._read(extents)
             self.check_unchanged()
@@ -150,7 +143,6 @@ class FastFileReader:
             # into the same storages instead, or their owner.
             blocks.close()
             raise
-        blocks.rest()
 
     def check_unchanged(self) -> None:
         """Raise if the file was written to since it was opened.
@@ -158,39 +150,11 @@ class FastFileReader:
         Raises:
             CorruptCheckpointError: its size is another, or its time of modification and its ends.
         """
-        if not self._stamp.holds_for(self.fd):
-            raise CorruptCheckpointError("the file changed while it was read", path=self.name)
+        _refuse_changed(self._stamp, self.fd, self.name)
 
-    @contextlib.contextmanager
-    def translated(self) -> Iterator[None]:
+    def translated(self) -> contextlib.AbstractContextManager[None]:
         """Give errors of the body the file's name."""
-        try:
-            yield
-        except CheckpointFileError as error:
-            error.path = error.path or self.name
-            raise
-        except OSError as error:
-            if error.filename is not None:
-                raise
-            number = error.errno or errno.EIO
-            raise OSError(number, error.strerror or str(error), self.name) from error
-
-    def another(self, engines: EnginePool) -> FastFileReader:
-        """Return another reader of the same open file, whose engines come from a pool.
-
-        The file stays open until both are gone, closed or not.
-
-        Raises:
-            EngineUnavailableError: the configured engine cannot read here.
-        """
-        other = object.__new__(FastFileReader)
-        other._closed, other._shared = False, True
-        other.config, other.name, other.fd, other._files = (
-            self.config, self.name, self.fd, self._files
-        )  # fmt: skip
-        other.size, other._stamp = self.size, self._stamp
-        other._start(engines)
-        return other
+        return _translated(self.name)
 
     def close(self) -> None:
         """Close the file, waiting only for reads under way. Idempotent."""
@@ -198,14 +162,110 @@ class FastFileReader:
             return
         self._closed = True
         finish(self.blocks.close, self.bar.close)
-        if not self._shared:
-            self._files = Descriptors()  # closed after the last read from it
+        self._files = Descriptors()  # closed after the last read from it
 
     def __enter__(self) -> FastFileReader:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class OccasionalReader:
+    """A regular file that is read now and then: between reads only its descriptor is kept.
+
+    Each call reads by itself: threads, signal handlers and forked children may read at a time.
+    What is little the caller's thread reads, more a `FastFileReader` that ends with the call.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], config: Config | None = None) -> None:
+        """Open a file.
+
+        Args:
+            path: its path.
+            config: options; by default those in force.
+
+        Raises:
+            OSError: it cannot be opened, or is no regular file.
+        """
+        self.name = os.fspath(path)
+        self._config = config if config is not None else current()
+        self._files: Descriptors | None = Descriptors()
+        self.fd = self._files.open(self.name, os.O_RDONLY)
+        self._stamp = _stamp_of_file(self.fd, self.name)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._files is None
+
+    def read_into(self, extents: Sequence[ReadExtent]) -> None:
+        """Read extents; returns when all are in their places.
+
+        Raises:
+            CorruptCheckpointError: the file changed since it was opened.
+            OSError: the disk failed; `filename` names the file.
+            ValueError: it is closed.
+        """
+        files = self._files  # stays open up to the end of this call
+        if files is None:
+            raise ValueError("I/O operation on closed file.")
+        nbytes = sum(extent.length for extent in extents)
+        sinks = [extent.sink for extent in extents]
+        if nbytes <= self._config.small_file and all(isinstance(one, HostSink) for one in sinks):
+            with _translated(self.name):
+                for extent in extents:
+                    _read_here(self.fd, extent)
+        else:
+            with FastFileReader(self.fd, self._config, self.name) as reader:
+                reader.read_into(extents)
+        _refuse_changed(self._stamp, self.fd, self.name)
+
+    def close(self) -> None:
+        """Close the file, once reads under way in other threads are done. Idempotent."""
+        self._files = None
+
+
+def _read_here(fd: int, extent: ReadExtent) -> None:
+    place = extent.sink.place(0, extent.length) if extent.length else None
+    done = 0
+    while place is not None and done < extent.length:
+        got = preadv(fd, [place.view[done:]], extent.offset + done)
+        if got == 0:
+            raise CorruptCheckpointError("the file became shorter while it was read")
+        done += got
+
+
+def _stamp_of_file(fd: int, name: str) -> FileStamp:
+    """Return what an open file is like.
+
+    Raises:
+        OSError: it is no regular file.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", name)
+    return stamp(fd, found)
+
+
+def _refuse_changed(before: FileStamp, fd: int, name: str) -> None:
+    if not before.holds_for(fd):
+        raise CorruptCheckpointError("the file changed while it was read", path=name)
+
+
+@contextlib.contextmanager
+def _translated(name: str) -> Iterator[None]:
+    """Give errors of the body the file's name."""
+    try:
+        yield
+    except CheckpointFileError as error:
+        error.path = error.path or name
+        raise
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        number = error.errno or errno.EIO
+        raise OSError(number, error.strerror or str(error), name) from error
 
 
 def _open(

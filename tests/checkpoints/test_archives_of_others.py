@@ -119,7 +119,7 @@ def test_all_that_read_it_agree(name: str, tmp_path: Path) -> None:
     assert loads(path)
     assert digest(fastserial.load(path)) == want
     for read in (opened, filled):
-        if "deflated" in name and "added" not in name:
+        if "deflated" in name and name in REWRITTEN:
             with pytest.raises((UnreadableTensorError, LoadMismatchError), match="compressed"):
                 read(path)
         else:
@@ -260,7 +260,6 @@ def test_pickles_of_every_protocol_are_whole(protocol: int, tmp_path: Path) -> N
     [
         (b"\x80\x02]q\x00.", True),
         (b"\x80\x02]q\x00", False),
-        (b"\x80\x02c\\q\nname\n.", False),  # Python warns of such an escape: here an error
         (b"", False),
         (b"of another module", True),
     ],
@@ -326,8 +325,8 @@ def test_disk_errors_in_two_records(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for name, body in (("data.pkl", pickle.dumps(1, 2)), ("version", b"3\n")):
             file.writestr(f"a/{name}", body)
         for number in range(3):
-            file.writestr(f"a/data/{number}", bytes(30_000))
-    bad_sectors(monkeypatch, 10_000, 80_000)
+            file.writestr(f"a/data/{number}", bytes(300_000))
+    bad_sectors(monkeypatch, 150_000, 750_000)
     report = verify(path, SMALL)
     found = {(problem.kind, problem.record) for problem in report.problems}
     assert found == {("read", "data/0"), ("read", "data/2")}

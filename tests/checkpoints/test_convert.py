@@ -169,10 +169,12 @@ def test_metadata_that_is_lost_is_told(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "number": (lambda: {"a": torch.ones(3), "epoch": 5}, "'epoch'"),
+    "number": (lambda: {"a": torch.ones(3), "epoch": 5}, "'epoch'.* of type int, not a tensor"),
     "nested": (lambda: {"model": {"a": torch.ones(3)}}, "'model'.*key"),
     "list": (lambda: [torch.ones(3)], "dictionary of tensors"),
-    "int_key": (lambda: {1: torch.ones(3)}, "entry 1"),
+    "no container": (lambda: 3, "nothing of type int"),
+    "int_key": (lambda: {1: torch.ones(3)}, "entry 1.* of type int, not a string"),
+    "surrogate": (lambda: {"bad\ud800": torch.ones(1)}, "no valid Unicode"),
     "sparse": (lambda: {"s": torch.eye(3).to_sparse()}, "'s'"),
     "quantized": (
         lambda: {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)},
@@ -201,7 +203,9 @@ def test_shared_memory(tmp_path: Path) -> None:
     base = torch.randn(100)
     source = saved(tmp_path, {"a": base, "b": base[10:20], "c": torch.ones(2)})
     target = tmp_path / "t.safetensors"
-    with pytest.raises(ConvertError, match="'a' and 'b' share"):
+    with pytest.raises(
+        ConvertError, match=r"'a' and 'b' share .*copy_shared=True \(--copy-shared\) writes"
+    ):
         convert(source, target)
     convert(source, target, copy_shared=True)
     safetensors = pytest.importorskip("safetensors.torch")
@@ -250,20 +254,6 @@ def test_the_part_that_is_wanted_is_named(first: dict[str, Any], tmp_path: Path)
     value = {**first, "state_dict": {"w": torch.ones(3)}, "callbacks": {}}
     with pytest.raises(ConvertError, match=r"key='state_dict' \(--key state_dict\)"):
         convert(saved(tmp_path, value), tmp_path / "t.safetensors")
-
-
-def test_words_for_what_safetensors_cannot_hold(tmp_path: Path) -> None:
-    for value, words in (
-        ({"epoch": 3}, "of type int, not a tensor"),
-        ({3: torch.ones(1)}, "of type int, not a string"),
-        (3, "nothing of type int"),
-        ({"bad\ud800": torch.ones(1)}, "no valid Unicode"),
-    ):
-        with pytest.raises(ConvertError, match=words):
-            convert(saved(tmp_path, value), tmp_path / "t.safetensors")
-    tensor = torch.ones(3)
-    with pytest.raises(ConvertError, match=r"copy_shared=True \(--copy-shared\) writes"):
-        convert(saved(tmp_path, {"a": tensor, "b": tensor}), tmp_path / "t.safetensors")
 
 
 @pytest.mark.parametrize("fmt", [*TORCH_CONTAINERS, "deflated"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import gc
 import os
 import pickle
 import random
@@ -14,6 +13,7 @@ import threading
 import time
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from fastserial.errors import (
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
-from fastserial.loading import engine_pool
+from fastserial.files.sources import FileStamp
 from fastserial.loading.reader import FastFileReader
 
 
@@ -102,6 +102,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _stock() -> Iterator[None]:
+    """All files are written by stock torch."""
+    with stock():
+        yield
+
+
 @pytest.fixture(params=["zip", "legacy"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     fmt = request.param
@@ -109,8 +116,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if fmt == "legacy":
         del value["fp8"]
     file = tmp_path / f"{fmt}.pt"
-    with stock():
-        torch.save(value, file, _use_new_zipfile_serialization=fmt == "zip")
+    torch.save(value, file, _use_new_zipfile_serialization=fmt == "zip")
     return file
 
 
@@ -163,8 +169,7 @@ def test_scattered_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tensor_read, "CONTIGUOUS_RUN", 2000)
     path = tmp_path / "f.pt"
     tensor = torch.randn(30, 40, 500)
-    with stock():
-        torch.save({"x": tensor, "t": tensor.permute(1, 2, 0), "odd": tensor[:, 3:9, ::7]}, path)
+    torch.save({"x": tensor, "t": tensor.permute(1, 2, 0), "odd": tensor[:, 3:9, ::7]}, path)
     with open_checkpoint(path) as file:
         for key, whole in torch.load(path).items():
             sliced = file.get_slice(key)
@@ -181,14 +186,18 @@ def test_scattered_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.M
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": noise(40 * MIB).view(40, -1), "y": noise(5 * MIB)}, path)
+    torch.save({"x": noise(40 * MIB).view(40, -1), "y": noise(5 * MIB)}, path)
     with open_checkpoint(path) as file:
-        counts = file._idle[0].blocks.counts
+        before = bytes_read()
         file.get_slice("x")[7]
-        assert counts.direct + counts.cached < MIB + 64 * 1024
+        assert bytes_read() - before < MIB + 64 * 1024
         file.get_slice("x")[3:5, 10:20]
-        assert counts.direct + counts.cached < 3 * MIB
+        assert bytes_read() - before < 3 * MIB
+
+
+def bytes_read() -> int:
+    """By system calls of this process."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 LOADABLE = [
@@ -230,8 +239,7 @@ def test_errors(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates it, but only once per process
         quantized = torch.quantize_per_tensor(torch.randn(9), 0.1, 0, torch.qint8)
-    with stock():
-        torch.save({"x": torch.ones(9), "q": quantized, "m": torch.empty(3, device="meta")}, path)
+    torch.save({"x": torch.ones(9), "q": quantized, "m": torch.empty(3, device="meta")}, path)
     file = open_checkpoint(path)
     assert file.container == "zip"
     with pytest.raises(KeyError, match="no tensor 'y'"):
@@ -260,8 +268,7 @@ def test_errors(tmp_path: Path) -> None:
 
 def test_a_file_that_changes(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": noise(90_000)}, path)
+    torch.save({"x": noise(90_000)}, path)
     os.utime(path, (1, 1))
     with open_checkpoint(path) as file:
         os.truncate(path, 50_000)
@@ -274,8 +281,7 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
 def test_a_file_that_is_touched(fmt: str, tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     want = {"x": noise(90_000), "y": noise(300)}
-    with stock():
-        torch.save(want, path, _use_new_zipfile_serialization=fmt == "zip")
+    torch.save(want, path, _use_new_zipfile_serialization=fmt == "zip")
     with open_checkpoint(path) as file:
         for when in (1, 2):
             os.utime(path, (when, when))
@@ -292,8 +298,7 @@ def test_other_tensors_after_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     """A bad place on the disk leaves the rest of the file readable."""
     path = tmp_path / "f.pt"
     want = {str(i): noise(200_000 + i) for i in range(6)}
-    with stock():
-        torch.save(want, path)
+    torch.save(want, path)
     real = threads.transfer
 
     def failing(request: Any, done: int = 0) -> int:
@@ -317,11 +322,9 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
     """As in the workers of a DataLoader whose dataset has the file open."""
     path = tmp_path / "f.pt"
     want = {str(i): noise(200_000 + i) for i in range(3)}
-    with stock():
-        torch.save(want, path)
-    with open_checkpoint(path) as file:
+    torch.save(want, path)
+    with LazyCheckpoint(path, config=Config(small_file=250_000)) as file:
         assert same(file.get_tensor("0"), want["0"])
-        busy = file._idle.pop()  # another thread of the parent reads
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads
             child = os.fork()
@@ -332,46 +335,35 @@ def test_in_a_forked_child(tmp_path: Path) -> None:
             with contextlib.suppress(BaseException):
                 equal = all(same(file.get_tensor(key), want[key]) for key in ("1", "2"))
             os._exit(0 if equal else 1)
-        file._idle.append(busy)
         assert os.waitpid(child, 0)[1] == 0
         assert same(file.get_tensor("1"), want["1"])
 
 
-def test_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that nobody uses any more keeps neither threads nor descriptors."""
+def test_left_open(tmp_path: Path) -> None:
+    """An open file keeps no threads, and one that nobody uses any more no descriptor."""
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": noise(300_000)}, path)
-    before = (quiet(monkeypatch), len(os.listdir("/proc/self/fd")))
-    file = open_checkpoint(path)
+    torch.save({"x": noise(300_000)}, path)
+    torch.set_num_threads(1)
+    threads, descriptors = thread_count(), len(os.listdir("/proc/self/fd"))
+    file = LazyCheckpoint(path, config=Config(small_file=0))
     file.get_tensor("x")
-    assert thread_count() > before[0]
+    for _ in range(200):  # until those that have ended are gone for the kernel
+        if thread_count() <= threads:
+            break
+        time.sleep(0.05)
+    assert thread_count() <= threads
     del file
-    assert (settled_threads(before[0]), len(os.listdir("/proc/self/fd"))) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_open_files_share_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a loader does that keeps all shards of a model open."""
-    with stock():
-        for i in range(20):
-            torch.save({"x": noise(300_000 + i)}, tmp_path / f"{i}.pt")
-    with stock():
-        want = [torch.load(tmp_path / f"{i}.pt")["x"] for i in range(20)]
-    before = quiet(monkeypatch)
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open_checkpoint(tmp_path / f"{i}.pt")) for i in range(20)]
-        for _ in range(2):
-            for file, tensor in zip(files, want, strict=True):
-                assert same(file.get_tensor("x"), tensor)
-        assert before < thread_count() <= before + Config().threads
-    assert settled_threads(before) == before
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def test_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for the spawned workers of a DataLoader, wherever those run."""
     want = noise(50_000)
-    with stock():
-        torch.save({"x": want}, tmp_path / "f.pt")
+    torch.save({"x": want}, tmp_path / "f.pt")
     monkeypatch.chdir(tmp_path)
     with open_checkpoint("f.pt") as file:
         text = pickle.dumps((file, file.get_slice("x")))
@@ -388,8 +380,7 @@ def test_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_indexed_with_numbers_of_numpy(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     want = noise(600).view(20, 30)
-    with stock():
-        torch.save({"x": want}, tmp_path / "f.pt")
+    torch.save({"x": want}, tmp_path / "f.pt")
     with open_checkpoint(tmp_path / "f.pt") as file:
         part = file.get_slice("x")
         for i in (numpy.int64(3), numpy.uint8(3), numpy.int32(-2)):
@@ -405,8 +396,7 @@ def test_a_signal_handler_reads_while_a_tensor_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = {str(i): noise(100_000) for i in range(3)}
-    with stock():
-        torch.save(want, tmp_path / "f.pt")
+    torch.save(want, tmp_path / "f.pt")
     seen: list[bool] = []
     with LazyCheckpoint(tmp_path / "f.pt", config=Config(small_file=0)) as file:
         real = FastFileReader.check_unchanged
@@ -422,35 +412,9 @@ def test_a_signal_handler_reads_while_a_tensor_is_read(
     assert seen == [True]
 
 
-def quiet(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many threads there are, once those of other tests are gone or out of reach."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(engine_pool, "_common", None)
-    gc.collect()
-    count, last = thread_count(), 0
-    while count != last:
-        time.sleep(0.2)
-        count, last = thread_count(), count
-    return count
-
-
-def thread_count() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def settled_threads(wanted: int) -> int:
-    """Return how many threads there are, once those that have ended are gone for the kernel."""
-    for _ in range(200):
-        if thread_count() <= wanted:
-            break
-        time.sleep(0.05)
-    return thread_count()
-
-
 def test_fake_and_meta_tensors(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": torch.randn(300, 20).t(), "small": torch.ones(3)}, path)
+    torch.save({"x": torch.randn(300, 20).t(), "small": torch.ones(3)}, path)
     with open_checkpoint(path) as file:
         with FakeTensorMode():
             for key, shape in (("x", (20, 300)), ("small", (3,))):
@@ -466,8 +430,7 @@ def test_fake_and_meta_tensors(tmp_path: Path) -> None:
 def test_files_that_do_not_tell_their_byte_order(tmp_path: Path) -> None:
     """They are taken for what torch is told to take them for."""
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": torch.arange(9)}, tmp_path / "new.pt")
+    torch.save({"x": torch.arange(9)}, tmp_path / "new.pt")
     with zipfile.ZipFile(tmp_path / "new.pt") as new, zipfile.ZipFile(path, "w") as old:
         for name in new.namelist():
             if not name.endswith("byteorder"):
@@ -487,8 +450,7 @@ def test_files_that_do_not_tell_their_byte_order(tmp_path: Path) -> None:
 def test_threads(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     want = {str(i): noise(200_000 + i) for i in range(20)}
-    with stock():
-        torch.save(want, path)
+    torch.save(want, path)
     wrong: list[str] = []
     with open_checkpoint(path) as file:
 
@@ -512,8 +474,7 @@ def test_no_code_is_run(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     path = tmp_path / "f.pt"
-    with stock():
-        torch.save({"x": torch.ones(5), "evil": Evil()}, path)
+    torch.save({"x": torch.ones(5), "evil": Evil()}, path)
     with open_checkpoint(path) as file:
         assert torch.equal(file.get_tensor("x"), torch.ones(5))
     assert not (tmp_path / "ran").exists()
@@ -544,13 +505,6 @@ def test_safetensors(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-def test_a_thread_may_be_the_last_to_refer_to_a_pool(tmp_path: Path) -> None:
-    """It cannot wait for itself."""
-    path = tmp_path / "a"
-    path.write_bytes(bytes(5000))
-    assert run("engine_pools", path, timeout=60).out == "4096\n"
-
-
 def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:
     """Their tensors do not vanish: they are listed, and refused when they are asked for."""
     value = {"a": torch.ones(3), "later": torch.ones(4, dtype=torch.uint16)}
@@ -578,19 +532,23 @@ def test_dtypes_of_a_later_torch(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_stays_open_if_it_is_closed_while_a_reader_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("small_file", [0, 1 << 20])
+def test_closed_while_a_tensor_is_read(
+    small_file: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, say: the read comes to its end, and nothing stays open."""
     path = tmp_path / "a.pt"
-    torch.save({"a": torch.ones(3)}, path)
-    gc.collect()
+    torch.save({"a": torch.ones(3000)}, path)
     before = len(os.listdir("/proc/self/fd"))
-    file = fastserial.open(path)
+    file = LazyCheckpoint(path, config=Config(small_file=small_file))
+    holds_for = FileStamp.holds_for
 
-    class Late(list[Any]):
-        def append(self, reader: Any) -> None:
-            file.close()  # as another thread would, after this one has looked
-            super().append(reader)
+    def late(self: FileStamp, fd: int) -> bool:
+        file.close()
+        return holds_for(self, fd)
 
-    file._idle = Late(file._idle)
-    file.get_tensor("a")
-    assert not file._idle
+    monkeypatch.setattr(FileStamp, "holds_for", late)
+    assert same(file.get_tensor("a"), torch.ones(3000))
     assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ValueError, match="closed"):
+        file.get_tensor("a")

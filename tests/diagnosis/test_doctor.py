@@ -47,7 +47,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def healthy() -> Diagnosis:
     """A machine and a folder without a fault."""
-    device = folder_module.Device("sda", "Disk", 1 << 40, False, "")
+    device = folder_module.Device("sda", "Disk", 1 << 40, "")
     folder = Folder(
         "/data", None, "ext4", device, 1 << 40, DirectAlignment(4, 512, True), None, True, True
     )

@@ -286,9 +286,7 @@ def test_reading_ahead_that_fails_is_reported(path: Path, monkeypatch: pytest.Mo
     """torch reads the rest, and the report does not keep that to itself."""
     with stock():
         want = digest(torch.load(path))
-    monkeypatch.setattr(
-        "fastserial.loading.engine_pool.create", lambda name, threads: FailsLater(1)
-    )
+    monkeypatch.setattr("fastserial.loading.pump.create", lambda name, threads: FailsLater(1))
     monkeypatch.setattr("fastserial.loading.pump.SCATTERED_BLOCK", 1 << 20)
     with fast(**SMALL):
         found = torch.load(path)

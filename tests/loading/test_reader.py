@@ -22,7 +22,7 @@ from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.files import caching, linux
-from fastserial.loading import engine_pool
+from fastserial.loading import pump
 from fastserial.loading.pump import Block, Pump
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, PartsSink, ReadExtent
@@ -263,7 +263,7 @@ class FailsThenWaits(ThreadsEngine):
 
 def test_no_read_outlasts_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is its owner's again, or torch's, which reads into it instead."""
-    monkeypatch.setattr(engine_pool, "create", lambda name, count: FailsThenWaits(count))
+    monkeypatch.setattr(pump, "create", lambda name, count: FailsThenWaits(count))
     sink, storage = host(SIZE)
     config = Config(direct=True, small_file=0, block_size=1 << 20)
     with FastFileReader(path, config) as reader:
@@ -291,7 +291,7 @@ class OwnBuffers(ThreadsEngine):
 
 
 def test_engines_with_own_buffers(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "create", lambda name, count: OwnBuffers(count))
+    monkeypatch.setattr(pump, "create", lambda name, count: OwnBuffers(count))
     sink, storage = host(SIZE)
     for direct in (True, False):
         config = Config(direct=direct, small_file=0, block_size=65536, queue_depth=2)

@@ -15,7 +15,7 @@ from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
-from fastserial.checkpoints.verify.report import Findings, Problem, Result, Status, VerifyReport
+from fastserial.checkpoints.verify.report import Findings, Problem, Status, VerifyReport
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.config import Config, current
 from fastserial.errors import (
@@ -76,64 +76,63 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
     """Check a checkpoint, by its descriptor if it is open."""
     began = perf_counter()
     findings = Findings()
-    result = Result()
-    size = 0
-    reason: str | None = None
     try:
         with Descriptors() as files:
             if cold:
-                settings, reason = replace(settings, direct=True), _evict(name)
+                settings, findings.reason = replace(settings, direct=True), _evict(name)
             fd = opened
             if fd is None:
                 fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             before = os.fstat(fd)
-            size, seen = before.st_size, stamp(fd, before)
-            found, source = detect(fd, name), DescriptorSource(fd)
-            if found in (Format.ZIP, Format.DAMAGED_ZIP):
-                result.format = Format.ZIP.value
-                result = verify_zip(FilePart(fd, name, settings), findings)
-            elif found is Format.LEGACY:
-                result.format = found.value
-                result.records = _verify_legacy(source, findings)
-            elif found is Format.SAFETENSORS:
-                result.format = found.value
-                result.records = _verify_safetensors(source, findings)
-            elif found is Format.OTHER and is_file_list(name):
-                result.format = FILE_LIST
-                result.records = verify_file_list(fd, name, findings)
-            elif found is Format.FOLDER and is_dcp_folder(name):
-                result = verify_folder(name, settings, findings)
-                size = result.nbytes
+            findings.nbytes, seen = before.st_size, stamp(fd, before)
+            found = detect(fd, name)
+            if found is Format.FOLDER and is_dcp_folder(name):
+                verify_folder(name, settings, findings)
             else:
-                result.reason = _REASONS.get(found, found.value)
-            if found is not Format.FOLDER:
-                result.changed = not seen.holds_for(fd)
-        reason = result.reason or reason
-        if result.changed:
-            reason = "it changed while it was read: verify it again"
+                _verify_file(fd, name, found, settings, findings)
+                findings.changed = found is not Format.FOLDER and not seen.holds_for(fd)
     except CorruptCheckpointError as error:
         findings.add(Problem("truncated", error.message, error.record, error.offset))
     except (PickleLimitError, UnreadableCheckpointError) as error:
-        reason = str(error)
+        findings.reason = str(error)
     except OSError as error:
-        reason = error.strerror or str(error)
+        findings.reason = error.strerror or str(error)
     status: Status = "damaged" if findings.found else "ok"
-    if reason is not None:
-        status = "unreadable" if status == "ok" or result.changed else status
-        findings.note(reason)
+    if findings.changed:
+        status, findings.reason = "unreadable", "it changed while it was read: verify it again"
+    if findings.reason is not None:
+        status = "unreadable" if status == "ok" else status
+        findings.note(findings.reason)
     return VerifyReport(
         path=name,
         status=status,
-        format=result.format,
-        bytes=size,
+        format=findings.format,
+        bytes=findings.nbytes,
         seconds=perf_counter() - began,
-        records=result.records,
-        checked_bytes=result.checked_bytes,
-        unchecked=result.unchecked,
+        records=findings.records,
+        checked_bytes=findings.checked_bytes,
+        unchecked=findings.unchecked,
         problems=tuple(findings.problems),
         found=findings.found,
         notes=tuple(findings.notes),
     )
+
+
+def _verify_file(fd: int, name: str, found: Format, settings: Config, findings: Findings) -> None:
+    source = DescriptorSource(fd)
+    if found in (Format.ZIP, Format.DAMAGED_ZIP):
+        verify_zip(FilePart(fd, name, settings), findings)
+    elif found is Format.LEGACY:
+        findings.format = found.value
+        findings.records = _verify_legacy(source, findings)
+    elif found is Format.SAFETENSORS:
+        findings.format = found.value
+        findings.records = _verify_safetensors(source, findings)
+    elif found is Format.OTHER and is_file_list(name):
+        findings.format = FILE_LIST
+        findings.records = verify_file_list(fd, name, findings)
+    else:
+        findings.reason = _REASONS.get(found, found.value)
 
 
 def refuse_damaged(

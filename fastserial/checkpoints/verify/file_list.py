@@ -40,7 +40,7 @@ def file_lists_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the lists in a folder and those below, sorted."""
     for parent, folders, files in os.walk(folder):
         folders.sort()
-        yield from (os.path.join(parent, name) for name in sorted(files) if is_file_list(name))
+        yield from filter(is_file_list, (os.path.join(parent, name) for name in sorted(files)))
 
 
 def verify_file_list(fd: int, path: str, findings: Findings) -> int:

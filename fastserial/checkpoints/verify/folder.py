@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from fastserial.checkpoints.dcp_folder import list_folder, read_metadata
 from fastserial.checkpoints.verify.checksums import FilePart
-from fastserial.checkpoints.verify.report import Findings, Problem, Result
+from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checkpoints.verify.zip import verify_zip
 from fastserial.checksums import crc_mismatch
 from fastserial.config import Config
@@ -30,7 +30,7 @@ _DESCRIPTOR_BYTES = 8
 _SHOWN = 3
 
 
-def verify_folder(path: str, config: Config, findings: Findings) -> Result:
+def verify_folder(path: str, config: Config, findings: Findings) -> None:
     """Check the metadata, and the CRC-32 and the structure of all items.
 
     Raises:
@@ -38,14 +38,14 @@ def verify_folder(path: str, config: Config, findings: Findings) -> Result:
         PickleLimitError: its metadata takes too long to read.
     """
     found = list_folder(path)
-    result = Result()
+    findings.nbytes = 0
     before = _versions(path, found.metadata)
     for name in (*found.metadata, *found.shards):
         with contextlib.suppress(FileNotFoundError):
-            result.nbytes += os.stat(os.path.join(path, name)).st_size
+            findings.nbytes += os.stat(os.path.join(path, name)).st_size
     if not found.metadata:
         findings.add(Problem("missing", "there is none: the save was not completed", ".metadata"))
-        return result
+        return
     needed: set[str] = set()
     for name in found.metadata:
         try:
@@ -54,17 +54,16 @@ def verify_folder(path: str, config: Config, findings: Findings) -> Result:
             findings.add(Problem("directory", error.message, file=name))
             continue
         except UnreadableCheckpointError as error:
-            result.reason = f"{name}: {error.message}"
+            findings.reason = f"{name}: {error.message}"
             continue
-        result.format = "dcp"
+        findings.format = "dcp"
         _check_metadata(metadata, name, findings)
-        needed |= _Folder(path, metadata, config, findings, result).check()
+        needed |= _Folder(path, metadata, config, findings).check()
     spare = [name for name in found.shards if name not in needed]
-    if spare and result.format is not None:
+    if spare and findings.format is not None:
         shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
         findings.note(f"{len(spare)} files belong to no checkpoint that torch loads: {shown}")
-    result.changed = _versions(path, found.metadata) != before
-    return result
+    findings.changed = _versions(path, found.metadata) != before
 
 
 def _versions(path: str, names: list[str]) -> list[tuple[int, int] | None]:
@@ -93,70 +92,62 @@ def _check_metadata(metadata: Metadata, name: str, findings: Findings) -> None:
         findings.note(f"{name} has no checksum: fastserial did not write it")
 
 
+@dataclass(slots=True)
 class _Folder:
     """Checks the files that a `.metadata` names."""
 
-    def __init__(
-        self,
-        path: str,
-        metadata: Metadata,
-        config: Config,
-        findings: Findings,
-        result: Result,
-    ) -> None:
-        self._path = path
-        self._metadata = metadata
-        self._config = config
-        self._findings = findings
-        self._result = result
-        self._extended = 0
-        self._bare = 0
-        self._other_dtypes = 0
+    path: str
+    metadata: Metadata
+    config: Config
+    findings: Findings
+    extended: int = 0
+    bare: int = 0
+    other_dtypes: int = 0
 
     def check(self) -> set[str]:
         """Check all files; return their names."""
         files: dict[str, list[Item]] = {}
-        for item in self._metadata.items:
+        for item in self.metadata.items:
             files.setdefault(item.file, []).append(item)
-        bar = progress_bar(self._config.progress, self._path)
-        bar.expect(sum(item.length for item in self._metadata.items))
+        bar = progress_bar(self.config.progress, self.path)
+        bar.expect(sum(item.length for item in self.metadata.items))
         try:
             self._check_files(files, bar)
         finally:
             bar.close()
-        if self._extended:
-            self._findings.note(
-                f"{self._extended} items went through an extension (a compression): not checked"
+        if self.extended:
+            self.findings.note(
+                f"{self.extended} items went through an extension (a compression): not checked"
             )
-        if self._bare:
-            self._findings.note(f"{self._bare} items have no checksum: not checked")
-        if self._other_dtypes:
-            self._findings.note(
-                f"{self._other_dtypes} items have another dtype than the metadata says, as after "
+        if self.bare:
+            self.findings.note(f"{self.bare} items have no checksum: not checked")
+        if self.other_dtypes:
+            self.findings.note(
+                f"{self.other_dtypes} items have another dtype than the metadata says, as after "
                 "stock's enable_plan_caching; dcp.load takes what is in the item"
             )
-        self._result.unchecked += self._extended + self._bare
+        self.findings.unchecked += self.extended + self.bare
         return set(files)
 
     def _check_files(self, files: dict[str, list[Item]], bar: ProgressBar) -> None:
         for name, items in sorted(files.items()):
-            self._result.records += len(items)
+            self.findings.records += len(items)
             if os.path.basename(name) != name:
                 text = "the metadata names a file outside of the folder"
-                self._findings.add(Problem("directory", text, None, file=name))
+                self.findings.add(Problem("directory", text, None, file=name))
                 continue
             try:
                 with Descriptors() as opened:
-                    path = os.path.join(self._path, name)
+                    path = os.path.join(self.path, name)
                     fd = opened.open(path, os.O_RDONLY | os.O_NONBLOCK)
                     self._check_file(fd, sorted(items, key=lambda item: item.offset), bar)
             except FileNotFoundError:
                 keys = tuple(dict.fromkeys(item.key for item in items))
                 text = f"it is not there, and {len(items)} items are in it"
-                self._findings.add(Problem("missing", text, None, None, keys, name))
+                self.findings.add(Problem("missing", text, None, None, keys, name))
             except OSError as error:
                 text = f"it cannot be read: {error.strerror}"
-                self._findings.add(Problem("read", text, None, file=name))
+                self.findings.add(Problem("read", text, None, file=name))
 
     def _check_file(self, fd: int, items: list[Item], bar: ProgressBar) -> None:
         size = os.fstat(fd).st_size
@@ -166,19 +157,19 @@ class _Folder:
                 text = f"the file ends at {size}, before the item does"
                 self._add(item, "truncated", text)
             elif item.is_extended:
-                self._extended += 1
+                self.extended += 1
             else:
                 self._check_item(fd, item)
 
     def _add(self, item: Item, kind: str, message: str, offset: int = 0) -> None:
         keys = (item.key,)
         where = item.offset + offset
-        self._findings.add(Problem(kind, message, item.name, where, keys, item.file))
+        self.findings.add(Problem(kind, message, item.name, where, keys, item.file))
 
     # -- one item ------------------------------------------------------------------------------
 
     def _check_item(self, fd: int, item: Item) -> None:
-        config = replace(self._config, progress=False)  # all items have one bar
+        config = replace(self.config, progress=False)  # all items have one bar
         try:
             held = FilePart(fd, item.file, config, item.offset, item.length)
         except TruncatedCheckpointError:
@@ -200,7 +191,7 @@ class _Folder:
         known = item.known
         is_unknown = item.chunk is not None and item.nbytes is None  # a dtype that we do not know
         if known is None or known.crc is None or is_unknown:
-            self._bare += 1
+            self.bare += 1
             return
         length = item.length if item.nbytes is None or known.start is None else item.nbytes
         start = known.start or 0
@@ -211,7 +202,7 @@ class _Folder:
         if isinstance(crc, OSError):
             self._add(item, "read", f"cannot be read: {crc.strerror}", start)
             return
-        self._result.checked_bytes += length
+        self.findings.checked_bytes += length
         mismatch = crc_mismatch(crc, known.crc)
         if mismatch is not None:
             self._add(item, "checksum", f"damaged: {mismatch}", start)
@@ -219,24 +210,22 @@ class _Folder:
     def _check_archive(self, held: FilePart, item: Item) -> None:
         """Check an item that is an archive of `torch.save`."""
         found = Findings()
-        zip_result = None
         try:
-            zip_result = verify_zip(held, found)
-            if zip_result.reason is not None:
-                self._result.reason = f"{item.name}: {zip_result.reason}"
-            elif not found.found:
+            verify_zip(held, found)
+            if found.reason is None and not found.found:
                 self._compare(held, item)
         except CorruptCheckpointError as error:
             found.add(Problem("directory", error.message, error.record, error.offset))
         except UnreadableCheckpointError as error:
-            self._result.reason = f"{item.name}: {error}"
+            found.reason = str(error)
+        if found.reason is not None:
+            self.findings.reason = f"{item.name}: {found.reason}"
         for problem in found.problems:
             where = f"{problem.record}: " if problem.record else ""
             self._add(item, problem.kind, where + problem.message, problem.offset or 0)
-        if zip_result is not None:
-            self._result.checked_bytes += zip_result.checked_bytes
-            if zip_result.unchecked and not found.found:
-                self._bare += 1
+        self.findings.checked_bytes += found.checked_bytes
+        if found.unchecked and not found.found:
+            self.bare += 1
 
     def _compare(self, held: FilePart, item: Item) -> None:
         """Compare what is in a whole archive with what the metadata says of it."""
@@ -253,7 +242,7 @@ class _Folder:
         if len(tensors) == 1 and not tensors[0].key:
             one = tensors[0]
             if one.shape == item.chunk.sizes and one.dtype != item.dtype and _says_itself(item):
-                self._other_dtypes += 1
+                self.other_dtypes += 1
                 return
             if (one.dtype, one.shape) != (item.dtype, item.chunk.sizes):
                 text = f"{_OF_ANOTHER}: a {one.dtype} {list(one.shape)}, the metadata says"

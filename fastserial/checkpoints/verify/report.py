@@ -7,7 +7,7 @@ from typing import Literal
 
 from fastserial.printable import BoundedRepr
 
-__all__ = ["Findings", "Problem", "Result", "Status", "VerifyReport"]
+__all__ = ["Findings", "Problem", "Status", "VerifyReport"]
 
 Status = Literal["ok", "damaged", "unreadable"]
 _MOST = 1000
@@ -37,11 +37,30 @@ class Problem(BoundedRepr):
 
 @dataclass(slots=True)
 class Findings:
-    """Problems and notes while they are collected; the first thousand problems are kept."""
+    """What is found while a checkpoint is verified; the first thousand problems are kept.
+
+    Attributes:
+        problems, notes: what is wrong, and what is worth saying but no damage.
+        found: how many problems there were.
+        format: such as `zip`, None if it is not known.
+        records: how many records, storages, tensors, items or files there are.
+        checked_bytes: bytes whose CRC-32 was compared, also where it differs.
+        unchecked: records or items without one.
+        nbytes: of the file, or of all files of a folder.
+        changed: it was written to, or another checkpoint was completed meanwhile.
+        reason: why it cannot be told whether it is whole, None if it can.
+    """
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     found: int = 0
+    format: str | None = None
+    records: int = 0
+    checked_bytes: int = 0
+    unchecked: int = 0
+    nbytes: int = 0
+    changed: bool = False
+    reason: str | None = None
 
     def add(self, problem: Problem) -> None:
         """Enter a problem."""
@@ -52,29 +71,6 @@ class Findings:
     def note(self, text: str) -> None:
         """Enter something worth saying that is no damage."""
         self.notes.append(text)
-
-
-@dataclass(slots=True)
-class Result:
-    """What came of a checkpoint, beside findings.
-
-    Attributes:
-        format: such as `zip`, None if it is not known.
-        records: how many records, storages, tensors, items or files there are.
-        checked_bytes: bytes whose CRC-32 was compared, also where it differs.
-        unchecked: records or items without one.
-        nbytes: of all files of a folder.
-        changed: another checkpoint was completed meanwhile.
-        reason: why it cannot be told whether it is whole, None if it can.
-    """
-
-    format: str | None = None
-    records: int = 0
-    checked_bytes: int = 0
-    unchecked: int = 0
-    nbytes: int = 0
-    changed: bool = False
-    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from fastserial.checkpoints.verify.checksums import FilePart
-from fastserial.checkpoints.verify.report import Findings, Problem, Result
+from fastserial.checkpoints.verify.report import Findings, Problem
 from fastserial.checksums import crc32, crc_mismatch
 from fastserial.config.performance import INFLATE_CHUNK
 from fastserial.errors import (
@@ -52,28 +52,28 @@ _MOST_VERSION = 64
 _MOST_PICKLE = 256 * 1024 * 1024
 
 
-def verify_zip(archive: FilePart, findings: Findings) -> Result:
+def verify_zip(archive: FilePart, findings: Findings) -> None:
     """Check every record's CRC-32 and the whole structure of a zip archive.
 
     Raises:
         TruncatedCheckpointError: the file becomes shorter.
         OSError: the file's directory cannot be read.
     """
-    source, result = archive.source, Result("zip")
+    source, findings.format = archive.source, "zip"
     try:
         directory = read_directory(source, headers=False)
         torch_made = _is_torch_made(source, directory)
         if not torch_made:
             directory = read_directory(source)
     except UnreadableCheckpointError as error:  # it may be whole: that cannot be told
-        result.reason = error.message
-        return result
+        findings.reason = error.message
+        return
     except CorruptCheckpointError as error:
         kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "directory"
         findings.add(Problem(kind, error.message, error.record, error.offset))
-        return result
+        return
     records = directory.in_file_order()
-    result.records = len(records)
+    findings.records = len(records)
     for problem in _check_entries(directory) if torch_made else _check_entries_loosely(directory):
         findings.add(problem)
     for problem in _check_end(directory, _tail(source, directory), torch_made):
@@ -93,7 +93,7 @@ def verify_zip(archive: FilePart, findings: Findings) -> Result:
     outline = _outline(source, directory, findings)
     damaged: list[Problem] = []
     for record in records:
-        damaged += _check_record(record, crc_of[record.header_offset], id_problem is None, result)
+        damaged += _check_record(record, crc_of[record.header_offset], id_problem is None, findings)
     problems += [problem for problem in damaged if problem.kind == "read"]
     problems.sort(key=lambda problem: problem.offset or 0)
     problems += [problem for problem in damaged if problem.kind != "read"]
@@ -104,18 +104,17 @@ def verify_zip(archive: FilePart, findings: Findings) -> Result:
     if outline is not None and not any(problem.record == PICKLE for problem in damaged):
         _check_storages(outline, findings)
     _check_names(directory, findings)
-    result.reason = _check_purpose(source, directory, findings)
+    findings.reason = _check_purpose(source, directory, findings) or findings.reason
     closed = sum(not record.is_readable for record in records)
     if closed:
         findings.note(
             f"{closed} records are encrypted, or compressed in a way unknown: not checked"
         )
-    if result.unchecked > closed:
-        without = result.unchecked - closed
+    if findings.unchecked > closed:
+        without = findings.unchecked - closed
         findings.note(f"{without} records were saved without checksums: structure only")
     if not torch_made:
         findings.note("not laid out by torch: only the records were checked")
-    return result
 
 
 def _tail(source: Source, directory: Directory) -> bytes:
@@ -145,19 +144,19 @@ def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
 
 
 def _check_record(
-    record: RecordEntry, crc: int | OSError | None, has_id: bool, result: Result
+    record: RecordEntry, crc: int | OSError | None, has_id: bool, findings: Findings
 ) -> Iterator[Problem]:
     """Compare the CRC-32 of a record; count it.
 
     Args:
         crc: of its bytes, or why there is none.
         has_id: the serialization id is right, or there is none: it says which have no checksum.
-        result: counts.
+        findings: counts.
     """
     if not (record.size or record.compressed_size):
         return
     if not record.is_readable:
-        result.unchecked += 1
+        findings.unchecked += 1
         return
     if isinstance(crc, OSError):
         text = f"cannot be read: {crc.strerror}"
@@ -165,10 +164,10 @@ def _check_record(
         return
     mismatch = crc_mismatch(crc, record.crc)
     if mismatch is not None and crc is not None and not record.crc and has_id and _is_plain(record):
-        result.unchecked += 1
+        findings.unchecked += 1
         return
     if crc is not None:
-        result.checked_bytes += record.size
+        findings.checked_bytes += record.size
     if mismatch is not None:
         text = f"its {record.size} bytes are damaged: {mismatch}"
         yield Problem("checksum", text, record.name, record.data_offset)
@@ -315,7 +314,7 @@ def _is_dated(source: Source, record: RecordEntry) -> bool:
         header = parse_local_header(source.read_at(record.header_offset, length), record.name)
     except CorruptCheckpointError:
         return False
-    return header.name == record.full_name and header.stamp[1:] == when
+    return header.name == record.full_name and header.when == when
 
 
 def _check_entries(directory: Directory) -> Iterator[Problem]:

@@ -93,7 +93,6 @@ class EndRecords(NamedTuple):
     Attributes:
         records: how many the directory holds.
         directory_offset, directory_size: place of the central directory (bytes).
-        zip64_offset: place of the zip64 end record, None without one.
         offset: place of the end record.
         trailing: bytes after the end record, its comment included.
         agrees: the zip64 record and the end record tell the same, where both tell.
@@ -102,7 +101,6 @@ class EndRecords(NamedTuple):
     records: int
     directory_offset: int
     directory_size: int
-    zip64_offset: int | None
     offset: int
     trailing: int
     agrees: bool
@@ -116,14 +114,12 @@ class Directory(NamedTuple):
         records: in the order of the central directory; several may have the same name.
         size: size of the file (bytes).
         end: the records at the end of the file.
-        exact: each `data_offset` comes from the local header.
     """
 
     archive_name: str
     records: Sequence[RecordEntry]
     size: int
     end: EndRecords
-    exact: bool
 
     def find(self, name: str) -> RecordEntry | None:
         """Return the record called `name` (without the archive name), or None."""
@@ -135,16 +131,10 @@ class Directory(NamedTuple):
 
 
 class LocalHeader(NamedTuple):
-    """A local header; `length` is its size with name and extra field (bytes)."""
+    """A local header: the name in it, time and date, size with name and extra field (bytes)."""
 
-    flags: int
-    method: int
-    crc: int
-    compressed_size: int
-    size: int
     name: bytes
-    extra: bytes
-    stamp: tuple[int, int, int]
+    when: tuple[int, int]
     length: int
 
 
@@ -167,7 +157,7 @@ def read_directory(source: Source, *, headers: bool = True) -> Directory:
     entries = _parse_entries(raw, end)
     archive = entries[0].full_name.partition(b"/")[0]
     records = _placed(source, entries, end, headers)
-    return Directory(_text(archive), records, source.size, end, headers)
+    return Directory(_text(archive), records, source.size, end)
 
 
 def _text(name: bytes) -> str:
@@ -194,7 +184,7 @@ def _read_end(source: Source) -> EndRecords:
     stored = (count, length, offset)
     zip64 = _read_zip64_end(source, at)
     if zip64 is None:
-        end = EndRecords(count, offset, length, None, at, trailing, True)
+        end = EndRecords(count, offset, length, at, trailing, True)
         limit = at
     else:
         limit, values = zip64
@@ -202,7 +192,7 @@ def _read_end(source: Source) -> EndRecords:
             short in (long, ceiling)
             for short, long, ceiling in zip(stored, values, (U16, U32, U32), strict=True)
         )
-        end = EndRecords(values[0], values[2], values[1], limit, at, trailing, agrees)
+        end = EndRecords(values[0], values[2], values[1], at, trailing, agrees)
     if end.directory_offset + end.directory_size > limit:
         raise CorruptCheckpointError("the central directory goes past the end of the file")
     if end.directory_size > MAX_DIRECTORY_BYTES:
@@ -302,28 +292,16 @@ def _entry(
 
 
 def parse_local_header(data: bytes, record: str) -> LocalHeader:
-    """Return the local header that `data` starts with; name and extra may be cut short.
+    """Return the local header that `data` starts with; what follows its name may be cut off.
 
     Raises:
         CorruptCheckpointError: there is none.
     """
     if len(data) < LOCAL.size or data[:4] != structs.LOCAL_SIGNATURE:
         raise CorruptCheckpointError("there is no local header at its place", record=record)
-    fields = LOCAL.unpack_from(data)
-    _, needed, flags, method, time, date, crc, packed, size, name_size, extra_size = fields
-    middle = LOCAL.size + name_size
-    stop = middle + extra_size
-    return LocalHeader(
-        flags,
-        method,
-        crc,
-        packed,
-        size,
-        data[LOCAL.size : middle],
-        data[middle:stop],
-        (needed, time, date),
-        stop,
-    )
+    _, _, _, _, time, date, _, _, _, name_size, extra_size = LOCAL.unpack_from(data)
+    end = LOCAL.size + name_size
+    return LocalHeader(data[LOCAL.size : end], (time, date), end + extra_size)
 
 
 def _placed(
