@@ -165,8 +165,7 @@ class RankTensors:
             if _likeness(spec) != _likeness(specs[first]):
                 raise self._refuse(key, f"ranks {first} and {rank} have it in different ways")
         grids = {grid: None for spec in specs.values() for grid in _mesh(spec).grids}
-        right_first = all(_mesh(spec).right_first for spec in specs.values())
-        one = _mesh(specs[first])._replace(grids=tuple(grids), right_first=right_first)
+        one = _mesh(specs[first])._replace(grids=tuple(grids))
         return locals_, {rank: replace(spec, held=one) for rank, spec in specs.items()}
 
     def _holding(self, key: str, rank: int, leaf: Any) -> tuple[torch.Tensor, TensorSpec]:
