@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -17,14 +16,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
 
-from fastserial.distributed.dcp.balance import Item, Share, shares
 from fastserial.distributed.dcp.local_rows import BYTES, OTHER, LocalRows, Part, Row
+from fastserial.distributed.plan.balance import Item, Share, shares
 from fastserial.distributed.sharding.boxes import Box, intersect
 from fastserial.distributed.state.tables import SHARED_FROM
 
-__all__ = ["Told", "global_plan", "paths_of", "stock_owners", "told_of"]
+__all__ = ["Told", "global_plan", "paths_of", "told_of"]
 
 Path = tuple[str | int, ...]
 _PARTS_EACH = 20  # a dimension with so many rows for each rank can be cut evenly enough
@@ -81,29 +79,15 @@ def paths_of(told: Sequence[Told]) -> dict[str, Path] | None:
     return found
 
 
-def stock_owners(told: Sequence[Told], keys: Set[str]) -> dict[str, int]:
-    """Return which rank's tensor stock would save, of plain tensors that several ranks have."""
-    plans = [
-        SavePlan(one.local.items([Part(row, None, 0) for row in range(len(one.local.rows))]))
-        for one in told
-    ]
-    return {
-        item.index.fqn: rank
-        for rank, plan in enumerate(dedup_save_plans(plans))
-        for item in plan.items
-        if item.index.fqn in keys
-    }
-
-
 def global_plan(
-    told: Sequence[Told], lowest: bool, apart: Mapping[str, int] | None = None
+    told: Sequence[Told], lowest: bool, apart: Set[str] = frozenset()
 ) -> tuple[list[list[Part]], Metadata]:
     """Return what each rank writes, and the metadata.
 
     Args:
         told: by each rank.
         lowest: what several ranks have is written by the first of them.
-        apart: plain tensors that differ between the ranks, and whose is saved as a whole.
+        apart: plain tensors that differ between the ranks: the first rank's is saved, as a whole.
 
     Raises:
         ValueError: the pieces of a tensor do not make up the tensor, or a key has a value on some
@@ -116,7 +100,7 @@ def global_plan(
     for piece in pieces:
         if len(piece.ranks) == 1:
             load[piece.ranks[0]] += piece.nbytes
-    items = [_item(pieces[number], lowest, apart or {}) for number in several]
+    items = [_item(pieces[number], lowest, apart) for number in several]
     cuts: dict[int, list[Share]] = {}
     for share in shares(items, len(told), load):
         cuts.setdefault(several[share.item], []).append(share)
@@ -207,11 +191,9 @@ def _alike(piece: _Piece, row: Row, properties: TensorProperties | None) -> bool
     return row[3:] == piece.row[3:] and mine.dtype == properties.dtype
 
 
-def _item(piece: _Piece, lowest: bool, apart: Mapping[str, int]) -> Item:
+def _item(piece: _Piece, lowest: bool, apart: Set[str]) -> Item:
     nbytes, owners = piece.nbytes, tuple(piece.ranks)
-    if apart.get(piece.row.key) in owners:
-        return Item(nbytes, (apart[piece.row.key],))
-    if lowest or piece.properties is None:
+    if lowest or piece.properties is None or piece.row.key in apart:
         return Item(nbytes, owners[:1])
     if len(owners) == 1 or nbytes < SHARED_FROM or piece.row.kind == OTHER:
         return Item(nbytes, owners)
