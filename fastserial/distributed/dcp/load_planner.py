@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from fastserial.distributed.dcp.entries import REPLICA, SHARD, kind_of, parts_of
 from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wants, pass_on, turns
-from fastserial.distributed.dcp.local_rows import REPLICA, SHARD, kind_of, parts_of
 from fastserial.distributed.ranks.group import collective
 from fastserial.distributed.ranks.nodes import node_name
 from fastserial.distributed.sharding.boxes import Box

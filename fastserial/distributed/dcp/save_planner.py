@@ -19,16 +19,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.config import current
-from fastserial.distributed.dcp.global_plan import Told, global_plan, told_of
-from fastserial.distributed.dcp.local_rows import (
+from fastserial.distributed.dcp.entries import (
     OTHER,
     REPLICA,
     SHARD,
-    LocalRows,
     Part,
+    entries_of,
     kind_of,
     parts_of,
+    replicas_of,
+    write_items,
 )
+from fastserial.distributed.dcp.global_plan import Told, global_plan, told_of
 from fastserial.distributed.dcp.metadata_file import SentMetadata
 from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.sharding.boxes import Box
@@ -63,16 +65,6 @@ class _Orders(NamedTuple):
     number: int
     parts: list[Part] | None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle columns: a third of the time that so many parts take."""
-        columns = None if self.parts is None else list(zip(*self.parts, strict=True))
-        return _from_columns, (self.number, columns)
-
-
-def _from_columns(number: int, columns: list[Any] | None) -> _Orders:
-    parts = None if columns is None else list(map(Part._make, zip(*columns, strict=True)))
-    return _Orders(number, parts)
-
 
 @dataclass(frozen=True, slots=True)
 class _Own:
@@ -81,7 +73,7 @@ class _Own:
     Attributes:
         facts, settings: what decides the rest; of `None` it is not known.
         told, pickled: what it tells, and that as it is sent.
-        replicas: see `LocalRows.replicas`.
+        replicas: see `replicas_of`.
         items: that it writes.
     """
 
@@ -191,12 +183,11 @@ class FastSavePlanner(DefaultSavePlanner):
         if self._as_before:
             before = next(reversed(self._as_before.values()))
             return replace(before, facts=found)  # compared faster, of the same objects
-        told = told_of(
-            LocalRows.of(self.state_dict), self.mappings if self.flatten_state_dict else None
-        )
-        if any(row.kind == OTHER for row in told.local.rows):
+        entries = entries_of(state)
+        told = told_of(entries, self.mappings if self.flatten_state_dict else None)
+        if any(entry.kind == OTHER for entry in entries.values()):
             found = None  # who knows when torch would plan otherwise
-        return _Own(found, settings, told, pickle.dumps(told), told.local.replicas())
+        return _Own(found, settings, told, pickle.dumps(told), replicas_of(entries))
 
     def _sums(self, replicas: Sequence[str]) -> dict[str, int]:
         """Return the checksums of the plain tensors that may be cut."""
@@ -280,7 +271,7 @@ class FastSavePlanner(DefaultSavePlanner):
             mine = replace(mine, items=as_before[orders.number].items)
         else:
             with paused_collection():
-                mine = replace(mine, items=mine.told.local.items(orders.parts))
+                mine = replace(mine, items=write_items(mine.told.entries, orders.parts))
         if mine.facts is not None:
             _keep(_own, orders.number, mine)
         self.plan = replace(new_plan, items=list(mine.items), planner_data=self.mappings)
