@@ -10,8 +10,7 @@ import torch
 
 from fastserial.checkpoints.mapped_source import MappedSource
 from fastserial.checkpoints.streaming import elements_of
-from fastserial.distributed.conversion.assembled import Assembled
-from fastserial.distributed.conversion.chunked_memory import ChunkedMemory, Filed
+from fastserial.distributed.conversion.assembled import Assembled, ChunkedMemory, Filed
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.pieces import (
     Mesh,

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from fastserial.distributed.dcp.entries import REPLICA, SHARD, kind_of, parts_of
 from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wants, pass_on, turns
-from fastserial.distributed.ranks.group import collective
-from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.ranks.group import collective, node_name
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.memory.held_settings import paused_collection
 

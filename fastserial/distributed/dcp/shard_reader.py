@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from fastserial.checksums import crc32, crc_mismatch
 from fastserial.distributed.dcp.item_structure import Content, Structures, check_archive
-from fastserial.distributed.dcp.places import known_of
+from fastserial.distributed.dcp.metadata_file import known_of
 from fastserial.distributed.reading.grid import grid_of
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.reading.windows import Target

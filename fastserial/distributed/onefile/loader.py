@@ -19,8 +19,7 @@ from fastserial.config import Config
 from fastserial.distributed.onefile.flow import Flow, grids_of, need_of, read_odd, targets_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
 from fastserial.distributed.plan.owners import Share, block_bytes, share_out
-from fastserial.distributed.ranks.group import Traffic, collective, path_of
-from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file, unpack
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError

@@ -23,17 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.container import Container
 from fastserial.distributed.onefile.finishing import finish_file
 from fastserial.distributed.onefile.full_pickle import StandIns
-from fastserial.distributed.onefile.laid_out import LaidOut
+from fastserial.distributed.onefile.laid_out import Container, LaidOut
 from fastserial.distributed.onefile.orders import Orders, Told, Writers, orders_of, writing_ranks
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import NewFile, OpenedFile, Place
 from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.ranks.exchange import Exchange
-from fastserial.distributed.ranks.group import Traffic, collective, path_of
-from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.distributed.state.agreement import Agreement, blame
 from fastserial.distributed.state.facts import facts_of

@@ -11,7 +11,7 @@ import torch
 from fastserial.checksums import CrcLedger, crc32_combine
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.container import Container
+from fastserial.distributed.onefile.laid_out import Container
 from fastserial.distributed.plan.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
 from fastserial.distributed.ranks.exchange import (
     Elements,

@@ -16,8 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fastserial.distributed.plan.covers import Cover, Held, cover_of
-from fastserial.distributed.plan.division import GRAIN
-from fastserial.distributed.plan.ownership import owned_blocks
+from fastserial.distributed.plan.division import GRAIN, owned_blocks
 from fastserial.distributed.sharding.boxes import Box, Overlap, overlaps
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection

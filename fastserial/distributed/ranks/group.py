@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from fastserial.errors import (
 )
 from fastserial.overlap.threads_at import at_rest
 
-__all__ = ["Traffic", "collective", "path_of", "traffic_of"]
+__all__ = ["Traffic", "collective", "node_name", "path_of", "traffic_of"]
 
 _FAILED = "failed"  # key of the failure in the store
 _FIRST = 1024  # bytes that every message begins with: its length, and of it what fits behind that
@@ -445,6 +446,15 @@ def _delta(seconds: float) -> timedelta:
 def _prefixed(prefix: str, store: Any) -> Any:
     make: Any = dist.distributed_c10d.PrefixStore
     return make(prefix, store)
+
+
+def node_name() -> str:
+    """Return what tells this node's kernel from others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return boot or os.uname().nodename
 
 
 @atexit.register
