@@ -29,8 +29,7 @@ from fastserial import config, distributed
 from fastserial.distributed import FlatShard
 from fastserial.distributed.onefile.orders import Writers
 from fastserial.distributed.onefile.saver import TIMEOUT
-from fastserial.distributed.ranks.group import collective
-from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.ranks.group import collective, node_name
 from fastserial.distributed.sharding.file_index import FileTensor, index_of_file
 from fastserial.errors import ConfigError, LoadMismatchError
 from fastserial.integrations.deepspeed_shards import Shards, Trained

@@ -23,7 +23,7 @@ from fastserial.checkpoints.streaming import FileMemory
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
 from fastserial.distributed import FastStorageReader, FastStorageWriter
-from fastserial.distributed.conversion.chunked_memory import ChunkedMemory, Filed
+from fastserial.distributed.conversion.assembled import ChunkedMemory, Filed
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, WriteError
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from fastserial.distributed.dcp.balance import Item, Share, shares
+from fastserial.distributed.plan.balance import Item, Share, shares
 
 MIB = 1 << 20
 ALL = (0, 1, 2, 3)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import re
-import sys
 import threading
 import weakref
-from collections import OrderedDict, UserDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,77 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from fastserial.distributed import FastSavePlanner, FastStorageReader, FastStorageWriter
-from fastserial.distributed.dcp.fingerprint import fingerprint
-from fastserial.distributed.dcp.flattening import flattened
-from fastserial.distributed.dcp.kept_plans import Kept
 from fastserial.distributed.state import facts
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
-KEYS = st.one_of(st.sampled_from(["a", "b", "a.b", "0", "1", ""]), st.integers(0, 2), st.booleans())
-VALUES = st.one_of(
-    st.integers(0, 2).map(torch.ones),
-    st.integers(),
-    st.none(),
-    st.text(max_size=2),
-    st.just(torch.Size((2,))),
-)
 
 
-def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    mappings = st.dictionaries(KEYS, inner, max_size=4)
-    return st.one_of(
-        mappings,
-        mappings.map(OrderedDict),
-        mappings.map(UserDict),
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
-    )
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.dictionaries(KEYS, st.recursive(VALUES, containers, max_leaves=20), max_size=5))
-def test_states_are_flattened_as_torch_does(state: dict[Any, Any]) -> None:
-    try:
-        values, paths = flatten_state_dict(state)
-    except ValueError as error:
-        with pytest.raises(ValueError, match=f"^{re.escape(str(error))}$"):
-            flattened(state)
-        return
-    for _ in range(2):  # the second one with what is known of the containers
-        found = flattened(state)
-        assert list(found[0]) == list(values)
-        assert all(a is b for a, b in zip(found[0].values(), values.values(), strict=True))
-        assert list(found[1].items()) == list(paths.items())
-        assert [[type(key) for key in path] for path in found[1].values()] == [
-            [type(key) for key in path] for path in paths.values()
-        ]
-        found[1].clear()  # whoever got it may do that
-    again = _flatten_sharded_tensors(values)  # without such tensors it changes nothing
-    assert not found[2]
-    assert list(again) == list(values)
-    assert all(again[key] is values[key] for key in again)
-
-
-def test_a_planner_of_another_kind_gets_what_torch_makes() -> None:
-    state = {"a": {"b": torch.ones(2), "c": [1, 2], "d": [{"e": 1}]}, "f": 3}
-    for flatten in (True, False):
-        ours = FastSavePlanner(flatten_state_dict=flatten)
-        ours.set_up_planner(state, StorageMeta(), True)
-        theirs = super(FastSavePlanner, planner := FastSavePlanner(flatten_state_dict=flatten))
-        theirs.set_up_planner(state, StorageMeta(), True)
-        assert list(ours.state_dict) == list(planner.state_dict)
-        assert ours.mappings == planner.mappings
-        assert ours.is_coordinator
+def fingerprint(state: dict[str, Any]) -> list[Any] | None:
+    return facts.facts_of(list(state), list(state.values()), others=True)
 
 
 def plain(**changes: Any) -> dict[str, Any]:
@@ -292,8 +231,8 @@ def test_a_planner_that_was_used_is_pickled_without_the_state(tmp_path: Path) ->
     planner.set_up_planner({"a": torch.ones(3)})
     planner.create_local_plan()
     assert planner._mine is not None
-    assert planner._mine.fingerprint is not None
-    planner._mine.fingerprint.append(weakref.ref(planner))  # as of DTensors
+    assert planner._mine.facts is not None
+    planner._mine.facts.append(weakref.ref(planner))  # as of DTensors
     found = pickle.loads(pickle.dumps(planner))
     assert not found.flatten_state_dict
     dcp.save({"a": torch.ones(4)}, storage_writer=FastStorageWriter(tmp_path), planner=found)
@@ -358,32 +297,6 @@ def test_a_save_goes_by_its_plan_when_others_took_its_place(tmp_path: Path) -> N
     assert torch.equal(found["a"], torch.ones(3))
 
 
-def test_what_several_threads_keep_is_there() -> None:
-    def work(first: int) -> None:
-        for number in range(first, first + 300):
-            kept.put(number % 4, number % 4)
-            lost.extend([number] if kept.get(number % 4) is None else [])
-
-    kept: Kept[int] = Kept(4)
-    lost: list[int] = []
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert not lost
-    kept.get(1)
-    kept.put(5, 5)
-    assert [number for number, _ in kept.items()][-2:] == [1, 5]
-    assert len(kept.items()) == 4
-    assert kept.latest() == 5
-
-
 class Spec(SimpleNamespace):
     """What can be referred to weakly, as torch's can."""
 
@@ -402,10 +315,12 @@ def test_a_strided_shard_is_no_plain_one(compared: bool, monkeypatch: pytest.Mon
 
     def sharded(*placements: object) -> Any:
         spec = Spec(mesh=mesh, placements=placements, tensor_meta=((4,), local.dtype))
-        return SimpleNamespace(_spec=spec, _local_tensor=local)
+        return SimpleNamespace(_spec=spec, _local_tensor=local, requires_grad=False)
 
     def columns(first: object) -> facts.Shardings:
-        return facts.shardings([sharded(first, plain(0))], False)
+        found = facts.shardings([sharded(first, plain(0))])
+        assert found is not None
+        return found
 
     found = [columns(plain(0)), columns(strided(0, split_factor=2))]
     found.append(columns(strided(0, split_factor=4)))

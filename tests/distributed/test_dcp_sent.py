@@ -11,9 +11,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fastserial.distributed.dcp.metadata_file import SentMetadata, encoded
-from fastserial.distributed.dcp.places import known_of, place_of
-from fastserial.distributed.dcp.write_results import WriteResults
+from fastserial.distributed.dcp.metadata_file import (
+    SentMetadata,
+    WriteResults,
+    encoded,
+    known_of,
+    place_of,
+)
 from fastserial.formats.dcp import Known
 
 

@@ -19,8 +19,9 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
+from fastserial.distributed.dcp.entries import BYTES, REPLICA, Entry
 from fastserial.distributed.dcp.global_plan import Told, global_plan
-from fastserial.distributed.dcp.local_rows import BYTES, REPLICA, LocalRows, Row
+from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import CheckpointReplacedError, FastserialError
 
 
@@ -107,9 +108,9 @@ def test_a_value_on_one_rank_and_a_tensor_on_another(size: tuple[int, ...]) -> N
     """Stock fails, too, with neither key nor rank."""
     from torch.distributed.checkpoint.metadata import TensorProperties
 
-    value = Told(LocalRows([Row("x.y", BYTES)], []), None)
-    row = Row("x.y", REPLICA, 0, size, (0,) * len(size), size)
-    tensor = Told(LocalRows([row], [TensorProperties()]), None)
+    whole = Box((0,) * len(size), size)
+    value = Told({"x.y": Entry(BYTES)}, None)
+    tensor = Told({"x.y": Entry(REPLICA, TensorProperties(), size, (whole,))}, None)
     for told, values, tensors in (
         ([value, tensor, tensor], [0], [1, 2]),
         ([tensor, value], [1], [0]),

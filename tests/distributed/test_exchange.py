@@ -9,14 +9,12 @@ import torch
 
 from fastserial.distributed.ranks.exchange import (
     Exchange,
-    Run,
     held_in_box,
     held_in_range,
     packed,
-    view_in_box,
 )
 from fastserial.distributed.ranks.group import traffic_of
-from fastserial.distributed.sharding.boxes import Box, Overlap, overlaps
+from fastserial.distributed.sharding.boxes import Box, overlaps
 
 SHAPE = (6, 8)
 WHOLE = Box((0, 0), SHAPE)
@@ -70,26 +68,3 @@ def test_elements_come_as_they_are(
 def test_conjugated_elements_come_as_they_are() -> None:
     tensor = torch.complex(torch.arange(48.0), torch.ones(48)).reshape(SHAPE).conj()
     assert torch.equal(_moved(tensor, WHOLE, 3, 40), tensor.flatten()[3:40])
-
-
-def test_what_lies_together_is_a_run_and_nothing_else_is() -> None:
-    rows, columns = Overlap(0, WHOLE, Box((2, 0), (3, 8))), Overlap(0, WHOLE, Box((0, 3), (6, 2)))
-    plain, bytes_ = _plain(torch.float32), torch.zeros(48 * 4, dtype=torch.uint8)
-    run = held_in_box(plain, WHOLE, rows)
-    assert isinstance(run, Run)
-    assert (run.address, run.nbytes) == (plain.data_ptr() + 64, 96)
-    assert isinstance(held_in_range(bytes_, torch.float32, rows), Run)
-    assert not isinstance(held_in_box(plain, WHOLE, columns), Run)
-    assert not isinstance(held_in_range(bytes_, torch.float32, columns), Run)
-    assert not isinstance(held_in_box(_in_columns(torch.float32), WHOLE, rows), Run)
-    assert not isinstance(held_in_box(_negated(torch.float32), WHOLE, rows), Run)
-    assert not isinstance(held_in_box(plain.to("meta"), WHOLE, rows), Run)
-
-
-def test_runs_and_views_take_the_same_room() -> None:
-    plain = _plain(torch.float64)
-    overlap = Overlap(0, WHOLE, Box((2, 0), (3, 8)))
-    byte = torch.zeros(3, dtype=torch.uint8)  # what follows has to be aligned
-    run, view = held_in_box(plain, WHOLE, overlap), view_in_box(plain, WHOLE, overlap)
-    assert isinstance(run, Run)
-    assert packed([byte, run]) == packed([byte, view]) == 8 + 192

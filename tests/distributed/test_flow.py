@@ -6,7 +6,7 @@ import queue
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from fastserial.distributed.onefile import flow
-from fastserial.distributed.onefile.part_reader import PartReader
 from fastserial.distributed.plan.matching import Job, file_leaves
 from fastserial.distributed.plan.owners import NeedMap, share_out
-from fastserial.distributed.plan.wishes import Wishes, grids_of
+from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileIndex, FileTensor, index_of_file
 from fastserial.distributed.sharding.pieces import Holding, TensorSpec
@@ -30,9 +29,9 @@ class Post:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._queues: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self._queues: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
 
-    def between(self, sender: int, receiver: int) -> queue.Queue[torch.Tensor]:
+    def between(self, sender: int, receiver: int) -> queue.Queue[Any]:
         with self.lock:
             return self._queues[sender, receiver]
 
@@ -46,6 +45,11 @@ class Traffic:
     def send(self, rank: int, data: torch.Tensor) -> Callable[[], None]:
         self.post.between(self.rank, rank).put(data.clone())
         return lambda: None
+
+    def swap(self, messages: Mapping[int, bytes], senders: Iterable[int]) -> dict[int, bytes]:
+        for rank, message in messages.items():
+            self.post.between(self.rank, rank).put(message)
+        return {rank: self.post.between(rank, self.rank).get(timeout=20) for rank in senders}
 
     def alive(self) -> None:
         pass
@@ -96,16 +100,19 @@ def random_holding(chance: random.Random, full: torch.Tensor) -> Holding:
 
 def load(index: FileIndex, path: Path, traffic: Any, jobs: list[Job], maps: list[Any]) -> int:
     """Load as `loader` does; `maps` are every rank's needs, made by a barrier's action."""
-    leaves = file_leaves(index.value)
-    grids = grids_of(leaves)
-    wishes = Wishes(jobs, grids)
+    grids = flow.grids_of(file_leaves(index.value))
+    targets, odd = flow.targets_of(jobs, grids)
+    records = [one for one in index.records if one.crc is not None]
     with FastFileReader(path) as reader:
-        parts = PartReader(reader, index.records, verify=traffic.rank % 2 == 1)
-        moves = flow.Flow(traffic, parts, wishes.targets, grids)
+        parts = PartReader(reader, records if traffic.rank % 2 else ())
+        moves = flow.Flow(traffic, parts, targets, grids)
         shares = share_out([one.blocks for one in maps], maps[0].block)
-        moves.read_own(shares, index.size, maps[0].block)
-        wishes.read_odd(reader)
+        moves.read_own(shares)
+        flow.read_odd(odd, reader)
         moves.share(shares)
+    for piece in parts.ledger.pieces():  # what is known of a whole record is right
+        record = records[piece.record]
+        assert piece.length != record.nbytes or piece.crc == record.crc
     return moves.exchange.sent_bytes
 
 
@@ -126,9 +133,9 @@ def test_bytes_reach_whoever_wants_them(tmp_path: Path, legacy: bool) -> None:
             for _ in range(size)
         ]
         jobs = [[Job(index.value[key], one) for key, one in mine.items()] for mine in held]
-        grids = grids_of(file_leaves(index.value))
+        grids = flow.grids_of(file_leaves(index.value))
         block = chance.choice([64, 512, 4096])
-        maps = [Wishes(mine, grids).need(index.size, block) for mine in jobs]
+        maps = [flow.need_of(flow.targets_of(mine, grids)[0], index.size, block) for mine in jobs]
         post, failures = Post(), []
 
         def rank(number: int, *rest: Any) -> None:
@@ -164,14 +171,14 @@ def test_a_tensor_that_is_no_part_of_an_array_has_no_grid() -> None:
     def leaf(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[Any, Any]]:
         return [(("a",), FileTensor(0, torch.float32, shape, stride, 64))]
 
-    assert grids_of(leaf((4, 4), (4, 1)))[0].shape == (4, 4)
-    assert grids_of(leaf((4, 4), (1, 4)))[0].order == (1, 0)
-    assert grids_of(leaf((4, 4), (9, 1)))[0].shape == (4, 9)
-    assert grids_of(leaf((4, 3), (6, 2)))[0].shape == (4, 3, 2)
-    assert grids_of(leaf((4, 3), (0, 2)))[0].rest == (0,)
-    assert not grids_of(leaf((4, 4), (2, 1)))
-    assert not grids_of(leaf((4, 3), (5, 2)))
-    assert not grids_of(leaf((0, 3), (3, 1)))
+    assert flow.grids_of(leaf((4, 4), (4, 1)))[0].shape == (4, 4)
+    assert flow.grids_of(leaf((4, 4), (1, 4)))[0].order == (1, 0)
+    assert flow.grids_of(leaf((4, 4), (9, 1)))[0].shape == (4, 9)
+    assert flow.grids_of(leaf((4, 3), (6, 2)))[0].shape == (4, 3, 2)
+    assert flow.grids_of(leaf((4, 3), (0, 2)))[0].rest == (0,)
+    assert not flow.grids_of(leaf((4, 4), (2, 1)))
+    assert not flow.grids_of(leaf((4, 3), (5, 2)))
+    assert not flow.grids_of(leaf((0, 3), (3, 1)))
 
 
 def test_a_need_map_rounds_to_blocks() -> None:

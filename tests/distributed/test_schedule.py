@@ -284,7 +284,6 @@ def test_planning_by_simulation() -> None:
     share = result.nbytes / 128
     for plan in result.plans:
         assert abs(plan.written - share) <= 2 * GRAIN
-        assert plan.plan_bytes < 100 * plan.tensors
         assert plan.received < plan.written
         assert 0 < plan.of < 128
     with pytest.raises(ValueError, match="choose a multiple of 32"):

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastserial.distributed.state.joined import Joined
-from fastserial.distributed.state.merging import merged
+from fastserial.distributed.state.merging import Joined, merged
 from fastserial.distributed.state.walk import leaves, live, states
 from fastserial.errors import LoadMismatchError
 
@@ -62,7 +61,7 @@ def test_a_nest_that_holds_itself() -> None:
     nest: dict[str, Any] = {"a": torch.ones(1)}
     nest["b"] = [nest, torch.ones(2)]
     assert [name for name, _ in leaves(nest)] == ["a", "b[1]"]
-    assert states(nest) is nest
+    assert states(nest, live(nest)) is nest
     model = nn.Linear(1, 1)
     nest["c"] = (nest, model, [model, {"d": nest}])
     assert live(nest) == [model]
@@ -110,8 +109,8 @@ class Both(nn.Module, UserDict[str, Any]):
 def test_a_module_that_is_a_mapping_becomes_a_state() -> None:
     model = Both()
     assert live([model])[0] is model
-    assert set(states({"m": model})["m"]) == {"inner.weight", "inner.bias"}
-    assert [name for name, _ in leaves({"m": states({"m": model})["m"]})] == [
+    assert set(states({"m": model}, [model])["m"]) == {"inner.weight", "inner.bias"}
+    assert [name for name, _ in leaves({"m": states({"m": model}, [model])["m"]})] == [
         "m.inner.weight",
         "m.inner.bias",
     ]
@@ -131,7 +130,7 @@ def test_modules_in_a_nest_become_states() -> None:
     model = nn.Linear(2, 3)
     shared = [model, 5]
     nest = OrderedDict(a=shared, b={"c": shared, "d": Pair(1, model)}, e=[4])
-    found = states(nest)
+    found = states(nest, live(nest))
     assert type(found) is OrderedDict
     assert found["a"] is found["b"]["c"], "what is shared stays shared"
     assert found["e"] is nest["e"], "what holds no module is not copied"
@@ -148,7 +147,7 @@ def test_named_tuples_in_the_state_of_an_optimizer() -> None:
     optimizer.step()
     for state in optimizer.state.values():
         state["pair"] = Pair(torch.ones(2), 3)
-    found = states({"m": model, "o": optimizer})["o"]["state"]["weight"]["pair"]
+    found = states({"m": model, "o": optimizer}, [model, optimizer])["o"]["state"]["weight"]["pair"]
     assert type(found) is Pair
     assert found.second == 3
 

@@ -7,8 +7,9 @@ ranks would do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from time import process_time
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from fastserial.distributed.onefile.laid_out import Nowhere
 from fastserial.distributed.onefile.orders import writing_ranks
 from fastserial.distributed.onefile.saver import tile_bytes
-from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
+from fastserial.distributed.plan.schedule import FilePlan, Move, schedule
 from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec
 from fastserial.formats.extents import Data
 from fastserial.formats.zip.layout import ZipLayout
@@ -67,8 +68,7 @@ class RankPlan:
     Attributes:
         rank: it.
         seconds: of processor time until it knows what to do.
-        tensors: that it has or writes a part of.
-        plan_bytes: memory of what it keeps of the plan for itself.
+        tensors: that it has.
         written: bytes of the file.
         ranges: how many pieces of the file that is.
         sent, received: bytes, to and from other ranks.
@@ -79,7 +79,6 @@ class RankPlan:
     rank: int
     seconds: float
     tensors: int
-    plan_bytes: int
     written: int
     ranges: int
     sent: int
@@ -196,16 +195,21 @@ def _planned(bench: PlanBench, plan: FilePlan, specs: Sequence[TensorSpec], rank
     began = process_time()
     made = schedule(plan, specs, rank, bench.ranks, tile_bytes(bench.ranks))
     seconds = process_time() - began
-    rounds, footprint = len(made.rounds), made.footprint()
-    sent, received = _moved(made, specs, rank)
-    held = {index for index, spec in enumerate(specs) if spec.is_held_by(rank)}
+    rounds = len(made.rounds)
+    with paused_collection():
+        made.tile_bytes = _ANYTHING
+        whole = made.round(0)
+    pieces = [*made.locals(), *(piece for piece, _ in whole.pieces)]
+    sent, received = _moved(whole.sends, specs), _moved(whole.receives, specs)
+    sent.pop(rank, None)
+    received.pop(rank, None)
+    edges = sorted((piece.offset, piece.offset + piece.length) for piece in pieces)
     return RankPlan(
         rank=rank,
         seconds=seconds,
-        tensors=len(held | set(made.sources())),
-        plan_bytes=footprint,
+        tensors=sum(spec.is_held_by(rank) for spec in specs),
         written=made.nbytes,
-        ranges=len(made.ranges()),
+        ranges=sum(one[1] < other[0] for one, other in pairwise([(0, -1), *edges])),
         sent=sum(sent.values()),
         received=sum(received.values()),
         to=len(sent),
@@ -214,23 +218,14 @@ def _planned(bench: PlanBench, plan: FilePlan, specs: Sequence[TensorSpec], rank
     )
 
 
-def _moved(
-    made: Schedule, specs: Sequence[TensorSpec], rank: int
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the bytes that go to each other rank, and those that come from it."""
-    with paused_collection():
-        made.tile_bytes = _ANYTHING
-        whole = made.round(0)
-    totals: list[dict[int, int]] = []
-    for moves in (whole.sends, whole.receives):
-        totals.append({})
-        for other, some in moves.items():
-            if other == rank:
-                continue
-            totals[-1][other] = sum(
-                move.piece.length
-                if move.overlap is None
-                else move.overlap.part.numel * specs[move.piece.source].dtype.itemsize
-                for move in some
-            )
-    return totals[0], totals[1]
+def _moved(moves: Mapping[int, list[Move]], specs: Sequence[TensorSpec]) -> dict[int, int]:
+    """Return the bytes that go to each rank, or come from it."""
+    return {
+        other: sum(
+            move.piece.length
+            if move.overlap is None
+            else move.overlap.part.numel * specs[move.piece.source].dtype.itemsize
+            for move in some
+        )
+        for other, some in moves.items()
+    }

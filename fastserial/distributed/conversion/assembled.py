@@ -2,13 +2,104 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
+from fastserial.distributed.dcp.tensor_bytes import outermost_first
+from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, run_of
+from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.storages import contiguous_stride
 from fastserial.memory.storages import Memory
 from fastserial.memory.untouched import Untouched
 
-__all__ = ["Assembled"]
+__all__ = ["Assembled", "ChunkedMemory", "Filed"]
+
+
+class Filed(NamedTuple):
+    """A part of a tensor in a file.
+
+    Attributes:
+        memory: its bytes.
+        box: which part; a last dimension counts the bytes of an element.
+        strides: in which order its elements lie there, None: in their own.
+    """
+
+    memory: Memory
+    box: Box
+    strides: tuple[int, ...] | None = None
+
+
+class ChunkedMemory:
+    """A tensor's bytes in the order of its elements."""
+
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[Filed]) -> None:
+        """Keep where the parts are.
+
+        Args:
+            shape: of the tensor; a last dimension counts the bytes of an element.
+        """
+        self.nbytes = int(torch.Size(shape).numel())
+        self._shape = shape
+        self._parts = parts
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Read bytes [start, start + length) into host memory at `address`.
+
+        Raises:
+            CorruptCheckpointError: no part has some of them.
+        """
+        if not length:
+            return
+        memory = (ctypes.c_uint8 * length).from_address(address)
+        out = torch.frombuffer(memory, dtype=torch.uint8)
+        at = found = 0
+        for row in boxes_of_range(self._shape, start, start + length):
+            view = out[at : at + row.numel].view(row.sizes)
+            for filed in self._parts:
+                part = intersect(row, filed.box)
+                if part is not None:
+                    _read(filed, part, view[part.slices(row)])
+                    found += part.numel
+            at += row.numel
+        if found != length:
+            raise CorruptCheckpointError("the parts of a tensor do not make it up")
+
+
+def _read(filed: Filed, part: Box, target: torch.Tensor) -> None:
+    """Read a part of what is filed into a tensor of bytes."""
+    offsets = [first - base for first, base in zip(part.offsets, filed.box.offsets, strict=True)]
+    sizes = list(part.sizes)
+    shape = list(filed.box.sizes)
+    if filed.strides is not None:
+        order = [*outermost_first(filed.strides), len(shape) - 1]
+        offsets, sizes = [offsets[dim] for dim in order], [sizes[dim] for dim in order]
+        shape = [shape[dim] for dim in order]
+        target = target.permute(order)
+    _read_box(filed, shape, Box(tuple(offsets), tuple(sizes)), target)
+
+
+def _read_box(filed: Filed, shape: list[int], box: Box, target: torch.Tensor) -> None:
+    run = run_of(shape, box)
+    if run is None:
+        dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+        for index in range(box.sizes[dim]):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim] += index
+            sizes[dim] = 1
+            one = Box(tuple(offsets), tuple(sizes))
+            _read_box(filed, shape, one, target.narrow(dim, index, 1))
+        return
+    first, stop = run
+    if target.is_contiguous():
+        filed.memory.copy_to(target.data_ptr(), first, stop - first)
+        return
+    scratch = torch.empty(box.sizes, dtype=torch.uint8, device="cpu")
+    filed.memory.copy_to(scratch.data_ptr(), first, stop - first)
+    target.copy_(scratch)
+
 
 _ADDRESSES = 1 << 30  # bytes that are reserved at once
 _ALIGN = 64

@@ -14,8 +14,7 @@ import torch
 
 from fastserial.checkpoints.dcp_folder import one_metadata
 from fastserial.checkpoints.streaming import FileMemory
-from fastserial.distributed.conversion.assembled import Assembled
-from fastserial.distributed.conversion.chunked_memory import ChunkedMemory, Filed
+from fastserial.distributed.conversion.assembled import Assembled, ChunkedMemory, Filed
 from fastserial.distributed.dcp.item_structure import Content, Structures
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError

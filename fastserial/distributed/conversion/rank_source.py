@@ -17,9 +17,9 @@ from fastserial.checkpoints.mapped_source import MappedSource
 from fastserial.checkpoints.rank_folder import RANK_FOLDER, RankFolder
 from fastserial.distributed.conversion.assembled import Assembled
 from fastserial.distributed.conversion.rank_tensors import RankTensors
+from fastserial.distributed.state.merging import Union
 from fastserial.errors import ConvertError
 from fastserial.memory.storages import Memory
-from fastserial.nests import sequence_like
 
 __all__ = ["RankSource"]
 
@@ -99,7 +99,7 @@ class RankSource:
         if problem is not None and not parts:
             raise problem
         tensors = RankTensors(self._files, self._made, states, self._refusal)
-        return _Union(tensors, self._refusal).of(key, parts)
+        return _OfFiles(tensors, self._refusal).of(key, parts)
 
     def _refusal(self, key: str, problem: str) -> ConvertError:
         return ConvertError(
@@ -108,19 +108,15 @@ class RankSource:
         )
 
 
-class _Union:
-    """Puts the values of several ranks together; what they share, as what they share.
-
-    Attributes:
-        made: what became of containers, by the `id` of each; with them, so that they live on.
-    """
+class _OfFiles(Union):
+    """What several ranks saved: it has to be equal, or to go together."""
 
     def __init__(self, tensors: RankTensors, refuse: Callable[[str, str], ConvertError]) -> None:
-        self.made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
+        super().__init__()
         self._tensors = tensors
         self._refuse = refuse
 
-    def of(self, key: str, values: dict[int, Any]) -> Any:
+    def of(self, path: str, values: dict[int, Any]) -> Any:
         """Return what the values of some ranks are together.
 
         Raises:
@@ -131,45 +127,20 @@ class _Union:
         for other, value in values.items():
             if _kind(value) is not kind:
                 kinds = f"{_words(first)} and {_words(value)}"
-                raise self._refuse(key, f"ranks {rank} and {other} have different values: {kinds}")
+                raise self._refuse(path, f"ranks {rank} and {other} have different values: {kinds}")
         if kind is torch.Tensor:
-            return self._tensors.of(key, values)
-        if kind not in (Mapping, list, tuple):
-            self._compare(key, values)
-            return first
-        same = tuple(map(id, values.values()))
-        if same not in self.made:
-            kept = list(values.values())
-            self.made[same] = kept, first  # it may hold itself
-            self.made[same] = kept, self._container(key, kind, values)
-        return self.made[same][1]
+            return self._tensors.of(path, values)
+        if not isinstance(first, dict | list | tuple):
+            self._compare(path, values)
+        return super().of(path, values)
 
-    def _container(self, key: str, kind: type, values: dict[int, Any]) -> Any:
+    def alike(self, path: str, values: dict[int, Any]) -> dict[int, Any]:
         rank, first = next(iter(values.items()))
-        if kind is Mapping:
-            names = dict.fromkeys(name for value in values.values() for name in value)
-            whole = {
-                name: self.of(
-                    f"{key}.{name}" if key else str(name),
-                    {rank: value[name] for rank, value in values.items() if name in value},
-                )
-                for name in names
-            }
-            first.clear()
-            first.update(whole)
-            return first
         for other, value in values.items():
             if len(value) != len(first):
                 lengths = f"{len(first)} and {len(value)}"
-                raise self._refuse(key, f"ranks {rank} and {other} have {lengths} values in it")
-        items = [
-            self.of(f"{key}.{index}", {rank: value[index] for rank, value in values.items()})
-            for index in range(len(first))
-        ]
-        if kind is list:
-            first[:] = items
-            return first
-        return sequence_like(first, items)
+                raise self._refuse(path, f"ranks {rank} and {other} have {lengths} values in it")
+        return values
 
     def _compare(self, key: str, values: dict[int, Any]) -> None:
         rank, first = next(iter(values.items()))

@@ -10,8 +10,7 @@ import torch
 
 from fastserial.checkpoints.mapped_source import MappedSource
 from fastserial.checkpoints.streaming import elements_of
-from fastserial.distributed.conversion.assembled import Assembled
-from fastserial.distributed.conversion.chunked_memory import ChunkedMemory, Filed
+from fastserial.distributed.conversion.assembled import Assembled, ChunkedMemory, Filed
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.pieces import (
     Mesh,
@@ -165,8 +164,7 @@ class RankTensors:
             if _likeness(spec) != _likeness(specs[first]):
                 raise self._refuse(key, f"ranks {first} and {rank} have it in different ways")
         grids = {grid: None for spec in specs.values() for grid in _mesh(spec).grids}
-        right_first = all(_mesh(spec).right_first for spec in specs.values())
-        one = _mesh(specs[first])._replace(grids=tuple(grids), right_first=right_first)
+        one = _mesh(specs[first])._replace(grids=tuple(grids))
         return locals_, {rank: replace(spec, held=one) for rank, spec in specs.items()}
 
     def _holding(self, key: str, rank: int, leaf: Any) -> tuple[torch.Tensor, TensorSpec]:

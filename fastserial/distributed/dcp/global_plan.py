@@ -1,4 +1,4 @@
-"""From the rows of all ranks to who writes what, and to the checkpoint's metadata."""
+"""From what all ranks have to who writes what, and to the checkpoint's metadata."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -17,14 +16,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
 
-from fastserial.distributed.dcp.balance import Item, Share, shares
-from fastserial.distributed.dcp.local_rows import BYTES, OTHER, LocalRows, Part, Row
+from fastserial.distributed.dcp.entries import OTHER, Entry, Part
+from fastserial.distributed.plan.balance import Item, Share, shares
 from fastserial.distributed.sharding.boxes import Box, intersect
 from fastserial.distributed.state.tables import SHARED_FROM
 
-__all__ = ["Told", "global_plan", "paths_of", "stock_owners", "told_of"]
+__all__ = ["Told", "global_plan", "paths_of", "told_of"]
 
 Path = tuple[str | int, ...]
 _PARTS_EACH = 20  # a dimension with so many rows for each rank can be cut evenly enough
@@ -34,40 +32,43 @@ class Told(NamedTuple):
     """What a rank tells of its state.
 
     Attributes:
-        local: its rows.
+        entries: by their keys.
         paths: where in the nested state the keys are that are not at its top; None: it was not
             flattened.
     """
 
-    local: LocalRows
+    entries: dict[str, Entry]
     paths: dict[str, Path] | None
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A row that some ranks have: which, and where in their rows it is."""
+    """What some ranks have of an entry: a box of a tensor, or bytes."""
 
-    row: Row
-    properties: TensorProperties | None
+    key: str
+    entry: Entry
+    box: Box | None
     ranks: list[int]
-    numbers: list[int]
 
     @property
     def nbytes(self) -> int:
-        if self.properties is None:
-            return 0
-        return prod(self.row.sizes) * self.properties.dtype.itemsize
+        properties = self.entry.properties
+        return 0 if self.box is None or properties is None else _nbytes(self.box, properties)
 
 
-def told_of(local: LocalRows, mappings: Mapping[str, Path] | None) -> Told:
+def _nbytes(box: Box, properties: TensorProperties) -> int:
+    return box.numel * int(properties.dtype.itemsize)
+
+
+def told_of(entries: dict[str, Entry], mappings: Mapping[str, Path] | None) -> Told:
     """Return what a rank tells.
 
     Args:
         mappings: where in the nested state the keys are; None: it was not flattened.
     """
     if mappings is None:
-        return Told(local, None)
-    return Told(local, {key: path for key, path in mappings.items() if path != (key,)})
+        return Told(entries, None)
+    return Told(entries, {key: path for key, path in mappings.items() if path != (key,)})
 
 
 def paths_of(told: Sequence[Told]) -> dict[str, Path] | None:
@@ -76,34 +77,20 @@ def paths_of(told: Sequence[Told]) -> dict[str, Path] | None:
     for one in reversed(told):  # the first rank that has a key is right
         if one.paths is None:
             return None
-        for row in one.local.rows:
-            found[row.key] = one.paths.get(row.key) or (row.key,)
+        for key in one.entries:
+            found[key] = one.paths.get(key) or (key,)
     return found
 
 
-def stock_owners(told: Sequence[Told], keys: Set[str]) -> dict[str, int]:
-    """Return which rank's tensor stock would save, of plain tensors that several ranks have."""
-    plans = [
-        SavePlan(one.local.items([Part(row, None, 0) for row in range(len(one.local.rows))]))
-        for one in told
-    ]
-    return {
-        item.index.fqn: rank
-        for rank, plan in enumerate(dedup_save_plans(plans))
-        for item in plan.items
-        if item.index.fqn in keys
-    }
-
-
 def global_plan(
-    told: Sequence[Told], lowest: bool, apart: Mapping[str, int] | None = None
+    told: Sequence[Told], lowest: bool, apart: Set[str] = frozenset()
 ) -> tuple[list[list[Part]], Metadata]:
     """Return what each rank writes, and the metadata.
 
     Args:
         told: by each rank.
         lowest: what several ranks have is written by the first of them.
-        apart: plain tensors that differ between the ranks, and whose is saved as a whole.
+        apart: plain tensors that differ between the ranks: the first rank's is saved, as a whole.
 
     Raises:
         ValueError: the pieces of a tensor do not make up the tensor, or a key has a value on some
@@ -116,20 +103,19 @@ def global_plan(
     for piece in pieces:
         if len(piece.ranks) == 1:
             load[piece.ranks[0]] += piece.nbytes
-    items = [_item(pieces[number], lowest, apart or {}) for number in several]
+    items = [_item(pieces[number], lowest, apart) for number in several]
     cuts: dict[int, list[Share]] = {}
     for share in shares(items, len(told), load):
         cuts.setdefault(several[share.item], []).append(share)
     made = _Made(len(told))
     for number, piece in enumerate(pieces):
         if number not in cuts:
-            made.add(piece, 0, None)
+            made.add(piece, piece.ranks[0], piece.box)
             continue
         for share in cuts[number]:
-            rows = items[share.item].rows
-            whole = (share.first, share.stop) == (0, rows)
-            own = piece.ranks.index(share.rank)
-            made.add(piece, own, None if whole else _cut(piece, share.first, share.stop))
+            whole = (share.first, share.stop) == (0, items[share.item].rows)
+            box = piece.box if whole else _cut(piece, share.first, share.stop)
+            made.add(piece, share.rank, box)
     _check(pieces, len(told) > 1)
     return made.parts, Metadata(made.entries, planner_data=paths_of(told))
 
@@ -143,29 +129,21 @@ class _Made:
         self._chunks: dict[Any, ChunkStorageMetadata] = {}  # many tensors have the same
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
 
-    def add(self, piece: _Piece, own: int, box: Box | None) -> None:
-        """Let a rank write a piece.
-
-        Args:
-            own: which of its ranks.
-            box: a part of it; None: all of it.
-        """
-        row, properties = piece.row, piece.properties
-        parts, number = self.parts[piece.ranks[own]], piece.numbers[own]
-        if properties is None:
-            self.entries[row.key] = BytesStorageMetadata()
-            parts.append(Part(number, None, 0))
+    def add(self, piece: _Piece, rank: int, box: Box | None) -> None:
+        """Let a rank write a box of a piece."""
+        key, properties, size = piece.key, piece.entry.properties, piece.entry.size
+        if box is None or properties is None:
+            self.entries[key] = BytesStorageMetadata()
+            self.parts[rank].append(Part(key, None, 0))
             return
-        entry = self.entries.get(row.key)
+        entry = self.entries.get(key)
         if entry is None:
-            entry = TensorStorageMetadata(properties, self._size(row.size), [])
-            self.entries[row.key] = entry
-        parts.append(Part(number, box, len(entry.chunks)))
-        place = (row.offsets, row.sizes) if box is None else box
-        chunk = self._chunks.get(place)
+            entry = self.entries[key] = TensorStorageMetadata(properties, self._size(size), [])
+        self.parts[rank].append(Part(key, box, len(entry.chunks)))
+        chunk = self._chunks.get(box)
         if chunk is None:
-            offsets, sizes = map(torch.Size, place)
-            chunk = self._chunks[place] = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+            offsets, sizes = map(torch.Size, box)
+            chunk = self._chunks[box] = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
         entry.chunks.append(chunk)
 
     def _size(self, size: tuple[int, ...]) -> torch.Size:
@@ -174,48 +152,45 @@ class _Made:
 
 def _pieces(told: Sequence[Told]) -> list[_Piece]:
     found: dict[tuple[str, tuple[int, ...] | None], _Piece] = {}
-    for rank, (local, _) in enumerate(told):
-        for number, row in enumerate(local.rows):
-            properties = local.properties[row.properties] if row.kind != BYTES else None
-            place = row.key, None if properties is None else row.offsets
-            piece = found.get(place)
-            if piece is None:
-                found[place] = _Piece(row, properties, [rank], [number])
-            elif _alike(piece, row, properties):
-                piece.ranks.append(rank)
-                piece.numbers.append(number)
+    for rank, one in enumerate(told):
+        for key, entry in one.entries.items():
+            for box in entry.boxes:
+                place = key, None if box is None else box.offsets
+                piece = found.get(place)
+                if piece is None:
+                    found[place] = _Piece(key, entry, box, [rank])
+                elif _alike(piece, entry, box):
+                    piece.ranks.append(rank)
     return list(found.values())
 
 
 def _refuse_mixed(pieces: Sequence[_Piece]) -> None:
     """Raise if a key has a value on some ranks and a tensor on others: as stock does."""
-    values = {piece.row.key: piece for piece in pieces if piece.properties is None}
+    values = {piece.key: piece for piece in pieces if piece.box is None}
     for piece in pieces if values else ():
-        value = values.get(piece.row.key)
-        if value is not None and piece.properties is not None:
+        value = values.get(piece.key)
+        if value is not None and piece.box is not None:
             raise ValueError(
-                f"{piece.row.key}: a value on ranks {value.ranks}, a tensor on ranks {piece.ranks}:"
+                f"{piece.key}: a value on ranks {value.ranks}, a tensor on ranks {piece.ranks}:"
                 " give one of them another key"
             )
 
 
-def _alike(piece: _Piece, row: Row, properties: TensorProperties | None) -> bool:
-    """Return whether a rank's row is the one that the first rank has there: that one counts."""
-    mine = piece.properties
-    if mine is None or properties is None:
-        return mine is properties
-    return row[3:] == piece.row[3:] and mine.dtype == properties.dtype
+def _alike(piece: _Piece, entry: Entry, box: Box | None) -> bool:
+    """Return whether a rank has there what the first rank has: that one counts."""
+    mine, other = piece.entry.properties, entry.properties
+    if mine is None or other is None:
+        return mine is other
+    return (piece.entry.size, piece.box, mine.dtype) == (entry.size, box, other.dtype)
 
 
-def _item(piece: _Piece, lowest: bool, apart: Mapping[str, int]) -> Item:
-    nbytes, owners = piece.nbytes, tuple(piece.ranks)
-    if apart.get(piece.row.key) in owners:
-        return Item(nbytes, (apart[piece.row.key],))
-    if lowest or piece.properties is None:
+def _item(piece: _Piece, lowest: bool, apart: Set[str]) -> Item:
+    nbytes, owners, box = piece.nbytes, tuple(piece.ranks), piece.box
+    if lowest or box is None or piece.key in apart:
         return Item(nbytes, owners[:1])
-    if len(owners) == 1 or nbytes < SHARED_FROM or piece.row.kind == OTHER:
+    if len(owners) == 1 or nbytes < SHARED_FROM or piece.entry.kind == OTHER:
         return Item(nbytes, owners)
-    return Item(nbytes, owners, piece.row.sizes[_dim(piece.row.sizes, len(owners))])
+    return Item(nbytes, owners, box.sizes[_dim(box.sizes, len(owners))])
 
 
 def _dim(sizes: Sequence[int], ranks: int) -> int:
@@ -226,10 +201,12 @@ def _dim(sizes: Sequence[int], ranks: int) -> int:
     return max(range(len(sizes)), key=lambda dim: sizes[dim])
 
 
-def _cut(piece: _Piece, first: int, stop: int) -> Box:
+def _cut(piece: _Piece, first: int, stop: int) -> Box | None:
     """Return rows [first, stop) of a piece."""
-    dim = _dim(piece.row.sizes, len(piece.ranks))
-    offsets, sizes = list(piece.row.offsets), list(piece.row.sizes)
+    if piece.box is None:
+        return None
+    dim = _dim(piece.box.sizes, len(piece.ranks))
+    offsets, sizes = map(list, piece.box)
     offsets[dim] += first
     sizes[dim] = stop - first
     return Box(tuple(offsets), tuple(sizes))
@@ -246,31 +223,24 @@ def _check(pieces: Sequence[_Piece], several: bool) -> None:
     """
     held: dict[str, int] = {}
     wholes: dict[str, tuple[int, ...]] = {}
+    boxes: dict[str, list[Box]] = {}
     for piece in pieces:
-        if piece.properties is None:
+        key, box = piece.key, piece.box
+        if box is None:
             continue
-        row = piece.row
-        size = wholes.setdefault(row.key, row.size)
-        alike = len(row.offsets) == len(row.sizes) == len(size)
-        if not alike or any(map(_outside, row.offsets, row.sizes, size)):
-            box = Box(row.offsets, row.sizes)
-            raise ValueError(f"{row.key}: a part {box} lies outside of the tensor's {size}")
-        held[row.key] = held.get(row.key, 0) + prod(row.sizes)
+        size = wholes.setdefault(key, piece.entry.size)
+        alike = len(box.offsets) == len(box.sizes) == len(size)
+        if not alike or any(map(_outside, box.offsets, box.sizes, size)):
+            raise ValueError(f"{key}: a part {box} lies outside of the tensor's {size}")
+        held[key] = held.get(key, 0) + box.numel
+        boxes.setdefault(key, []).append(box)
     for key, size in wholes.items():
         if several and size and held[key] != prod(size):
             raise ValueError(
                 f"{key}: the ranks have {held[key]} elements of a tensor {size} of {prod(size)}"
             )
-    boxes: dict[str, list[Box]] = {
-        piece.row.key: []
-        for piece in pieces
-        if piece.row.kind == OTHER  # ours cannot overlap
-    }
-    for piece in pieces if boxes else ():
-        if piece.row.key in boxes:
-            boxes[piece.row.key].append(Box(piece.row.offsets, piece.row.sizes))
-    for key, some in boxes.items():
-        if any(intersect(a, b) is not None for a, b in combinations(some, 2)):
+    for key in {piece.key for piece in pieces if piece.entry.kind == OTHER and piece.box}:
+        if any(intersect(a, b) is not None for a, b in combinations(boxes[key], 2)):
             raise ValueError(f"{key}: parts of the tensor overlap")
 
 

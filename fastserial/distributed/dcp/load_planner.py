@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from fastserial.distributed.dcp.entries import REPLICA, SHARD, kind_of, parts_of
 from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wants, pass_on, turns
-from fastserial.distributed.dcp.local_rows import REPLICA, SHARD, kind_of, parts_of
-from fastserial.distributed.ranks.group import traffic_of
-from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.ranks.group import collective, node_name
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.memory.held_settings import paused_collection
 
@@ -132,8 +131,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if mine is None:
             yield
             return
-        traffic = traffic_of(None, _TIMEOUT)
-        with traffic.together():
+        with collective(None, _TIMEOUT) as traffic:
             yield
             items = self._shared
             pass_on(mine, lambda number: self.resolve_tensor(items[number]).detach(), traffic)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fastserial.distributed.plan.balance import Item, shares
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.memory.storages import is_plain
 
@@ -64,23 +65,18 @@ def turns(told: Sequence[Wants]) -> list[list[Turn]]:
     for rank, wants in enumerate(told):
         for number, want in enumerate(wants.pieces):
             wanting.setdefault(want, []).append((rank, number))
-    load = [0] * len(told)
-    shared: list[Want] = []
-    for want, found in wanting.items():
-        if len({rank for rank, _ in found}) < len(found):  # twice on one rank
-            continue
-        if len(found) > 1:
-            shared.append(want)
-        else:
-            load[found[0][0]] += want.nbytes
+    wanted = [
+        (want, found)
+        for want, found in wanting.items()
+        if len({rank for rank, _ in found}) == len(found)  # none twice on one rank
+    ]
+    items = [Item(want.nbytes, tuple(rank for rank, _ in found)) for want, found in wanted]
     made: list[list[Turn]] = [[] for _ in told]
-    for want in sorted(shared, key=lambda want: -want.nbytes):
-        found = wanting[want]
-        reader = min((rank for rank, _ in found), key=lambda rank: load[rank])
-        load[reader] += want.nbytes
-        receivers = tuple(rank for rank, _ in found if rank != reader)
-        for rank, number in found:
-            made[rank].append(Turn(number, reader, receivers))
+    for share in shares(items, len(told)):
+        found = wanted[share.item][1]
+        receivers = tuple(rank for rank, _ in found if rank != share.rank)
+        for rank, number in found if receivers else ():
+            made[rank].append(Turn(number, share.rank, receivers))
     return made
 
 

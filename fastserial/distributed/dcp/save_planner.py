@@ -14,29 +14,28 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastserial.config import current
-from fastserial.distributed.dcp.fingerprint import fingerprint
-from fastserial.distributed.dcp.flattening import flattened
-from fastserial.distributed.dcp.global_plan import Told, global_plan, stock_owners, told_of
-from fastserial.distributed.dcp.kept_plans import Kept
-from fastserial.distributed.dcp.local_rows import (
+from fastserial.distributed.dcp.entries import (
     OTHER,
     REPLICA,
     SHARD,
-    LocalRows,
     Part,
+    entries_of,
     kind_of,
     parts_of,
+    replicas_of,
+    write_items,
 )
+from fastserial.distributed.dcp.global_plan import Told, global_plan, told_of
 from fastserial.distributed.dcp.metadata_file import SentMetadata
 from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.pieces import oddity
+from fastserial.distributed.state.facts import facts_of
 from fastserial.errors import UnknownPlacementError
 from fastserial.memory.held_settings import paused_collection
 
@@ -52,12 +51,12 @@ class _Message(NamedTuple):
     Attributes:
         numbers: of the kept plans that were made of just what it has, the latest last.
         told: the pickle of what it has (`Told`).
-        sums: checksums of its plain tensors, in the order of `LocalRows.replicas`.
+        sums: checksums of its plain tensors that may be cut.
     """
 
     numbers: tuple[int, ...]
     told: bytes
-    sums: Sequence[int]
+    sums: dict[str, int]
 
 
 class _Orders(NamedTuple):
@@ -66,29 +65,19 @@ class _Orders(NamedTuple):
     number: int
     parts: list[Part] | None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle columns: a third of the time that so many parts take."""
-        columns = None if self.parts is None else list(zip(*self.parts, strict=True))
-        return _from_columns, (self.number, columns)
-
-
-def _from_columns(number: int, columns: list[Any] | None) -> _Orders:
-    parts = None if columns is None else list(map(Part._make, zip(*columns, strict=True)))
-    return _Orders(number, parts)
-
 
 @dataclass(frozen=True, slots=True)
 class _Own:
     """What this rank has, and its part of a plan.
 
     Attributes:
-        fingerprint, settings: what decides the rest; of `None` it is not known.
+        facts, settings: what decides the rest; of `None` it is not known.
         told, pickled: what it tells, and that as it is sent.
-        replicas: see `LocalRows.replicas`.
+        replicas: see `replicas_of`.
         items: that it writes.
     """
 
-    fingerprint: list[Any] | None
+    facts: list[Any] | None
     settings: Any
     told: Told
     pickled: bytes
@@ -102,7 +91,6 @@ class _OfAll:
 
     Attributes:
         told: by all ranks, as it came.
-        replicas: of each rank.
         apart: see `global_plan`.
         keys: as they are: those of the index are the same objects, and pickled once.
         entries: a pickle of the metadata's.
@@ -110,8 +98,7 @@ class _OfAll:
     """
 
     told: list[bytes]
-    replicas: list[list[str]]
-    apart: dict[str, int]
+    apart: frozenset[str]
     keys: list[str]
     entries: bytes
     paths: dict[str, Any] | None
@@ -122,8 +109,17 @@ class _OfAll:
         return SentMetadata(entries, planner_data=None if self.paths is None else dict(self.paths))
 
 
-_own: Kept[_Own] = Kept(_MOST)
-_of_all: Kept[_OfAll] = Kept(_MOST)
+# Plans of this process by a random number that is the same on all ranks, those used last behind.
+_own: dict[int, _Own] = {}
+_of_all: dict[int, _OfAll] = {}
+
+
+def _keep(kept: dict[int, Any], number: int, value: Any) -> None:
+    """Keep a plan, or count it as new; other threads may do so, too."""
+    kept.pop(number, None)
+    kept[number] = value
+    for oldest in list(kept)[:-_MOST]:
+        kept.pop(oldest, None)
 
 
 class FastSavePlanner(DefaultSavePlanner):
@@ -131,7 +127,7 @@ class FastSavePlanner(DefaultSavePlanner):
 
     What several ranks have is written by each of them in equal parts; tensors from 1 MiB on are cut
     for that. Plain ones are compared in every save (option `compare`); of one that differs between
-    ranks, that rank's is saved whose stock would save, with a warning.
+    ranks, the first rank's is saved, with a warning.
 
     A class derived from it that overrides what makes plans (`create_local_plan`,
     `create_global_plan`, `finish_plan`, `lookup_object`) gets those of `DefaultSavePlanner`: ours
@@ -157,27 +153,6 @@ class FastSavePlanner(DefaultSavePlanner):
         kind = type(self)
         return any(getattr(kind, name) is not getattr(FastSavePlanner, name) for name in _PLANNING)
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Flatten the state.
-
-        Raises:
-            ValueError: two values get the same key.
-        """
-        if self._plans_as_stock or not self.flatten_state_dict:
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
-            return
-        with paused_collection():
-            values, self.mappings, sharded = flattened(state_dict)
-        if sharded and self.flatten_sharded_tensors:
-            values = _flatten_sharded_tensors(values)
-        self.state_dict = values
-        self.is_coordinator = is_coordinator
-
     def create_local_plan(self) -> SavePlan:
         """Return what this rank has, or that it is as before.
 
@@ -196,33 +171,31 @@ class FastSavePlanner(DefaultSavePlanner):
 
     def _found(self) -> _Own:
         """Return what this rank has, and find the plans of just that."""
-        last, settings = _own.latest(), self._settings()
-        found = fingerprint(self.state_dict, last.fingerprint if last is not None else None)
-        self._as_before = {}
-        if found is not None:
-            self._as_before = {
-                number: own
-                for number, own in _own.items()
-                if own.fingerprint == found and own.settings == settings
-            }
+        kept, settings = list(_own.items()), self._settings()
+        last = kept[-1][1].facts if kept else None
+        state = self.state_dict
+        found = facts_of(list(state), list(state.values()), last, others=True)
+        self._as_before = {
+            number: own
+            for number, own in kept
+            if found is not None and own.facts == found and own.settings == settings
+        }
         if self._as_before:
             before = next(reversed(self._as_before.values()))
-            return replace(before, fingerprint=found)  # compared faster, of the same objects
-        told = told_of(
-            LocalRows.of(self.state_dict), self.mappings if self.flatten_state_dict else None
-        )
-        if any(row.kind == OTHER for row in told.local.rows):
+            return replace(before, facts=found)  # compared faster, of the same objects
+        entries = entries_of(state)
+        told = told_of(entries, self.mappings if self.flatten_state_dict else None)
+        if any(entry.kind == OTHER for entry in entries.values()):
             found = None  # who knows when torch would plan otherwise
-        return _Own(found, settings, told, pickle.dumps(told), told.local.replicas())
+        return _Own(found, settings, told, pickle.dumps(told), replicas_of(entries))
 
-    def _sums(self, replicas: Sequence[str]) -> list[int]:
+    def _sums(self, replicas: Sequence[str]) -> dict[str, int]:
         """Return the checksums of the plain tensors that may be cut."""
         if not dist.is_initialized() or self.dedup_save_to_lowest_rank:
-            return [0] * len(replicas)  # nothing is
-        tensors = [self.state_dict[key] for key in replicas]
-        plain = [one for one in tensors if oddity(one) is None]
-        found = iter(checksums(plain, current().compare == "all"))
-        return [next(found) if oddity(one) is None else 0 for one in tensors]
+            return {}  # nothing is
+        keys = [key for key in replicas if oddity(self.state_dict[key]) is None]
+        tensors = [self.state_dict[key] for key in keys]
+        return dict(zip(keys, checksums(tensors, current().compare == "all"), strict=True))
 
     def _settings(self) -> Any:
         """Return what decides the plan besides the tensors."""
@@ -250,28 +223,22 @@ class FastSavePlanner(DefaultSavePlanner):
         found = _of_all.get(number)
         if found is not None and found.told != texts:
             found = None
-        told = [] if found is not None else self._unpickled(texts)
-        replicas = found.replicas if found else [one.local.replicas() for one in told]
-        known = found.apart if found is not None else {}
-        mixed = differing(
-            [
-                dict(zip(keys, message.sums, strict=True))
-                for keys, message in zip(replicas, messages, strict=True)
-            ]
-        )
+        if found is not None:
+            _keep(_of_all, number, found)
+        mixed = differing([message.sums for message in messages])
         parts: Sequence[list[Part] | None] = [None] * len(all_plans)
-        if found is None or not mixed.keys() <= known.keys():
-            told = told or self._unpickled(texts)
-            apart = {**known, **(stock_owners(told, mixed.keys()) if mixed else {})}
-            _warn(mixed, apart)
+        if found is None or not mixed.keys() <= found.apart:
+            _warn(mixed)
+            apart = frozenset(mixed) | (found.apart if found is not None else frozenset())
+            told = self._unpickled(texts)
             with paused_collection():
                 parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank, apart)
                 entries = metadata.state_dict_metadata
                 pickled = pickle.dumps(list(entries.values()))
             paths = metadata.planner_data
-            found = _OfAll(texts, replicas, apart, list(entries), pickled, paths)
+            found = _OfAll(texts, apart, list(entries), pickled, paths)
             number = secrets.randbits(62)
-            _of_all.put(number, found)
+            _keep(_of_all, number, found)
         plans = [
             replace(plan, planner_data=_Orders(number, part))
             for plan, part in zip(all_plans, parts, strict=True)
@@ -304,9 +271,9 @@ class FastSavePlanner(DefaultSavePlanner):
             mine = replace(mine, items=as_before[orders.number].items)
         else:
             with paused_collection():
-                mine = replace(mine, items=mine.told.local.items(orders.parts))
-        if mine.fingerprint is not None:
-            _own.put(orders.number, mine)
+                mine = replace(mine, items=write_items(mine.told.entries, orders.parts))
+        if mine.facts is not None:
+            _keep(_own, orders.number, mine)
         self.plan = replace(new_plan, items=list(mine.items), planner_data=self.mappings)
         return self.plan
 
@@ -354,14 +321,14 @@ def _number_of_all(messages: Sequence[_Message]) -> int:
     return next((number for number in reversed(messages[0].numbers) if number in common), -1)
 
 
-def _warn(mixed: Mapping[str, list[int]], apart: Mapping[str, int]) -> None:
+def _warn(mixed: Mapping[str, list[int]]) -> None:
     if mixed:
         keys = list(mixed)
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         text = (
-            f"plain tensors of {ranks_in_words(mixed[keys[0]])} differ from the first rank's: "
-            f"{', '.join(map(repr, keys[:5]))}{more}. Of {keys[0]!r} that of rank "
-            f"{apart[keys[0]]} is saved, as by stock. Parts of one tensor have to be DTensors"
+            f"plain tensors of {ranks_in_words(mixed[keys[0]])} differ from the first rank's, "
+            f"which are saved: {', '.join(map(repr, keys[:5]))}{more}. Parts of one tensor have to "
+            "be DTensors"
         )
         warnings.warn(text, UserWarning, stacklevel=3)
 

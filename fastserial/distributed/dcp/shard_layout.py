@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config.performance import PACKED_BYTES, PACKED_STORAGE
 from fastserial.distributed.dcp.item_layout import NO_CONTAINER, Frame, frame_of
-from fastserial.distributed.dcp.places import place_of
+from fastserial.distributed.dcp.metadata_file import WriteResults, place_of
 from fastserial.distributed.dcp.tensor_bytes import TensorBytes, bytes_of
-from fastserial.distributed.dcp.write_results import WriteResults
 from fastserial.errors import LayoutError
 from fastserial.formats.dcp import Known
 from fastserial.formats.extents import Data, Extent, Literal, Made

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
 from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -18,11 +17,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fastserial.distributed.dcp.folder import METADATA, metadata_name
@@ -46,7 +43,7 @@ class _TakesTurns:
     takes_turns = True
 
 
-class FastStorageReader(StorageReader):
+class FastStorageReader(FileSystemReader):
     """The `storage_reader` of `dcp.load`."""
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, **stock: Any) -> None:
@@ -58,11 +55,8 @@ class FastStorageReader(StorageReader):
                 part is read as a whole.
             stock: what else `FileSystemReader` takes (`_extension_registry`).
         """
-        super().__init__()
-        self.path = os.fspath(path)
-        self.load_id = str(uuid.uuid4())
+        super().__init__(path, **stock)
         self._verify = verify
-        self._stock = FileSystemReader(path, **stock)
         self._metadata: Metadata | None = None
         self._seen: tuple[str, FileStamp] | None = None  # path of `.metadata`, and what was there
 
@@ -70,12 +64,9 @@ class FastStorageReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from another folder if one is given."""
-        if checkpoint_id:
-            self.path = os.fspath(checkpoint_id)
-        self.load_id = str(uuid.uuid4())
+        super().reset(checkpoint_id)
         self._metadata = None
         self._seen = None
-        self._stock.reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what is in the checkpoint.
@@ -89,11 +80,7 @@ class FastStorageReader(StorageReader):
             # DCP asks for a rank's own after any error with that of all ranks; a damaged one must
             # not end in an older checkpoint
             self._read_metadata()
-        found = self._read_metadata(*args, **kwargs)
-        meta = getattr(found, "storage_meta", None) or StorageMeta()
-        meta.load_id = self.load_id
-        found.storage_meta = meta
-        return found
+        return self._read_metadata(*args, **kwargs)
 
     def _read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = os.path.join(self.path, metadata_name(kwargs.get("rank")))
@@ -101,7 +88,7 @@ class FastStorageReader(StorageReader):
             self._seen = path, stamp(file.fileno())
             is_framed(file.read(), path)
         with paused_collection():
-            return self._stock.read_metadata(*args, **kwargs)
+            return super().read_metadata(*args, **kwargs)
 
     def _is_replaced(self) -> bool:
         """Return whether `.metadata` is no longer the one that was read."""
@@ -119,15 +106,11 @@ class FastStorageReader(StorageReader):
     ) -> None:
         """Learn what is in the checkpoint."""
         self._metadata = metadata
-        self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan, with the note that planners may leave out what other ranks read."""
         return replace(plan, storage_data=_TakesTurns())
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan wants into what the planner gives for it.
@@ -171,16 +154,6 @@ class FastStorageReader(StorageReader):
                     transfer=reader.transfer,
                 )
 
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be loaded from there."""
-        return bool(FileSystemReader.validate_checkpoint_id(checkpoint_id))
-
     # -- the rest ------------------------------------------------------------------------------
 
     def _by_file(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, list[Wanted]]:
@@ -200,7 +173,7 @@ class FastStorageReader(StorageReader):
             else:
                 found[index] = self._wanted(request, place)
         if extended:
-            self._stock.read_data(LoadPlan(extended), planner).wait()
+            super().read_data(LoadPlan(extended), planner).wait()
         files: dict[str, list[Wanted]] = {}
         for wanted in found.values():
             files.setdefault(wanted.place.relative_path, []).append(wanted)
@@ -222,7 +195,7 @@ class FastStorageReader(StorageReader):
         entry = entries.get(index.fqn)
         if not isinstance(entry, TensorStorageMetadata):
             raise CorruptCheckpointError(
-                "`.metadata` has no tensor", path=self.path, record=index.fqn
+                "`.metadata` has no tensor", path=str(self.path), record=index.fqn
             )
         chunks, hint = entry.chunks, index.index
         if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
@@ -231,5 +204,5 @@ class FastStorageReader(StorageReader):
             if chunk.offsets == index.offset:
                 return entry.properties.dtype, tuple(chunk.sizes)
         raise CorruptCheckpointError(
-            f"`.metadata` has no chunk at {index.offset}", path=self.path, record=index.fqn
+            f"`.metadata` has no chunk at {index.offset}", path=str(self.path), record=index.fqn
         )

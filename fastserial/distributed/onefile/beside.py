@@ -7,26 +7,20 @@ next collective call of fastserial with the same ranks waits for it.
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastserial.config import current
-from fastserial.distributed.onefile.full_pickle import StandIns
+import torch
+
 from fastserial.distributed.onefile.orders import Writers
 from fastserial.distributed.onefile.saver import TIMEOUT, Saving
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.distributed.state.agreement import Agreement, are_alike, blame
-from fastserial.distributed.state.joined import Joined
-from fastserial.distributed.state.merging import merged
-from fastserial.distributed.state.tables import table_of
-from fastserial.distributed.state.walk import buffers_of, leaves, optimizers, states
+from fastserial.distributed.state.merging import leaf_of
 from fastserial.errors import ConfigError, StorageChangedError, TornSnapshotError
-from fastserial.formats.zip.layout import archive_name
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import guard, pending
 from fastserial.overlap.asynchronous import KINDS, Kind
@@ -123,11 +117,11 @@ def start_save(
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
             saving = Saving(traffic, path, writers, merge, began)
-            state = saving.prepare(obj)
-            taken = Snapshot(path, kind, budget, _reached(state, obj), steady)
+            found, modules = saving.prepare(obj)
+            taken = Snapshot(path, kind, budget, _reached(found.values, modules), steady)
             saving.freeze(taken)
         with traffic.together():
-            del state, obj
+            del found, modules, obj
             told = _Told(taken, kind, budget, began)
             work = _Work(saving, traffic, taken, told, then)
             save = PendingSave(path, target, taken)
@@ -178,40 +172,19 @@ def size_of(
         DistributedError: another rank failed, or the ranks' states differ.
         Exception: the state cannot be saved; or `look` raises.
     """
-    state = states(obj) if merge is None else merged(states(obj), traffic)
-    found = leaves(state)
-    table = table_of(found, traffic.rank, traffic.ranks, buffers_of(obj))
-    agreement = Agreement(found, table.copies, traffic, current(), table.odd)
-
-    def compared(messages: list[bytes]) -> bytes:
-        digests, told = zip(*map(pickle.loads, messages), strict=True)
-        return pickle.dumps((len(set(digests)) == 1, are_alike(told)))
-
-    mine = pickle.dumps((table.digest(), agreement.likeness()))
-    alike, agreed = pickle.loads(traffic.consult(mine, compared))
-    if not alike:
-        blame(table, traffic)
-    if not agreed:
-        agreement.settle()
-
-    def laid_out(_: list[bytes]) -> bytes:
-        made = StandIns(table).lay_out(archive_name(path), state, found.values)
-        look(made.entries[0].data or b"")
-        return str(made.places.nbytes).encode()
-
-    return int(traffic.consult(b"", laid_out))
+    return Saving(traffic, path, "all", merge, perf_counter()).measure(obj, look)
 
 
-def _reached(state: Any, obj: object) -> Reached:
+def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
     """Return what tells whether the tensors of a state are changed.
 
     torch counts no changes that `foreach` functions and optimizers make to DTensors. So only those
     are watched that belong to an optimizer: before its step it asks.
     """
     reached = Reached()
-    owned = {found for one in optimizers(obj) for found in guard.storages_of_optimizer(one)}
-    for found in leaves(state).values:
-        leaf = found.leaf if isinstance(found, Joined) else found
+    optimizers = [one for one in modules if isinstance(one, torch.optim.Optimizer)]
+    owned = {found for one in optimizers for found in guard.storages_of_optimizer(one)}
+    for leaf in map(leaf_of, values):
         if isinstance(leaf, FlatShard):
             reached.note(leaf.tensor)
         elif (sharded := as_dtensor(leaf)) is not None:

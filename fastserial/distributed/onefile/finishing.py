@@ -6,8 +6,7 @@ import contextlib
 import os
 import struct
 
-from fastserial.distributed.onefile.container import Container
-from fastserial.distributed.onefile.laid_out import LaidOut
+from fastserial.distributed.onefile.laid_out import Container, LaidOut
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import NewFile
 from fastserial.formats.extents import Trailer

@@ -6,18 +6,25 @@ several want one of them reads, a window at a time, and sends on, while it reads
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
-from fastserial.distributed.onefile.part_reader import PartReader, straight_reads
-from fastserial.distributed.plan.grid import Grid
-from fastserial.distributed.plan.owners import Share
-from fastserial.distributed.plan.tiles import (
+from fastserial.checkpoints.tensor_read import read_tensor_into
+from fastserial.distributed.plan.matching import Job
+from fastserial.distributed.plan.owners import NeedMap, Share
+from fastserial.distributed.ranks.exchange import Exchange
+from fastserial.distributed.ranks.group import Traffic
+from fastserial.distributed.reading.grid import Grid, grid_of
+from fastserial.distributed.reading.part_reader import LARGEST_WINDOW, PartReader
+from fastserial.distributed.reading.windows import (
     Piece,
     Target,
     Window,
+    buffer_for,
     by_window,
     deliver,
     found_in,
@@ -25,16 +32,77 @@ from fastserial.distributed.plan.tiles import (
     own_memory,
     windows_of,
 )
-from fastserial.distributed.ranks.exchange import Exchange
-from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.sharding.file_index import FileTensor
+from fastserial.loading.reader import FastFileReader
 
-__all__ = ["Flow"]
+__all__ = ["Flow", "grids_of", "need_of", "read_odd", "targets_of"]
 
-_MiB = 1024 * 1024
-_LARGEST_WINDOW = 8 * _MiB  # two of them are in memory
-_SENT_AT_ONCE = 24 * _MiB  # by a rank, and as many received; as many again to be converted
+_LARGEST_WINDOW = LARGEST_WINDOW  # two of them are in memory
+_SENT_AT_ONCE = 24 * 1024 * 1024  # bytes by a rank, as many received, and as many to be converted
 _PAGE = 4096
+
+Pieces = list[list[Piece]]  # of each window
+
+
+def grids_of(leaves: Iterable[tuple[Any, Any]]) -> dict[int, Grid]:
+    """Return the grids of the tensors among a file's leaves, by their numbers."""
+    tensors = (leaf for _, leaf in leaves if isinstance(leaf, FileTensor))
+    found = {
+        tensor.number: grid_of(tensor)
+        for tensor in tensors
+        if tensor.problem is None and 0 not in tensor.shape
+    }
+    return {number: grid for number, grid in found.items() if grid is not None}
+
+
+def targets_of(jobs: Sequence[Job], grids: Mapping[int, Grid]) -> tuple[list[Target], list[Job]]:
+    """Return what a rank wants of the file, and what only `read_odd` can read.
+
+    Of two jobs for the same memory it is the later one.
+    """
+    last: dict[object, Target] = {}
+    odd: list[Job] = []
+    for job in jobs:
+        grid = grids.get(job.tensor.number)
+        if grid is None:
+            odd += [job] if job.held.parts else []
+            continue
+        for box, view in job.held.parts:
+            spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
+            last.pop(spot, None)
+            last[spot] = Target(grid, grid.box_of(box), view)
+    return list(last.values()), odd
+
+
+def need_of(targets: Iterable[Target], file_size: int, block: int) -> NeedMap:
+    """Return which blocks of the file targets need."""
+    need = NeedMap(file_size, block)
+    for target in targets:
+        for first, stop in target.grid.runs(target.box, block):
+            need.add(first, stop)
+    return need
+
+
+def read_odd(jobs: Iterable[Job], reader: FastFileReader) -> None:
+    """Read what lies in the file as no part of an array does, on every rank that wants it.
+
+    Raises:
+        CorruptCheckpointError: the file changed meanwhile.
+        OSError: it cannot be read.
+    """
+    for tensor, held in jobs:
+        for box, view in held.parts:
+            meta = torch.empty_strided(
+                tensor.shape, tensor.stride, dtype=tensor.dtype, device="meta"
+            )
+            part = meta[box.slices(Box((0,) * len(tensor.shape), tensor.shape))]
+            found = view
+            if view.dtype != tensor.dtype:
+                found = torch.empty(part.shape, dtype=tensor.dtype, device="cpu")
+            read_tensor_into(reader, tensor.offset, part, found, tensor.pending)
+            if found is not view:
+                view.copy_(found)
 
 
 class Flow:
@@ -61,28 +129,18 @@ class Flow:
         self._grids = grids
         self.exchange = Exchange(traffic)
 
-    def read_own(self, shares: Sequence[Share], file_size: int, block: int) -> None:
+    def read_own(self, shares: Iterable[Share]) -> None:
         """Read what this rank alone wants.
 
         Raises:
             CorruptCheckpointError: the file changed meanwhile.
             OSError: it cannot be read.
         """
-        mine = [
-            (share.first, share.stop) for share in shares if share.members == (self._traffic.rank,)
-        ]
-        reads, kept, left = straight_reads(self._targets, mine, file_size, block)
-        if reads:
-            self._parts.read_straight(reads, kept)
-        windows = windows_of(left, _LARGEST_WINDOW)
-        buffer = _buffer(windows)
-        for window, pieces in zip(windows, by_window(self._targets, windows), strict=True):
-            self._traffic.alive()
-            self._parts.read_window(window, pieces, buffer)
-            for piece in pieces:
-                deliver(piece, found_in(buffer, piece))
+        here = (self._traffic.rank,)
+        runs = [(share.first, share.stop) for share in shares if share.members == here]
+        self._parts.read_own(self._targets, runs)
 
-    def share(self, shares: Sequence[Share]) -> None:
+    def share(self, shares: Iterable[Share]) -> None:
         """Read this rank's part of what several want, send it on, and receive the rest.
 
         Raises:
@@ -106,102 +164,73 @@ class Flow:
             for owner in windows
             if (owner, here) in links
         }
-        outgoing = self._tell_wishes(links, incoming, windows.get(here, []))
-        rounds = max(map(len, windows.values()))
-        with ThreadPoolExecutor(1, "fastserial-window") as ahead:
-            reads = _Ahead(ahead, self._parts, windows.get(here, []), outgoing)
-            for number in range(rounds):
+        mine = windows.get(here, [])
+        outgoing = self._told(links, incoming, mine)
+        with ThreadPoolExecutor(1, "fastserial-window") as pool:
+            ahead = _Ahead(pool, self._parts, mine, outgoing)
+            for number in range(max(map(len, windows.values()))):
                 self._round(
                     number,
-                    reads.take(number),
-                    {rank: rows[number : number + 1] for rank, rows in outgoing.items()},
-                    {rank: rows[number : number + 1] for rank, rows in incoming.items()},
+                    ahead.take(number),
+                    {rank: rows[number] for rank, rows in outgoing.items() if number < len(rows)},
+                    {rank: rows[number] for rank, rows in incoming.items() if number < len(rows)},
                 )
 
-    def _tell_wishes(
-        self,
-        links: set[tuple[int, int]],
-        incoming: Mapping[int, list[list[Piece]]],
-        windows: Sequence[Window],
-    ) -> dict[int, list[list[Piece]]]:
+    def _told(
+        self, links: set[tuple[int, int]], incoming: Mapping[int, Pieces], mine: Sequence[Window]
+    ) -> dict[int, Pieces]:
         """Tell each owner what this rank wants of it; return what others want of this one."""
         here = self._traffic.rank
-        owners = sorted(owner for owner, member in links if member == here != owner)
-        members = sorted(member for owner, member in links if owner == here != member)
-        wishes = {owner: self._encode(incoming[owner]) for owner in owners}
-        lengths = {member: torch.zeros(1, dtype=torch.int64, device="cpu") for member in members}
-        self.exchange.move(
-            {owner: [torch.tensor([wishes[owner].numel()], device="cpu")] for owner in owners},
-            {member: [length] for member, length in lengths.items()},
-        )
-        told = {
-            m: torch.empty(int(n.item()), dtype=torch.int64, device="cpu")
-            for m, n in lengths.items()
-        }
-        self.exchange.move(
-            {owner: [wishes[owner]] for owner in owners},
-            {member: [rows] for member, rows in told.items()},
-        )
-        outgoing = {
-            member: by_window(self._decode(rows.tolist()), windows) for member, rows in told.items()
-        }
+        wishes: dict[int, bytes] = {}
+        for owner, rows in incoming.items():
+            wanted = {piece.target for pieces in rows for piece in pieces}
+            boxes = [
+                (target.grid.tensor.number, *target.box)
+                for target in self._targets
+                if target in wanted
+            ]
+            wishes[owner] = pickle.dumps(boxes)
+        wishes.pop(here, None)
+        members = {member for owner, member in links if owner == here != member}
+        outgoing: dict[int, Pieces] = {}
+        for member, text in self._traffic.swap(wishes, members).items():
+            boxes = pickle.loads(text)
+            targets = [Target(self._grids[n], Box(offsets, sizes)) for n, offsets, sizes in boxes]
+            outgoing[member] = by_window(targets, mine)
         if here in incoming:
             outgoing[here] = incoming[here]
         return outgoing
-
-    def _encode(self, rows: Sequence[Sequence[Piece]]) -> torch.Tensor:
-        """Return the targets of pieces as numbers, in the order of this rank's targets."""
-        wanted = {id(piece.target) for pieces in rows for piece in pieces}
-        numbers: list[int] = []
-        for target in self._targets:
-            if id(target) in wanted:
-                numbers += (target.grid.tensor.number, *target.box.offsets, *target.box.sizes)
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-    def _decode(self, rows: Sequence[int]) -> list[Target]:
-        targets: list[Target] = []
-        at = 0
-        while at < len(rows):
-            grid = self._grids[rows[at]]
-            dims = len(grid.shape)
-            middle, end = at + 1 + dims, at + 1 + 2 * dims
-            targets.append(Target(grid, Box(tuple(rows[at + 1 : middle]), tuple(rows[middle:end]))))
-            at = end
-        return targets
 
     def _round(
         self,
         number: int,
         window: torch.Tensor | None,
-        outgoing: Mapping[int, list[list[Piece]]],
-        incoming: Mapping[int, list[list[Piece]]],
+        outgoing: Mapping[int, list[Piece]],
+        incoming: Mapping[int, list[Piece]],
     ) -> None:
         here = self._traffic.rank
         sends: dict[int, list[torch.Tensor]] = {}
         receives: dict[int, list[torch.Tensor]] = {}
         later: list[tuple[Piece, torch.Tensor]] = []
-        for rank, rows in outgoing.items():
-            for pieces in rows:
-                if rank != here and pieces and window is not None:
-                    sends[rank] = [found_in(window, piece) for piece in pieces]
-        for rank, rows in incoming.items():
-            for pieces in rows:
-                if rank == here or not pieces:
-                    continue
-                views = receives[rank] = []
-                for piece in pieces:
-                    view = landing(piece)
-                    if view is None:
-                        view = own_memory(piece)
-                        later.append((piece, view))
-                    views.append(view)
+        for rank, pieces in outgoing.items():
+            if rank != here and pieces and window is not None:
+                sends[rank] = [found_in(window, piece) for piece in pieces]
+        for rank, pieces in incoming.items():
+            if rank == here or not pieces:
+                continue
+            views = receives[rank] = []
+            for piece in pieces:
+                view = landing(piece)
+                if view is None:
+                    view = own_memory(piece)
+                    later.append((piece, view))
+                views.append(view)
         self.exchange.move(sends, receives)
         for piece, found in later:
             deliver(piece, found)
-        for pieces in incoming.get(here, ()):
-            for piece in pieces:
-                if window is not None:
-                    deliver(piece, found_in(window, piece))
+        for piece in incoming.get(here, ()):
+            if window is not None:
+                deliver(piece, found_in(window, piece))
 
 
 class _Ahead:
@@ -212,13 +241,13 @@ class _Ahead:
         pool: ThreadPoolExecutor,
         parts: PartReader,
         windows: Sequence[Window],
-        outgoing: Mapping[int, list[list[Piece]]],
+        outgoing: Mapping[int, Pieces],
     ) -> None:
         self._pool = pool
         self._parts = parts
         self._windows = windows
         self._outgoing = outgoing
-        self._buffers = [_buffer(windows[place::2]) for place in range(2)]
+        self._buffers = [buffer_for(windows[place::2]) for place in range(2)]
         self._under_way: Future[None] | None = None
         self._start(0)
 
@@ -237,11 +266,6 @@ class _Ahead:
         self._under_way.result()
         self._start(number + 1)
         return self._buffers[number % 2]
-
-
-def _buffer(windows: Sequence[Window]) -> torch.Tensor:
-    nbytes = max((window.nbytes for window in windows), default=0)
-    return torch.empty(nbytes + -nbytes % 16, dtype=torch.uint8, device="cpu")
 
 
 def _window_size(links: set[tuple[int, int]], ranks: int) -> int:

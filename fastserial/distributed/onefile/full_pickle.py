@@ -13,9 +13,9 @@ import torch
 
 from fastserial.distributed.onefile.laid_out import Entry, LaidOut
 from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.sharding.pieces import TensorSpec, as_dtensor
-from fastserial.distributed.state.joined import Joined
-from fastserial.distributed.state.tables import Source, Table, is_plain
+from fastserial.distributed.sharding.pieces import as_dtensor
+from fastserial.distributed.state.merging import Joined
+from fastserial.distributed.state.tables import Table, is_plain
 from fastserial.memory.untouched import Untouched
 
 __all__ = ["StandIns"]
@@ -35,19 +35,21 @@ class StandIns:
     state's own tensors is kept.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, values: Sequence[Any]) -> None:
         """Make them.
+
+        Args:
+            values: the leaves of the state.
 
         Raises:
             OSError: there are not as many addresses.
         """
-        nbytes = sum(source.spec.nbytes for source in table.sources)
-        untouched = Untouched(nbytes, len(table.sources))
+        untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
         weakref.finalize(self, untouched.close)
-        self._sources = list(table.of_leaves)
-        self._plain = [is_plain(leaf) for _, leaf in table.leaves]
+        self._sources = table.of_leaves
+        self._plain = [not isinstance(leaf, Joined) and is_plain(leaf) for leaf in values]
         self._numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
-        self._made = _made_for(table, untouched, self._numbers)
+        self._made = _made_for(table, values, untouched, self._numbers)
         # As torch's pickler takes them apart, which is half of what pickling them takes.
         self._reduced = {
             number: _reduced(made)
@@ -148,7 +150,7 @@ class _Archive:
 
 
 def _made_for(
-    table: Table, untouched: Untouched, numbers: dict[int, int]
+    table: Table, values: Sequence[Any], untouched: Untouched, numbers: dict[int, int]
 ) -> dict[int, torch.Tensor | torch.UntypedStorage]:
     """Return the tensor or storage that is pickled in place of each source that is not as it is.
 
@@ -156,29 +158,24 @@ def _made_for(
         numbers: gets the number of the source, by the address of what stands for it.
     """
     found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
-    for number, source in enumerate(table.sources):
-        leaf = source.leaf
+    for number, (spec, first) in enumerate(zip(table.specs, table.firsts, strict=True)):
+        leaf = values[first]
         joined = isinstance(leaf, Joined)
         if leaf.told.storage is not None if joined else is_plain(leaf):
             if not joined and leaf.device.type == "cpu":
                 continue
-            found[number] = made = untouched.storage(source.spec.nbytes)
+            found[number] = made = untouched.storage(spec.nbytes)
             address = made.data_ptr()
         else:
-            found[number] = tensor = _whole(source, untouched)
-            address = tensor.data_ptr()
-        if source.spec.nbytes:
+            whole = untouched.tensor(spec.shape, spec.dtype)
+            like = leaf.told if joined else leaf
+            if not isinstance(like, FlatShard) and like.requires_grad:
+                whole.requires_grad_()
+            found[number] = whole
+            address = whole.data_ptr()
+        if spec.nbytes:
             numbers[address] = number
     return found
-
-
-def _whole(source: Source, untouched: Untouched) -> torch.Tensor:
-    spec: TensorSpec = source.spec
-    whole = untouched.tensor(spec.shape, spec.dtype)
-    leaf = source.leaf.told if isinstance(source.leaf, Joined) else source.leaf
-    if not isinstance(leaf, FlatShard) and leaf.requires_grad:
-        whole.requires_grad_()
-    return whole
 
 
 def _joined(joined: Joined, storage: Any) -> Any:

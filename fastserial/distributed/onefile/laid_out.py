@@ -1,20 +1,62 @@
-"""The layout of the file on rank 0."""
+"""The layout of the file on rank 0, and what rank 0 alone has of it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from fastserial.checksums import crc32
-from fastserial.formats.extents import Data, Trailer
+from fastserial.distributed.state.tables import bytes_of
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
+from fastserial.memory.storages import Memory, storage_memory
+from fastserial.overlap.snapshot import Part
 from fastserial.saving import torch_writer
 
-__all__ = ["Entry", "LaidOut", "Nowhere", "Places"]
+__all__ = ["Container", "Entry", "LaidOut", "Nowhere", "Places"]
+
+
+class Container:
+    """Rank 0's part of the file."""
+
+    def __init__(self, laid_out: LaidOut) -> None:
+        self._extents = laid_out.plan.extents
+        self._starts = laid_out.starts
+        self._rest = laid_out.rest
+        trailer = self._extents[-1]
+        self.trailer = trailer if isinstance(trailer.source, Trailer) else None
+
+    def memory(self, source: int) -> Memory:
+        """Return the memory of a source that only rank 0 has."""
+        return storage_memory(self._rest[-1 - source])
+
+    def part(self, source: int, start: int, length: int) -> Part:
+        """Return bytes of a source that only rank 0 has as what a snapshot takes."""
+        return Part(self._rest[-1 - source], start, length)
+
+    def bytes_at(self, offset: int, length: int) -> torch.Tensor:
+        """Return the zip's bytes at a place of the file, with 0 for checksums not known yet."""
+        text = b"".join(
+            memoryview(extent.source.data)[extent.start : extent.start + extent.length]
+            for extent in self.extents_at(offset, length)
+            if isinstance(extent.source, Literal | DescriptorPatch)
+        )
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def source_bytes(self, source: int, start: int, length: int) -> torch.Tensor:
+        """Return bytes of a source that only rank 0 has."""
+        return bytes_of(self._rest[-1 - source])[start : start + length]
+
+    def extents_at(self, offset: int, length: int) -> Iterator[Extent]:
+        """Return the extents that are the zip's bytes at a place of the file."""
+        first = max(bisect_right(self._starts, offset) - 1, 0)
+        stop = bisect_right(self._starts, offset + length)
+        return clip(self._extents[first:stop], offset, offset + length)
 
 
 class Entry(NamedTuple):

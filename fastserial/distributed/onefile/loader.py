@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fastserial import config as config_module
-from fastserial.checksums import CrcLedger, crc_mismatch
 from fastserial.checksums import Piece as CrcPiece
+from fastserial.checksums import crc32_combine, crc_mismatch
 from fastserial.config import Config
-from fastserial.distributed.onefile.flow import Flow
-from fastserial.distributed.onefile.part_reader import PartReader
+from fastserial.distributed.onefile.flow import Flow, grids_of, need_of, read_odd, targets_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
 from fastserial.distributed.plan.owners import Share, block_bytes, share_out
-from fastserial.distributed.plan.wishes import Wishes, grids_of
-from fastserial.distributed.ranks.group import Traffic, collective, path_of
-from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
+from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file, unpack
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.interrupts import finish
@@ -187,9 +185,9 @@ class _Load:
             grids = grids_of(leaves)
             self._match = match = Match(traffic.rank, traffic.ranks, cast)
             match.compare(into, index.value)
-            wishes = Wishes(match.jobs, grids)
-            self._block = block_bytes(index.size, traffic.size)
-            need = wishes.need(index.size, self._block)
+            self._targets, self._odd = targets_of(match.jobs, grids)
+            block = block_bytes(index.size, traffic.size)
+            need = need_of(self._targets, index.size, block)
             finding = _Finding(
                 match.missing,
                 match.problems,
@@ -204,11 +202,10 @@ class _Load:
             if answer.refusal:
                 return answer.refusal
             if self._broadcast:
-                self._shares = share_out([zlib.decompress(n) for n in answer.needs], self._block)
+                self._shares = share_out([zlib.decompress(n) for n in answer.needs], block)
             else:
                 here = traffic.rank
                 self._shares = [Share(*run, here, (here,)) for run in need.runs()]
-            self._wishes = wishes
             self._grids = grids
             self._unexpected = tuple(names[number] for number in answer.unexpected)
         self._planned = perf_counter()
@@ -293,11 +290,12 @@ class _Load:
 
     def _move(self) -> None:
         reader = self._open()
-        verify = self._config.verify_on_load
-        self._parts = PartReader(reader, self._index.records, verify, self._traffic.alive)
-        self._flow = Flow(self._traffic, self._parts, self._wishes.targets, self._grids)
-        self._flow.read_own(self._shares, self._index.size, self._block)
-        self._wishes.read_odd(reader)
+        records = self._index.records if self._config.verify_on_load else ()
+        known = [record for record in records if record.crc is not None]
+        self._parts = PartReader(reader, known, between=self._traffic.alive)
+        self._flow = Flow(self._traffic, self._parts, self._targets, self._grids)
+        self._flow.read_own(self._shares)
+        read_odd(self._odd, reader)
         self._own_read = perf_counter()
         self._flow.share(self._shares)
         self._filled = perf_counter()
@@ -317,45 +315,46 @@ class _Load:
                 "share": self._filled - self._own_read,
             },
         )
-        all_checked = self._parts.all_checked and not self._wishes.odd
+        checked = self._config.verify_on_load and not self._odd
+        all_checked = checked and all(map(self._parts.checks, self._targets))
         message = pickle.dumps(_Done(line, self._parts.ledger.pieces(), all_checked))
         verdict: _Verdict = pickle.loads(self._traffic.consult(message, self._decide_on_checksums))
         return verdict
 
     def _decide_on_checksums(self, told: Sequence[bytes]) -> bytes:
         done: list[_Done] = [pickle.loads(message) for message in told]
-        # Without broadcast every rank has read what it wants: what they know is no puzzle.
-        groups = [done] if self._broadcast else [[one] for one in done]
-        damage = ""
-        verified = all(one.all_checked for one in done)
+        # Without broadcast each rank may have read all of a record, perhaps of a copy of its own.
+        groups = [done] if self._broadcast else [*([one] for one in done), done]
+        damage, whole = "", False
         for group in groups:
             found, whole = self._compare_checksums(group)
             damage = damage or found
-            verified = verified and whole
+        verified = whole and not damage and all(one.all_checked for one in done)
         return pickle.dumps(_Verdict(damage, verified, tuple(one.line for one in done)))
 
     def _compare_checksums(self, done: Sequence[_Done]) -> tuple[str, bool]:
         """Return what is damaged, if anything is, and whether all records are known as a whole."""
-        records = self._parts.records
-        ledger = CrcLedger([record.nbytes for record in records], [None] * len(records))
+        pieces: dict[int, set[CrcPiece]] = {}
         readers: dict[int, list[str]] = {}
         for one in done:
-            ledger.merge(one.pieces)
             for number in sorted({piece.record for piece in one.pieces}):
                 readers.setdefault(number, []).append(str(one.line.rank))
-        found = {
-            piece.record: piece.crc
-            for piece in ledger.pieces()
-            if piece.length == records[piece.record].nbytes
-        }
-        for number, crc in sorted(found.items()):
-            record = records[number]
-            mismatch = None if record.crc is None else crc_mismatch(crc, record.crc)
-            if mismatch is not None:
+            for piece in one.pieces:
+                pieces.setdefault(piece.record, set()).add(piece)
+        known = True
+        for number, some in sorted(pieces.items()):
+            record = self._parts.records[number]
+            at = crc = 0
+            for piece in sorted(some, key=lambda one: (one.start, -one.length)):
+                if piece.start == at:
+                    crc, at = crc32_combine(crc, piece.crc, piece.length), at + piece.length
+            if at < record.nbytes or record.crc is None:
+                known = False
+            elif (mismatch := crc_mismatch(crc, record.crc)) is not None:
                 ranks = ", ".join(readers[number])
                 damage = f"record {record.name} is damaged: {mismatch} (read by rank {ranks})"
                 return f"{damage}. {_HALFWAY}", False
-        return "", set(readers) <= set(found)
+        return "", known
 
     def report(self, verdict: _Verdict) -> LoadReport:
         """Return what happened, and make it this process's last report."""

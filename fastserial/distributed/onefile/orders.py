@@ -10,43 +10,32 @@ from typing import Any, Literal, NamedTuple
 from fastserial.distributed.onefile.shared_file import Place
 from fastserial.distributed.plan.schedule import FilePlan
 from fastserial.distributed.state.agreement import Likeness, are_alike
-from fastserial.distributed.state.tables import Table
+from fastserial.distributed.state.tables import Grids
 from fastserial.errors import ConfigError
 from fastserial.saving import torch_writer
 
-__all__ = ["Hello", "Orders", "Told", "Writers", "orders_of", "same_orders", "writing_ranks"]
+__all__ = ["Orders", "Told", "Writers", "orders_of", "writing_ranks"]
 
 Writers = Literal["all", "node"] | int
 Ranges = dict[int, list[tuple[int, int, int]]]
 
 
-class Hello(NamedTuple):
-    """What a rank tells first.
+class Told(NamedTuple):
+    """What a rank tells of its state.
 
     Attributes:
-        kept: name of the plan of its last save, b"" if that does not count any more.
         node: what tells the nodes apart.
-        likeness: None without such a plan.
+        kept: name of the plan of its last save, b"" if there is none.
+        digest, ranges, grids: of its `Table`.
+        likeness: see `Agreement`.
     """
 
-    kept: bytes
     node: str
-    likeness: Likeness | None
-
-
-class Told(NamedTuple):
-    """What a rank tells if there is no plan: of its `Table`, and of the state."""
-
+    kept: bytes
     digest: bytes
     ranges: list[tuple[int, int, int]]
-    misfits: list[int]
-    grids: list[tuple[tuple[int, ...], ...]]
+    grids: list[Grids]
     likeness: Likeness
-
-    @staticmethod
-    def of(table: Table, likeness: Likeness) -> Told:
-        """Return what a rank with this table tells."""
-        return Told(table.digest(), table.ranges(), table.misfits, table.grids, likeness)
 
 
 class Orders(NamedTuple):
@@ -56,9 +45,9 @@ class Orders(NamedTuple):
         alike: False: the ranks' tables differ, and all tell theirs.
         agreed: False: what else is compared differs (`Agreement`), and all tell theirs.
         name: of the plan.
-        plan: None: the one that all have from the last save; then the next three are empty.
+        plan: None: the one that all have from the last save; then the next two are empty.
         ranges: of each FlatShard: rank, first element, end.
-        misfits, grids: see `Table`; of all ranks.
+        grids: see `Table`; of all ranks.
         place: of the new file.
         checksums: whether the file has CRC-32s.
         sync_alone: the ranks are on several nodes: each syncs what it wrote.
@@ -69,42 +58,41 @@ class Orders(NamedTuple):
     name: bytes
     plan: FilePlan | None
     ranges: Ranges
-    misfits: list[int]
-    grids: list[tuple[tuple[int, ...], ...]]
+    grids: list[Grids]
     place: Place
     checksums: bool
     sync_alone: bool
 
 
-def same_orders(name: bytes, agreed: bool, nodes: Sequence[str], place: Place) -> Orders:
-    """Return rank 0's answer if all have the plan of this name."""
-    checksums = torch_writer.checksums_wanted()
-    return Orders(True, agreed, name, None, {}, [], [], place, checksums, len(set(nodes)) > 1)
-
-
-def orders_of(told: Sequence[Told], nodes: Sequence[str], plan: FilePlan, place: Place) -> Orders:
+def orders_of(told: Sequence[Told], plan: FilePlan, place: Place) -> Orders:
     """Return rank 0's answer.
 
     Args:
-        told, nodes: of all ranks.
+        told: by all ranks.
         plan, place: of the new file.
     """
     ranges: Ranges = {}
     for rank, one in enumerate(told):
         for source, first, stop in one.ranges:
             ranges.setdefault(source, []).append((rank, first, stop))
-    misfits = sorted({source for one in told for source in one.misfits})
     grids = [
         tuple(sorted({grid for several in found for grid in several}))
         for found in zip(*(one.grids for one in told), strict=False)
     ]
-    whole: Any = (tuple(plan), sorted(ranges.items()), misfits, grids, told[0].digest)
+    whole: Any = (tuple(plan), sorted(ranges.items()), grids, told[0].digest)
     name = hashlib.sha256(marshal.dumps(whole, 2)).digest()
-    alike = all(one.digest == told[0].digest for one in told)
-    agreed = are_alike([one.likeness for one in told])
-    several = len(set(nodes)) > 1
-    checksums = torch_writer.checksums_wanted()
-    return Orders(alike, agreed, name, plan, ranges, misfits, grids, place, checksums, several)
+    kept = all(one.kept == name for one in told)
+    return Orders(
+        alike=all(one.digest == told[0].digest for one in told),
+        agreed=are_alike([one.likeness for one in told]),
+        name=name,
+        plan=None if kept else plan,
+        ranges={} if kept else ranges,
+        grids=[] if kept else grids,
+        place=place,
+        checksums=torch_writer.checksums_wanted(),
+        sync_alone=len({one.node for one in told}) > 1,
+    )
 
 
 def writing_ranks(writers: Writers, nodes: Sequence[str]) -> list[int]:

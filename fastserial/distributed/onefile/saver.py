@@ -1,12 +1,14 @@
 """`save`: every rank writes a part of one ordinary file, and no rank holds the whole.
 
-1. Each rank compares its tensors with those of the last save, and rank 0 lays the file out over
-   memory that is never touched. If nothing changed on any rank, nor the places of the records, the
-   last plan does: rank 0 makes the new file and says so.
-2. Else each rank makes the table of its state. If the tables are alike, rank 0 sends the places of
-   the records. Each rank makes its own schedule and opens the file.
+1. Each rank makes the table of its state, or takes the last save's if nothing changed, and rank 0
+   lays the file out over memory that is never touched.
+2. If the tables are alike, rank 0 makes the new file and sends the places of the records, or says
+   that the last plan does. Each rank makes its own schedule and opens the file.
 3. The bytes flow.
 4. Rank 0 hears the checksums, writes what needs them, syncs, renames.
+
+The messages of a save (`Traffic.consult`): what the ranks have, and the orders; what differs, if
+something does; that all are ready; what was written. With `merge="union"` the states first.
 """
 
 from __future__ import annotations
@@ -14,45 +16,33 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.container import Container
 from fastserial.distributed.onefile.finishing import finish_file
 from fastserial.distributed.onefile.full_pickle import StandIns
-from fastserial.distributed.onefile.laid_out import LaidOut
-from fastserial.distributed.onefile.orders import (
-    Hello,
-    Orders,
-    Told,
-    Writers,
-    orders_of,
-    same_orders,
-    writing_ranks,
-)
+from fastserial.distributed.onefile.laid_out import Container, LaidOut
+from fastserial.distributed.onefile.orders import Orders, Told, Writers, orders_of, writing_ranks
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import NewFile, OpenedFile, Place
 from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
-from fastserial.distributed.ranks.copies import Copy
 from fastserial.distributed.ranks.exchange import Exchange
-from fastserial.distributed.ranks.group import Traffic, collective, path_of
-from fastserial.distributed.ranks.nodes import node_name
+from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.sharding.pieces import TensorSpec
-from fastserial.distributed.state.agreement import Agreement, are_alike, blame
+from fastserial.distributed.state.agreement import Agreement, blame
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
     Sources,
     Table,
-    has_devices,
     synchronize_devices,
     table_of,
 )
-from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, states
+from fastserial.distributed.state.walk import Leaves, buffers_of, leaves, live, states
 from fastserial.errors import ConfigError, WriteError, write_error
 from fastserial.formats.zip.layout import archive_name
 from fastserial.interrupts import finish
@@ -85,31 +75,27 @@ class _Kept:
     """What is kept of the last save; nothing of the state itself.
 
     Attributes:
-        name, plan, made: the plan and what this rank does in it.
-        keys, specs, firsts: of the sources, see `Table`.
-        devices: whether there are tensors on some.
-        copies: see `Table`.
-        facts: what the plan depends on; None: that is not known.
+        facts: what the table depends on; None: that is not known.
+        table: of the state.
         stand_ins: on rank 0: what is pickled in the place of tensors.
+        name, plan, specs, made: the plan, the tensors as all ranks hold them, and what this rank
+            does.
     """
 
-    name: bytes
-    plan: FilePlan
-    made: Schedule
-    keys: list[str]
-    specs: list[TensorSpec]
-    firsts: list[int]
-    devices: bool
-    copies: list[Copy]
     facts: list[Any] | None
-    stand_ins: StandIns | None
+    table: Table
+    stand_ins: StandIns | None = None
+    name: bytes = b""
+    plan: FilePlan | None = None
+    specs: Sequence[TensorSpec] = ()
+    made: Schedule | None = None
 
 
 class _Prepared(NamedTuple):
     """A save up to its first byte."""
 
     writer: ShardWriter
-    kept: _Kept
+    nbytes: int
     orders: Orders
     phases: dict[str, float]
 
@@ -182,33 +168,27 @@ class Saving:
         self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
-        self._laid_out: LaidOut | None = None  # on rank 0, as the next two are
-        self._stand_ins: StandIns | None = None
+        self._laid_out: LaidOut | None = None  # on rank 0, as the next one is
         self._container: Container | None = None
-        self._hellos: list[Hello] = []
         self._reports: tuple[RankReport, ...] = ()
-        kept = traffic.kept.get("save")
-        self._kept = kept if isinstance(kept, _Kept) else None
+        self._makes_file = True
 
     def run(self, obj: object) -> SaveReport:
         """Save; return what this rank knows of it."""
         self.prepare(obj)
         return self.finish()
 
-    def prepare(self, obj: object) -> Any:
-        """Plan the save, and make the new file; return the state. Collective."""
+    def prepare(self, obj: object) -> tuple[Leaves, list[Any]]:
+        """Plan the save, and make the new file. Collective.
+
+        Returns:
+            The tensors of the state, and the modules and optimizers of the object.
+        """
         traffic = self._traffic
         with paused_collection():
-            state = states(obj)
-            if self._merge == "union":
-                state = merged(state, traffic)
-            found = leaves(state)
-            last = self._kept.facts if self._kept is not None else None
-            facts = facts_of(found, traffic.rank == 0, last)
-            buffers = buffers_of(obj) if state is not obj else set()
-            if facts is not None:
-                facts.append(len(buffers))
-            orders, kept = self._agreed(state, found, facts, buffers)
+            found, modules, kept, orders = self._plan(obj)
+            if kept.plan is None or kept.made is None:
+                raise ValueError("rank 0 sent no plan")
             if self._laid_out is not None:
                 self._container = Container(self._laid_out)
             if self._new is None:
@@ -216,12 +196,24 @@ class Saving:
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
-        if kept.devices:
-            synchronize_devices(found)
-        sources = Sources(found.values, kept.keys, kept.specs, kept.firsts, traffic.rank)
+        if kept.table.devices:
+            synchronize_devices(found.values)
+        sources = Sources(kept.table, kept.specs, found.values, traffic.rank)
         writer = ShardWriter(kept.plan, kept.made, sources, self._container, orders.checksums)
-        self._prepared = _Prepared(writer, kept, orders, phases)
-        return state
+        self._prepared = _Prepared(writer, kept.made.nbytes, orders, phases)
+        return found, modules
+
+    def measure(self, obj: object, look: Callable[[bytes], object]) -> int:
+        """Return the bytes of the file that would be written, and write none. Collective.
+
+        Args:
+            look: gets the pickle, on rank 0.
+        """
+        self._makes_file = False
+        _, _, _, orders = self._plan(obj)
+        if self._laid_out is not None:
+            look(self._laid_out.entries[0].data or b"")
+        return orders.place.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
         """Take what is to be saved as it is now, between `prepare` and `finish`."""
@@ -234,9 +226,9 @@ class Saving:
             check: called when this rank has read its bytes; raises if they are not right.
         """
         traffic = self._traffic
-        writer, kept, orders, phases = self._prepared
+        writer, nbytes, orders, phases = self._prepared
         try:
-            done, outcome = self._write(writer, kept.made, orders, phases)
+            done, outcome = self._write(writer, nbytes, orders, phases)
             if check is not None:
                 check()
             traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
@@ -246,42 +238,50 @@ class Saving:
             self._opened.close()
         return self._report(orders, done.report, outcome)
 
-    def _agreed(
-        self, state: object, found: Leaves, facts: list[Any] | None, buffers: set[int]
-    ) -> tuple[Orders, _Kept]:
+    def _plan(self, obj: object) -> tuple[Leaves, list[Any], _Kept, Orders]:
         """Agree with the other ranks on the plan: the one that all have, or a new one."""
-        traffic, kept = self._traffic, self._kept
-        if kept is not None and (facts is None or facts != kept.facts):
-            kept = None
-        if kept is not None:
-            kept.facts = facts  # compared faster where the next ones are the same objects
-        if kept is not None and kept.stand_ins is not None:
-            self._stand_ins = kept.stand_ins
-            self._laid_out = self._stand_ins.lay_out(self._archive(), state, found.values)
-            if self._file_plan(self._laid_out, kept.plan.writers) != kept.plan:
-                kept = None
-        hello = Hello(b"", node_name(), None)
-        if kept is not None:
-            agreement = Agreement(found, kept.copies, traffic, self.config)
-            hello = hello._replace(kept=kept.name, likeness=agreement.likeness())
-        answer = traffic.consult(pickle.dumps(hello), self._greet)
-        if answer and kept is not None:
-            orders: Orders = pickle.loads(answer)
-            if not orders.agreed:
-                agreement.settle()
-            return orders, kept
-        table = table_of(found, traffic.rank, traffic.ranks, buffers)
-        agreement = Agreement(found, table.copies, traffic, self.config, table.odd)
-        if traffic.rank == 0 and self._laid_out is None:
-            self._stand_ins = StandIns(table)
-            self._laid_out = self._stand_ins.lay_out(self._archive(), state, found.values)
-        told = Told.of(table, agreement.likeness())
-        orders = pickle.loads(traffic.consult(pickle.dumps(told), self._decide))
+        traffic = self._traffic
+        modules = live(obj)
+        state = states(obj, modules)
+        if self._merge == "union":
+            state = merged(state, traffic)
+        found = leaves(state)
+        kept = self._known(found, buffers_of(modules))
+        agreement = Agreement(found, kept.table.copies, traffic, self.config, kept.table.odd)
+        if traffic.rank == 0:
+            kept.stand_ins = kept.stand_ins or StandIns(kept.table, found.values)
+            self._laid_out = kept.stand_ins.lay_out(self._archive(), state, found.values)
+        table = kept.table
+        told = Told(
+            *(node_name(), kept.name, table.digest, table.ranges(), table.grids),
+            agreement.likeness(),
+        )
+        orders: Orders = pickle.loads(traffic.consult(pickle.dumps(told), self._decide))
         if not orders.alike:
             blame(table, traffic)
         if not orders.agreed:
             agreement.settle()
-        return orders, self._planned(orders, table, facts)
+        if orders.plan is not None and self._makes_file:
+            kept.name, kept.plan = orders.name, orders.plan
+            kept.specs = table.completed(orders.ranges, orders.grids)
+            tile = tile_bytes(traffic.size)
+            kept.made = schedule(kept.plan, kept.specs, traffic.rank, traffic.size, tile)
+        traffic.kept["save"] = kept
+        return found, modules, kept, orders
+
+    def _known(self, found: Leaves, buffers: set[int]) -> _Kept:
+        """Return what is known of a state: what is kept, if nothing of it has changed."""
+        traffic = self._traffic
+        last = traffic.kept.get("save")
+        if not isinstance(last, _Kept):
+            last = _Kept([], Table())
+        facts = facts_of(found.keys, found.values, last.facts)
+        if facts is not None:
+            facts.append(len(buffers))
+            if facts == last.facts:
+                return replace(last, facts=facts)  # compared faster with the same objects
+        table = table_of(found, traffic.rank, traffic.ranks, buffers)
+        return replace(last, facts=facts, table=table, stand_ins=None)
 
     def _archive(self) -> str:
         """Return the name that torch puts before the names of the file's records."""
@@ -290,61 +290,21 @@ class Saving:
             raise write_error(errno.EINVAL, self.path, "torch cannot save to such a name")
         return archive
 
-    def _greet(self, messages: list[bytes]) -> bytes:
-        """Return rank 0's orders if all have its plan still, else nothing."""
-        self._hellos = [pickle.loads(text) for text in messages]
-        kept, laid_out = self._kept, self._laid_out
-        nodes = [hello.node for hello in self._hellos]
-        writers = writing_ranks(self._writers, nodes)
-        if kept is None or laid_out is None or writers != kept.plan.writers:
-            return b""
-        if any(hello.kept != kept.name for hello in self._hellos):
-            return b""
-        agreed = are_alike([hello.likeness for hello in self._hellos if hello.likeness])
-        return pickle.dumps(same_orders(kept.name, agreed, nodes, self._make_file(laid_out)))
-
-    @staticmethod
-    def _file_plan(laid_out: LaidOut, writers: list[int]) -> FilePlan:
-        records, end, _ = laid_out.places
-        return FilePlan(end, records, writers)
-
-    def _make_file(self, laid_out: LaidOut) -> Place:
-        self._new = NewFile(self.path, self.config)
-        return self._new.place(laid_out.places.nbytes)
-
     def _decide(self, messages: list[bytes]) -> bytes:
         """Return rank 0's orders to all ranks."""
-        laid_out = self._laid_out
-        if laid_out is None:
+        if self._laid_out is None:
             raise ValueError("only rank 0 decides")
-        nodes = [hello.node for hello in self._hellos]
-        plan = self._file_plan(laid_out, writing_ranks(self._writers, nodes))
-        told = [pickle.loads(text) for text in messages]
-        return pickle.dumps(orders_of(told, nodes, plan, self._make_file(laid_out)))
-
-    def _planned(self, orders: Orders, table: Table, facts: list[Any] | None) -> _Kept:
-        """Return the plan and what this rank does in it."""
-        traffic = self._traffic
-        if orders.plan is None:
-            raise ValueError("rank 0 sent no plan")
-        table.complete(orders.ranges, set(orders.misfits), orders.grids)
-        last = self._kept
-        keys, devices = [source.key for source in table.sources], has_devices(table.leaves)
-        if last is not None and last.name == orders.name:
-            last.keys, last.firsts, last.devices, last.facts = keys, table.firsts, devices, facts
-            last.copies, last.stand_ins = table.copies, self._stand_ins
-            return last
-        specs = [source.spec for source in table.sources]
-        made = schedule(orders.plan, specs, traffic.rank, traffic.size, tile_bytes(traffic.size))
-        kept = _Kept(
-            *(orders.name, orders.plan, made, keys, specs, table.firsts),
-            *(devices, table.copies, facts, self._stand_ins),
-        )
-        traffic.kept["save"] = kept
-        return kept
+        told: list[Told] = [pickle.loads(text) for text in messages]
+        records, end, nbytes = self._laid_out.places
+        plan = FilePlan(end, records, writing_ranks(self._writers, [one.node for one in told]))
+        place = Place("", 0, nbytes)
+        if self._makes_file:
+            self._new = NewFile(self.path, self.config)
+            place = self._new.place(nbytes)
+        return pickle.dumps(orders_of(told, plan, place))
 
     def _write(
-        self, writer: ShardWriter, made: Schedule, orders: Orders, phases: dict[str, float]
+        self, writer: ShardWriter, nbytes: int, orders: Orders, phases: dict[str, float]
     ) -> tuple[_Done, Outcome]:
         """Write this rank's part; return what rank 0 has to know of it."""
         traffic, opened = self._traffic, self._opened
@@ -358,7 +318,7 @@ class Saving:
         report = RankReport(
             rank=traffic.rank,
             node=node_name(),
-            bytes=made.nbytes,
+            bytes=nbytes,
             sent_bytes=exchange.sent_bytes,
             received_bytes=exchange.received_bytes,
             phases=phases,

@@ -11,7 +11,7 @@ import torch
 from fastserial.checksums import CrcLedger, crc32_combine
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.container import Container
+from fastserial.distributed.onefile.laid_out import Container
 from fastserial.distributed.plan.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
 from fastserial.distributed.ranks.exchange import (
     Elements,
@@ -64,11 +64,7 @@ class ShardWriter:
         self._container = container
         self._checksums = checksums
         self._memories: dict[int, Memories] = {}
-        # What was taken: rounds, pieces, and the memory of moves and pieces by their `id`.
-        self._rounds: dict[int, Round] = {}
-        self._locals: list[Piece] | None = None
-        self._frozen: dict[int, Memory] = {}
-        self._frozen_moves: dict[int, tuple[Memory, torch.dtype, torch.Size]] = {}
+        self._taken: dict[Move | Piece, Memory] = {}  # what was taken of the state
         self._ends = {record: offset + size for record, _, offset, size in plan.records}
         sizes = [0] * (max(self._ends, default=-1) + 1)
         for record, _, _, nbytes in plan.records:
@@ -83,26 +79,17 @@ class ShardWriter:
 
         What it sends, or has in strides, is copied, if there is room.
         """
+        parts: list[Part] = []
         with paused_collection():
-            self._rounds = {number: self._made.round(number) for number in self._made.rounds}
-            self._locals = list(self._made.locals())
-            moves = [
-                move
-                for found in self._rounds.values()
-                for moves in found.sends.values()
-                for move in moves
-                if move.piece.record != CONTAINER
-            ]
-            views = [self._held_as(move, view_in_box) for move in moves]
-            pieces = [piece for piece in self._locals if piece.record != CONTAINER]
-            parts = [Part(Gathered(view, 0, view.nbytes), 0, view.nbytes) for view in views]
-            parts += [self._part(piece) for piece in pieces]
-        memories = iter(taken.take(parts))
-        self._frozen_moves = {
-            id(move): (next(memories), view.dtype, view.shape)
-            for move, view in zip(moves, views, strict=True)
-        }
-        self._frozen = {id(piece): memory for piece, memory in zip(pieces, memories, strict=True)}
+            rounds = map(self._made.round, self._made.rounds)
+            sends = [move for found in rounds for some in found.sends.values() for move in some]
+            moves = [move for move in sends if move.piece.record != CONTAINER]
+            pieces = [piece for piece in self._made.locals() if piece.record != CONTAINER]
+            for move in moves:
+                view = self._held_as(move, view_in_box)
+                parts.append(Part(Gathered(view, 0, view.nbytes), 0, view.nbytes))
+            parts += map(self._part, pieces)
+            self._taken = dict(zip((*moves, *pieces), taken.take(parts), strict=True))
         self._sources.release()
         self._memories.clear()
         taken.begin()
@@ -163,7 +150,7 @@ class ShardWriter:
             self._write(out, _first(own, share))
             began = perf_counter()
             with paused_collection():
-                found = self._rounds.get(number) or self._made.round(number)
+                found = self._made.round(number)
                 nbytes = _nbytes(found)
                 if tiles[index % 2].numel() < nbytes:
                     tiles[index % 2] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -199,8 +186,16 @@ class ShardWriter:
 
     def _held(self, move: Move) -> Elements:
         """Return what this rank sends of a move."""
-        if (frozen := self._frozen_moves.get(id(move))) is not None:
-            return _tensor_of(*frozen)
+        memory = self._taken.get(move)
+        if memory is not None:
+            shape: tuple[int, ...] = (move.piece.length,)
+            dtype = torch.uint8
+            if move.overlap is not None:
+                shape = move.overlap.part.sizes
+                dtype = self._sources[move.piece.source].spec.dtype
+            found = torch.empty(shape, dtype=dtype, device="cpu")
+            memory.copy_to(found.data_ptr(), 0, found.nbytes)
+            return found
         return self._held_as(move, held_in_box)
 
     def _held_as(
@@ -246,16 +241,14 @@ class ShardWriter:
 
     def _local_extents(self) -> Iterator[Extent]:
         done: dict[int, int] = {}
-        for piece in self._made.locals() if self._locals is None else self._locals:
+        for piece in self._made.locals():
             if piece.record == CONTAINER:
                 yield from self._container_extents(piece, done)
                 continue
             done[piece.record] = done.get(piece.record, 0) + piece.length
-            frozen = self._frozen.get(id(piece))
-            if frozen is not None:
-                yield self._extent(piece, _from(frozen, -piece.start))
-                continue
-            yield self._extent(piece, self._memory(piece))
+            taken = self._taken.get(piece)
+            memory = self._memory(piece) if taken is None else _from(taken, -piece.start)
+            yield self._extent(piece, memory)
 
     def _container_extents(self, piece: Piece, done: dict[int, int]) -> Iterator[Extent]:
         """Return the zip's own bytes; with checksums where all of a record went before."""
@@ -315,13 +308,6 @@ def _from(memory: Memory, start: int) -> Memory:
     if isinstance(memory, HostMemory):
         return HostMemory(memory.address + start, memory.nbytes - start, memory.owner)
     return _Shifted(memory, start)
-
-
-def _tensor_of(memory: Memory, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    found = torch.empty(shape, dtype=dtype, device="cpu")
-    if found.numel():
-        memory.copy_to(found.data_ptr(), 0, found.nbytes)
-    return found
 
 
 def _cut(extents: Iterable[Extent], block: int) -> Iterator[Extent]:

@@ -48,10 +48,6 @@ class Cover(NamedTuple):
     runs: tuple[Run, ...]
     parts: tuple[Run, ...]
 
-    def meeting(self, first: int, stop: int) -> list[Held]:
-        """Return the boxes that may share something with the elements [first, stop)."""
-        return [held for held in self.held if held.first < stop and first < held.stop]
-
 
 @lru_cache(maxsize=8192)
 def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> Cover:

@@ -6,8 +6,10 @@ is divided among them, so that all of them read about as many bytes. No block is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fastserial.distributed.plan.balance import Item, shares
 
 __all__ = ["NeedMap", "Share", "block_bytes", "share_out"]
 
@@ -46,8 +48,7 @@ class NeedMap:
         return [(first * self.block, stop * self.block) for first, stop in _runs(self.blocks)]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """Bytes [first, stop) of the file: `owner` reads them, all `members` need some of them."""
 
     first: int
@@ -67,20 +68,12 @@ def share_out(maps: Sequence[bytes | bytearray], block: int) -> list[Share]:
         The shares in file order, the same on every rank; the last may go past the file's end.
     """
     segments = list(_segments(maps))
-    load = [0] * len(maps)
-    for first, stop, members in segments:
-        if len(members) == 1:
-            load[members[0]] += stop - first
-    shares: list[Share] = []
-    for first, stop, members in segments:
-        if len(members) == 1:
-            shares.append(Share(first * block, stop * block, members[0], members))
-            continue
-        for owner, count in _fill_up(load, members, stop - first):
-            shares.append(Share(first * block, (first + count) * block, owner, members))
-            load[owner] += count
-            first += count
-    return shares
+    items = [Item((stop - at) * block, members, stop - at) for at, stop, members in segments]
+    found: list[Share] = []
+    for number, owner, first, stop in shares(items, len(maps), least=block):
+        begin, _, members = segments[number]
+        found.append(Share((begin + first) * block, (begin + stop) * block, owner, members))
+    return found
 
 
 def _segments(maps: Sequence[bytes | bytearray]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -106,20 +99,3 @@ def _runs(one: bytes | bytearray) -> Iterator[tuple[int, int]]:
         stop = stop if stop >= 0 else len(one)
         yield first, stop
         first = one.find(_YES, stop)
-
-
-def _fill_up(load: Sequence[int], members: Iterable[int], count: int) -> list[tuple[int, int]]:
-    """Divide `count` blocks so that the members' loads come near each other, least loaded first."""
-    order = sorted(members, key=lambda rank: (load[rank], rank))
-    taking = 1
-    room = 0  # blocks that raise the first ones to the level of the next
-    while taking < len(order):
-        more = (load[order[taking]] - load[order[taking - 1]]) * taking
-        if room + more >= count:
-            break
-        room += more
-        taking += 1
-    level, over = divmod(count - room, taking)
-    top = load[order[taking - 1]] + level
-    given = [(rank, top - load[rank] + (i < over)) for i, rank in enumerate(order[:taking])]
-    return [(rank, blocks) for rank, blocks in given if blocks]

@@ -9,18 +9,14 @@ A schedule holds ranges of the file only. The moves of a round are made when its
 
 from __future__ import annotations
 
-import sys
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 from fastserial.distributed.plan.covers import Cover, Held, cover_of
-from fastserial.distributed.plan.division import GRAIN
-from fastserial.distributed.plan.ownership import owned_blocks
+from fastserial.distributed.plan.division import GRAIN, owned_blocks
 from fastserial.distributed.sharding.boxes import Box, Overlap, overlaps
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection
@@ -95,43 +91,33 @@ class Round:
 
 
 class Stream:
-    """Blocks that an owner puts together, as far as they concern this rank.
-
-    Attributes:
-        places: where each range of blocks begins in the stream (bytes).
-        firsts, stops: the ranges, in the file (bytes).
-    """
-
-    __slots__ = ("firsts", "places", "stops")
+    """Blocks that an owner puts together, as far as they concern this rank."""
 
     def __init__(self) -> None:
-        self.places = array("q")
-        self.firsts = array("q")
-        self.stops = array("q")
+        self._places: list[int] = []  # where each range of blocks begins in the stream (bytes)
+        self._ranges: list[tuple[int, int]] = []  # of the file (bytes)
+        self._end = 0
 
     def add(self, place: int, first: int, stop: int) -> None:
-        if self.stops and self.stops[-1] == first and self._end() == place:
-            self.stops[-1] = stop
-            return
-        self.places.append(place)
-        self.firsts.append(first)
-        self.stops.append(stop)
-
-    def _end(self) -> int:
-        return self.places[-1] + self.stops[-1] - self.firsts[-1] if self.places else 0
+        """Append a range of the file that begins at a place of the stream."""
+        if self._ranges and self._ranges[-1][1] == first and self._end == place:
+            self._ranges[-1] = self._ranges[-1][0], stop
+        else:
+            self._places.append(place)
+            self._ranges.append((first, stop))
+        self._end = place + stop - first
 
     def tiles(self, nbytes: int) -> range:
         """Return the numbers of the tiles from its first to its last."""
-        return (
-            range(self.places[0] // nbytes, -(-self._end() // nbytes)) if self.places else range(0)
-        )
+        return range(self._places[0] // nbytes, -(-self._end // nbytes))
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Return which bytes of the file are in bytes [begin, end) of the stream."""
-        at = max(bisect_right(self.places, begin) - 1, 0)
-        while at < len(self.places) and self.places[at] < end:
-            shift = self.firsts[at] - self.places[at]
-            first, stop = max(self.firsts[at], begin + shift), min(self.stops[at], end + shift)
+        at = max(bisect_right(self._places, begin) - 1, 0)
+        while at < len(self._places) and self._places[at] < end:
+            first, stop = self._ranges[at]
+            shift = first - self._places[at]
+            first, stop = max(first, begin + shift), min(stop, end + shift)
             if first < stop:
                 yield first, stop
             at += 1
@@ -163,9 +149,8 @@ class Schedule:
         self.tile_bytes = tile_bytes
         self.streams: dict[int, Stream] = {}
         self._plan, self._specs, self._rank, self._size = plan, specs, rank, size
-        self._starts = array("q", [offset for _, _, offset, _ in plan.records])
-        # Blocks that this rank has as they are in the file: the first bytes and the last.
-        self._firsts, self._stops = array("q"), array("q")
+        self._starts = [offset for _, _, offset, _ in plan.records]
+        self._direct: list[tuple[int, int]] = []  # what this rank has as it is in the file (bytes)
         self._fill()
         self._covers: dict[int, tuple[Cover, list[Held]]] = {}
         tiles = [stream.tiles(tile_bytes) for stream in self.streams.values()]
@@ -173,7 +158,7 @@ class Schedule:
 
     def locals(self) -> Iterator[Piece]:
         """Return what this rank writes from its own memory, in file order."""
-        for first, stop in zip(self._firsts, self._stops, strict=True):
+        for first, stop in self._direct:
             yield from self._pieces(first, stop)
 
     def round(self, number: int) -> Round:
@@ -193,58 +178,26 @@ class Schedule:
             moves.sort(key=_place)
         return found
 
-    def sources(self) -> Iterator[int]:
-        """Yield the sources of which this rank writes or sends something, some more than once."""
-        ranges = [zip(self._firsts, self._stops, strict=True)]
-        ranges += [zip(one.firsts, one.stops, strict=True) for one in self.streams.values()]
-        for first, stop in chain(*ranges):
-            yield from (piece.source for piece in self._pieces(first, stop) if piece.source >= 0)
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return which bytes of the file this rank writes, what lies side by side as one."""
-        own = self.streams.get(self._rank, Stream())
-        found: list[tuple[int, int]] = []
-        for first, stop in sorted(
-            (*zip(self._firsts, self._stops, strict=True), *zip(own.firsts, own.stops, strict=True))
-        ):
-            if found and found[-1][1] == first:
-                found[-1] = found[-1][0], stop
-            else:
-                found.append((first, stop))
-        return found
-
-    def footprint(self) -> int:
-        """Return how many bytes of memory this rank's part of the plan takes."""
-        columns = [self._firsts, self._stops]
-        for stream in self.streams.values():
-            columns += (stream.places, stream.firsts, stream.stops)
-        return sum(map(sys.getsizeof, (*columns, *self.streams.values(), self.streams)))
-
     def _fill(self) -> None:
         """Enter what this rank writes, and what it sends."""
         plan, rank, nbytes = self._plan, self._rank, self._plan.nbytes
-        concerns = _Concerns(self._extents())
+        near = _joined(self._extents())
+        ends = [stop for _, stop in near]
         places: dict[int, int] = {}
-        direct: list[tuple[int, int]] = []
         owned = owned_blocks(nbytes, plan.records, plan.writers, self._specs, self._size)
         for begin, end, owner, as_it_is in owned:
             first, stop = begin * GRAIN, min(end * GRAIN, nbytes)
             if as_it_is:
                 if owner == rank:
-                    direct.append((first, stop))
+                    self._direct.append((first, stop))
                 continue
             place = places.get(owner, 0)
             places[owner] = place + stop - first
-            if owner == rank or concerns.meet(first, stop):
-                stream = self.streams.get(owner)
-                if stream is None:
-                    stream = self.streams[owner] = Stream()
-                stream.add(place, first, stop)
-        for first, stop in sorted(direct):
-            self._firsts.append(first)
-            self._stops.append(stop)
-            self.nbytes += stop - first
-        self.nbytes += places.get(rank, 0)
+            at = bisect_right(ends, first)
+            if owner == rank or (at < len(near) and near[at][0] < stop):
+                self.streams.setdefault(owner, Stream()).add(place, first, stop)
+        self._direct.sort()
+        self.nbytes = sum(stop - first for first, stop in self._direct) + places.get(rank, 0)
 
     def _extents(self) -> Iterator[tuple[int, int]]:
         """Yield bytes of the file, in its order, outside which this rank has nothing."""
@@ -345,22 +298,15 @@ def _overlaps(shape: tuple[int, ...], first: int, stop: int, box: Box) -> tuple[
     return tuple(overlaps(shape, first, stop, box))
 
 
-class _Concerns:
-    """Extents of the file, to be asked in any order."""
-
-    def __init__(self, extents: Iterator[tuple[int, int]]) -> None:
-        self._firsts, self._stops = array("q"), array("q")
-        for first, stop in sorted(extents):
-            if self._stops and first <= self._stops[-1]:
-                self._stops[-1] = max(stop, self._stops[-1])
-            elif first < stop:
-                self._firsts.append(first)
-                self._stops.append(stop)
-
-    def meet(self, first: int, stop: int) -> bool:
-        """Return whether bytes [first, stop) have something in common with one of them."""
-        at = bisect_right(self._stops, first)
-        return at < len(self._firsts) and self._firsts[at] < stop
+def _joined(extents: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return extents in their order, those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(extents):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        elif first < stop:
+            found.append((first, stop))
+    return found
 
 
 def schedule(

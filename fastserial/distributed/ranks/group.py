@@ -16,8 +16,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from fastserial.errors import (
 )
 from fastserial.overlap.threads_at import at_rest
 
-__all__ = ["Traffic", "collective", "path_of", "traffic_of"]
+__all__ = ["Traffic", "collective", "node_name", "path_of", "traffic_of"]
 
 _FAILED = "failed"  # key of the failure in the store
 _FIRST = 1024  # bytes that every message begins with: its length, and of it what fits behind that
@@ -285,12 +286,26 @@ class Traffic:
             DistributedError: a rank failed, died or was silent for too long.
         """
         if self.rank != 0:
-            self._put(0, message)
+            self._wait_for(self._post(0, message))
             return self._get(0)
         answer = decide([message, *(self._get(rank) for rank in range(1, self.size))])
-        for rank in range(1, self.size):
-            self._put(rank, answer)
+        self._wait_for([wait for rank in range(1, self.size) for wait in self._post(rank, answer)])
         return answer
+
+    def swap(self, messages: Mapping[int, bytes], senders: Iterable[int]) -> dict[int, bytes]:
+        """Send messages to some ranks, and return those of others, by their rank.
+
+        Args:
+            messages: by the rank that gets it; not this one.
+            senders: ranks that send one to this rank.
+
+        Raises:
+            DistributedError: a rank failed, died or was silent for too long.
+        """
+        sent = [wait for rank, message in messages.items() for wait in self._post(rank, message)]
+        found = {rank: self._get(rank) for rank in sorted(senders)}
+        self._wait_for(sent)
+        return found
 
     def agree(self) -> None:
         """Return when every rank came here without an error.
@@ -325,11 +340,18 @@ class Traffic:
                 raise failure from error
             raise
 
-    def _put(self, rank: int, message: bytes) -> None:
-        self._start(rank, _first(len(message), message), _WORDS, out=True)()
+    def _post(self, rank: int, message: bytes) -> list[Callable[[], None]]:
+        """Start to send a message; call what is returned to wait until it is sent."""
+        parts = [_first(len(message), message)]
         rest = bytearray(message[_FIRST - _LENGTH :])
         if rest:
-            self._start(rank, torch.frombuffer(rest, dtype=torch.uint8), _WORDS, out=True)()
+            parts.append(torch.frombuffer(rest, dtype=torch.uint8))
+        return [self._start(rank, part, _WORDS, out=True) for part in parts]
+
+    @staticmethod
+    def _wait_for(sent: Iterable[Callable[[], None]]) -> None:
+        for wait in sent:
+            wait()
 
     def _get(self, rank: int) -> bytes:
         text = bytearray(_FIRST)
@@ -424,6 +446,15 @@ def _delta(seconds: float) -> timedelta:
 def _prefixed(prefix: str, store: Any) -> Any:
     make: Any = dist.distributed_c10d.PrefixStore
     return make(prefix, store)
+
+
+def node_name() -> str:
+    """Return what tells this node's kernel from others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return boot or os.uname().nodename
 
 
 @atexit.register

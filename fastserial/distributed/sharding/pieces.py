@@ -29,11 +29,8 @@ __all__ = [
     "as_dtensor",
     "boxes_at",
     "boxes_on",
-    "fits",
     "holding",
     "in_place",
-    "is_ambiguous",
-    "local_bytes",
     "local_of",
     "oddity",
     "views",
@@ -63,15 +60,11 @@ class Mesh(NamedTuple):
         grids: its ranks of the group, in row-major order; -1 for one that the group lacks. There
             are several where each of some sub-meshes has the whole tensor.
         splits: what each dimension of the grid does to the tensor.
-        right_first: shards of one tensor dimension were made from the right dimension of the mesh
-            to the left, as FSDP2 over tensor parallelism does; False: as `distribute_tensor` does.
-            It matters for uneven shards only.
     """
 
     shape: tuple[int, ...]
     grids: tuple[tuple[int, ...], ...]
     splits: tuple[Split, ...]
-    right_first: bool = True
 
     def place(self, rank: int) -> int | None:
         """Return a rank's row-major place in its grid, None if it is in none."""
@@ -197,8 +190,6 @@ def holding(
             local: torch.Tensor = sharded.to_local()
         # The shards' own type: a DTensor made by hand may tell another one.
         spec = TensorSpec(tuple(sharded.shape), local.dtype, _mesh(sharded, key, ranks, known))
-        if is_ambiguous(spec) and not fits(spec, rank, tuple(local.shape)):
-            spec = in_other_order(spec)
         return Holding(spec, local.detach(), views(spec, rank, local.detach(), key))
     if isinstance(leaf, torch.Tensor):
         spec = TensorSpec(tuple(leaf.shape), leaf.dtype)
@@ -264,35 +255,6 @@ class Specs:
         return spec
 
 
-def in_other_order(spec: TensorSpec) -> TensorSpec:
-    """Return a spec whose mesh dimensions are applied in the other order."""
-    if not isinstance(spec.held, Mesh):
-        return spec
-    return replace(spec, held=spec.held._replace(right_first=not spec.held.right_first))
-
-
-def is_ambiguous(spec: TensorSpec) -> bool:
-    """Return whether it matters in which order a tensor was split.
-
-    Placements do not tell the two orders apart; the shapes of the shards do (`fits`).
-    """
-    held = spec.held
-    if not isinstance(held, Mesh) or not any(split.factor > 1 for split in held.splits):
-        return False
-    other = in_other_order(spec)
-    return any(boxes_on(spec, rank) != boxes_on(other, rank) for rank in held.members())
-
-
-def fits(spec: TensorSpec, rank: int, shape: tuple[int, ...]) -> bool:
-    """Return whether a rank's local tensor has the shape that the spec says."""
-    held = spec.held
-    place = held.place(rank) if isinstance(held, Mesh) else None
-    if not isinstance(held, Mesh) or place is None:
-        return True
-    ranges = _ranges_at(spec.shape, held, place)
-    return shape == tuple(sum(stop - first for first, stop in cut) for cut in ranges)
-
-
 def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:
     """Return the boxes that a rank holds, in the order in which its local tensor has them."""
     held = spec.held
@@ -307,11 +269,6 @@ def boxes_on(spec: TensorSpec, rank: int) -> list[Box]:
         place = held.place(rank)
         return [] if place is None else boxes_at(spec.shape, held._replace(grids=()), place)
     return [Box((0,) * len(spec.shape), spec.shape)] if spec.numel else []
-
-
-def local_bytes(spec: TensorSpec, rank: int) -> int:
-    """Return how many bytes a rank holds."""
-    return sum(box.numel for box in boxes_on(spec, rank)) * spec.dtype.itemsize
 
 
 @lru_cache(maxsize=65536)
@@ -340,10 +297,11 @@ def _ranges_at(shape: tuple[int, ...], mesh: Mesh, index: int) -> list[list[Rang
 def _order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
     """Return which mesh dimensions split a tensor's dimension, in their order.
 
-    With each comes the factor with which it has to be split.
+    With each comes the factor with which it has to be split. A strided shard was made after those
+    to its right, as FSDP2 over tensor parallelism does.
     """
     axes = [(axis, split.factor) for axis, split in enumerate(mesh.splits) if split.dim == dim]
-    if not mesh.right_first or all(factor == 1 for _, factor in axes):
+    if all(factor == 1 for _, factor in axes):
         return axes
     order: list[int] = []
     for axis, factor in reversed(axes):
@@ -404,7 +362,9 @@ def views(
     boxes = boxes_on(spec, rank)
     if len(boxes) == 1 and boxes[0].sizes == local.shape:
         return [(boxes[0], local)]
-    if not fits(spec, rank, tuple(local.shape)) and (local.numel() or local_bytes(spec, rank)):
+    ranges = _ranges_at(spec.shape, spec.held, spec.held.place(rank) or 0)
+    shape = tuple(sum(stop - first for first, stop in cut) for cut in ranges) if boxes else (0,)
+    if local.shape != shape and (local.numel() or boxes):
         raise LoadMismatchError(
             f"{key}: the shard of rank {rank} has the shape {tuple(local.shape)}, which is not "
             f"what its placements {spec.held.splits} make of {spec.shape}"

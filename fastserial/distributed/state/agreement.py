@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fastserial.config import Config
 from fastserial.distributed.ranks.copies import Copies, Copy, Ranks, differing, ranks_in_words
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.state.joined import Joined
+from fastserial.distributed.state.merging import leaf_of
 from fastserial.distributed.state.tables import Table, difference
 from fastserial.distributed.state.walk import Leaves
 from fastserial.errors import DistributedError
@@ -84,8 +84,9 @@ class Agreement:
         self._shared = {copy.leaf for copy in copies if copy.shared}
         copies = copies if traffic.size > 1 else ()
         leaves = [found.values[copy.leaf] for copy in copies]
-        tensors = [one.leaf if isinstance(one, Joined) else one for one in leaves]
-        self._copies = Copies(copies, tensors, config.compare == "all", traffic.alive)
+        self._copies = Copies(
+            copies, list(map(leaf_of, leaves)), config.compare == "all", traffic.alive
+        )
 
     def likeness(self) -> Likeness:
         """Return what this rank tells."""

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from fastserial.distributed.sharding.flat_shard import FlatShard
-from fastserial.distributed.state.walk import Leaves
 
-__all__ = ["Shardings", "by_type", "facts_of", "shardings"]
+__all__ = ["Shardings", "facts_of", "shardings"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_GLOBAL = "global_shape"  # torch 2.15: a plain tensor that has it is a part of another one
+_WRITES_ITSELF = "__create_write_items__"  # by which torch.distributed.checkpoint knows others
 _FLAT = attrgetter(
     "param_shape", "start", "length", "dtype", "tensor.device", "tensor.dtype", "tensor.shape"
 )
@@ -30,41 +31,48 @@ _sharding_of = attrgetter("mesh", "placements", "tensor_meta")
 _requires_grad = attrgetter("requires_grad")
 
 
-def facts_of(leaves: Leaves, pickles: bool, last: Sequence[Any] | None = None) -> list[Any] | None:
+def facts_of(
+    keys: Sequence[Any],
+    values: Sequence[Any],
+    last: Sequence[Any] | None = None,
+    others: bool = False,
+) -> list[Any] | None:
     """Return what decides the plan of a state, to be compared with `==`.
 
     Args:
-        pickles: also what decides how the tensors are pickled.
+        keys, values: of the state, flattened.
         last: those of an earlier save, if there are any.
+        others: there may be values that are no tensors, whose types count.
 
     Returns:
         None: there is a tensor of an unusual type, of which it is not known.
     """
-    values = leaves.values
     types = list(map(type, values))
-    found: list[Any] = [_ties(values), leaves.keys, types]
+    found: list[Any] = [_ties(values) if not others else None, list(keys), types]
     storages: dict[int, int] = {}
     sharded = _dtensor_type()
-    for kind, some in by_type(values, types).items():
+    for kind, some in _by_type(values, types).items():
         if kind is sharded:
-            sharding = shardings(some, pickles, last)
+            sharding = shardings(some, last)
+            if sharding is None:
+                return None
             found += [sharding, _devices(some, sharding.meshes)]
         elif kind in _PLAIN:
-            rows = _plain(some, storages, pickles)
+            rows = _plain(some, storages)
             if rows is None:
                 return None
             found.append(rows)
-        elif kind is FlatShard:
+        elif kind is FlatShard and not others:
             found.append([_FLAT(leaf) for leaf in some])
-        else:
+        elif not others or issubclass(kind, torch.Tensor) or hasattr(kind, _WRITES_ITSELF):
             return None
     return found
 
 
-def by_type(values: list[Any], types: list[type]) -> dict[type, list[Any]]:
+def _by_type(values: Sequence[Any], types: list[type]) -> dict[type, list[Any]]:
     """Return values by their type, in their order."""
     if len(set(types)) == 1:
-        return {types[0]: values}
+        return {types[0]: list(values)}
     found: dict[type, list[Any]] = {kind: [] for kind in types}
     for kind, value in zip(types, values, strict=True):
         found[kind].append(value)
@@ -79,16 +87,17 @@ class Shardings:
         specs: references to theirs, which are not to be kept alive: nor are process groups. Empty
             if they do not say all.
         columns: what the specs say.
-        dtypes: of the local tensors.
+        dtypes, strides: of the local tensors.
         sizes: elements of the local tensors, where these do not follow from the specs.
-        grads: whether they require gradients, if that was asked for.
+        grads: whether they require gradients.
     """
 
     specs: list[weakref.ref[Any]] = field(compare=False)
     columns: list[list[Any]]
     dtypes: list[torch.dtype]
-    sizes: list[int] | None
-    grads: list[bool] | None
+    strides: list[tuple[int, ...]]
+    sizes: list[int] | None = None
+    grads: list[bool] = field(default_factory=list)
 
     @property
     def meshes(self) -> list[Any]:
@@ -96,11 +105,10 @@ class Shardings:
         return [mesh() for mesh in self.columns[0]]
 
 
-def shardings(leaves: Sequence[Any], grads: bool, last: Sequence[Any] | None = None) -> Shardings:
-    """Return what decides which part of DTensors each rank holds.
+def shardings(leaves: Sequence[Any], last: Sequence[Any] | None = None) -> Shardings | None:
+    """Return what decides which part of DTensors each rank holds; None: of one it is not known.
 
     Args:
-        grads: also whether they require gradients.
         last: earlier facts. A spec does not change: what the same ones say is taken from there.
     """
     specs = list(map(weakref.ref, map(_spec_of, leaves)))
@@ -116,13 +124,15 @@ def shardings(leaves: Sequence[Any], grads: bool, last: Sequence[Any] | None = N
         if not complete:
             specs = []
     shards = list(map(_local_of, leaves))
-    found = Shardings(specs, columns, list(map(_dtype_of, shards)), None, None)
+    if set(map(type, shards)) != {torch.Tensor}:
+        return None
+    strides = list(map(torch.Tensor.stride, shards))
+    found = Shardings(specs, columns, list(map(_dtype_of, shards)), strides)
     if any(mesh is None or mesh.ndim > 1 for mesh in found.meshes):
         # Shards may have been made from the left dimension of the mesh to the right, or back.
         found.sizes = list(map(torch.Tensor.numel, shards))
-    if grads:
-        with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
-            found.grads = list(map(_requires_grad, leaves))
+    with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
+        found.grads = list(map(_requires_grad, leaves))
     return found
 
 
@@ -169,9 +179,7 @@ def _devices(leaves: Sequence[Any], meshes: Sequence[Any]) -> list[Any] | None:
     return [leaf._local_tensor.device for leaf in leaves]
 
 
-def _plain(
-    leaves: Sequence[torch.Tensor], storages: dict[int, int], pickles: bool
-) -> list[Any] | None:
+def _plain(leaves: Sequence[torch.Tensor], storages: dict[int, int]) -> list[Any] | None:
     """Return what decides the plan of plain tensors, None if one is unusual.
 
     Args:
@@ -179,15 +187,15 @@ def _plain(
     """
     found: list[Any] = []
     for leaf in leaves:
-        if (not leaf.is_cpu and leaf.device.type == "meta") or leaf.__dict__:
+        if not leaf.is_cpu and leaf.device.type == "meta":
             return None
-        if leaf.layout is not torch.strided:
+        if leaf.layout is not torch.strided or _GLOBAL in leaf.__dict__:
             return None
         storage = leaf.untyped_storage()
         memory = storages.setdefault(storage._cdata, len(storages))
         device = None if leaf.is_cpu else leaf.device
         view = (leaf.shape, leaf.stride(), leaf.storage_offset())
-        bits = pickles and (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
+        bits = (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
         found.append((memory, storage.nbytes(), device, leaf.dtype, view, bits))
     return found
 

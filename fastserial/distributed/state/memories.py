@@ -11,7 +11,6 @@ from fastserial.distributed.ranks.exchange import as_integers, is_as_it_lies
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, run_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import local_of
-from fastserial.distributed.state.joined import Joined
 from fastserial.distributed.state.tables import Source
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Part
@@ -30,9 +29,8 @@ class Memories:
         self._item = spec.dtype.itemsize
         self._nbytes = spec.nbytes
         found = []
-        leaf = source.leaf.leaf if isinstance(source.leaf, Joined) else source.leaf
-        if isinstance(leaf, FlatShard):
-            found.append((leaf.start, local_of(leaf, source.key)))
+        if isinstance(source.leaf, FlatShard):
+            found.append((source.leaf.start, local_of(source.leaf, source.key)))
         else:
             for box, view in source.parts:
                 run = run_of(spec.shape, box)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,14 +19,64 @@ import torch
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import Mesh, as_dtensor, holding, oddity
-from fastserial.distributed.state.joined import Described, Joined
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import sequence_like
 
-__all__ = ["merged"]
+__all__ = ["Described", "Joined", "Union", "leaf_of", "merged"]
 
 _OF_AN_OPTIMIZER = {"state", "param_groups"}
 _PLAIN = (int, float, bool, str, tuple, type(None))  # settings that `==` compares
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a rank tells of one of its tensors.
+
+    Attributes:
+        kind: `plain`, `flat` (a FlatShard) or `mesh` (a DTensor).
+        shape, dtype: of the whole.
+        requires_grad: as it is pickled.
+        mesh: of a DTensor.
+        storage: of a plain tensor: number of its storage on that rank, bytes, and the tensor's
+            offset and stride in it.
+        is_parameter: of a plain tensor.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    mesh: Mesh | None = None
+    storage: tuple[int, int, int, tuple[int, ...]] | None = None
+    is_parameter: bool = False
+
+    def likeness(self) -> tuple[Any, ...]:
+        """Return what has to be the same on all ranks that have the tensor."""
+        mesh = (self.mesh.shape, self.mesh.splits) if self.mesh is not None else None
+        view = self.storage[1:] if self.storage is not None else None
+        return self.kind, self.shape, str(self.dtype), mesh, view
+
+
+@dataclass(slots=True, eq=False)
+class Joined:
+    """A tensor of a merged state.
+
+    Attributes:
+        told: by the first rank that has it.
+        ranks: that have it.
+        grids: of the meshes on which they have it.
+        leaf: what this rank has, if it does.
+    """
+
+    told: Described
+    ranks: list[int]
+    grids: list[tuple[int, ...]] = field(default_factory=list)
+    leaf: Any = None
+
+
+def leaf_of(value: Any) -> Any:
+    """Return what this rank has of a leaf, None if it has nothing of it."""
+    return value.leaf if isinstance(value, Joined) else value
 
 
 def merged(state: Any, traffic: Traffic) -> Any:
@@ -40,12 +91,12 @@ def merged(state: Any, traffic: Traffic) -> Any:
     _Pickler(text, leaves, told, traffic).dump(state)
     message = pickle.dumps((text.getvalue(), told))
     answer = traffic.consult(message, pickle.dumps)
-    found = []
+    found: dict[int, Any] = {}
     for rank, other in enumerate(pickle.loads(answer)):
         skeleton, described = pickle.loads(other)
         mine = leaves if rank == traffic.rank else [None] * len(described)
-        found.append(_Unpickler(io.BytesIO(skeleton), rank, described, mine).load())
-    return _Union().of("", found)
+        found[rank] = _Unpickler(io.BytesIO(skeleton), rank, described, mine).load()
+    return _OfRanks().of("", found)
 
 
 class _Pickler(pickle.Pickler):
@@ -100,60 +151,81 @@ class _Unpickler(pickle.Unpickler):
         return self._made[number]
 
 
-class _Union:
+class Union:
     """Puts the values of several ranks together; what they share, as what they share.
 
     Attributes:
-        made: what became of values, by the `id` of each; with them, so that they live on.
+        made: what became of containers, by the `id` of each; with them, so that they live on.
     """
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
 
-    def of(self, path: str, values: list[Any]) -> Any:
-        """Return what the values of several ranks are together.
-
-        Raises:
-            LoadMismatchError: they are different tensors.
-        """
-        first = values[0]
-        if any(isinstance(value, Joined) for value in values):
-            return _together(path, values)
+    def of(self, path: str, values: dict[int, Any]) -> Any:
+        """Return what the values of several ranks, by their numbers, are together."""
+        first = next(iter(values.values()))
         if not isinstance(first, dict | list | tuple):
             return first
-        same = tuple(map(id, values))
+        kept = list(values.values())
+        same = tuple(map(id, kept))
         if same not in self.made:
-            self.made[same] = values, first  # it may hold itself
-            self.made[same] = values, self._container(path, first, values)
+            self.made[same] = kept, first  # it may hold itself
+            self.made[same] = kept, self._container(path, first, values)
         return self.made[same][1]
 
-    def _container(self, path: str, first: Any, values: list[Any]) -> Any:
+    def alike(self, path: str, values: dict[int, Any]) -> dict[int, Any]:
+        """Return the lists or tuples whose items are put together one by one."""
+        raise NotImplementedError
+
+    def entry(self, path: str, key: Any, values: dict[int, Any]) -> Any:
+        """Return what an entry of the dictionaries `values`, which some may lack, is together."""
+        found = {rank: value[key] for rank, value in values.items() if key in value}
+        return self.of(f"{path}.{key}" if path else str(key), found)
+
+    def _container(self, path: str, first: Any, values: dict[int, Any]) -> Any:
         if isinstance(first, dict):
-            others = [value for value in values if isinstance(value, Mapping)]
-            groups = None
-            if all(_is_of_an_optimizer(value) for value in others):
-                groups = _groups([value["param_groups"] for value in others])
-            keys = dict.fromkeys(key for value in others for key in value)
-            whole = {
-                key: groups
-                if groups is not None and key == "param_groups"
-                else self.of(
-                    f"{path}.{key}" if path else str(key), [v[key] for v in others if key in v]
-                )
-                for key in keys
-            }
+            others = {rank: value for rank, value in values.items() if isinstance(value, Mapping)}
+            keys = dict.fromkeys(key for value in others.values() for key in value)
+            whole = {key: self.entry(path, key, others) for key in keys}
             first.clear()
             first.update(whole)
             return first
-        alike = [v for v in values if type(v) is type(first) and len(v) == len(first)]
+        some = self.alike(path, values)
         items = [
-            self.of(f"{path}[{index}]", [value[index] for value in alike])
+            self.of(f"{path}.{index}", {rank: value[index] for rank, value in some.items()})
             for index in range(len(first))
         ]
         if isinstance(first, list):
             first[:] = items
             return first
         return sequence_like(first, items)
+
+
+class _OfRanks(Union):
+    """The states of ranks: a key that several have is the first one's, a tensor is shared."""
+
+    def of(self, path: str, values: dict[int, Any]) -> Any:
+        """Return what the values are together.
+
+        Raises:
+            LoadMismatchError: they are different tensors.
+        """
+        if any(isinstance(value, Joined) for value in values.values()):
+            return _together(path, list(values.values()))
+        return super().of(path, values)
+
+    def alike(self, path: str, values: dict[int, Any]) -> dict[int, Any]:
+        first = next(iter(values.values()))
+        return {
+            rank: value
+            for rank, value in values.items()
+            if type(value) is type(first) and len(value) == len(first)
+        }
+
+    def entry(self, path: str, key: Any, values: dict[int, Any]) -> Any:
+        if key == "param_groups" and all(map(_is_of_an_optimizer, values.values())):
+            return _groups([value["param_groups"] for value in values.values()])
+        return super().entry(path, key, values)
 
 
 def _is_of_an_optimizer(state: Mapping[Any, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 A source is what becomes one record of the file: a sharded tensor as a whole, or the storage of
 plain tensors, which may be views of it. Ranks whose tables are alike know each other's sources by
-number.
+number. A table holds none of the tensors.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from fastserial.distributed.sharding.pieces import (
     oddity,
     views,
 )
-from fastserial.distributed.state.joined import Joined
+from fastserial.distributed.state.merging import Joined, leaf_of
 from fastserial.errors import ConfigError
 from fastserial.memory.storages import synchronize
 
 __all__ = [
     "SHARED_FROM",
+    "Grids",
     "Source",
     "Sources",
     "Table",
@@ -48,17 +49,18 @@ __all__ = [
 # buffers of a data-parallel model may differ, and the file is what rank 0 would have saved.
 SHARED_FROM = 1024 * 1024
 _REMEDY = ' (merge="union" of distributed.save and save_async saves those of all ranks)'
-_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+Grids = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
 class Source:
-    """Bytes of one record-to-be.
+    """What this rank holds of one record-to-be.
 
     Attributes:
         key: the name of the first leaf that has it.
         spec: the whole; a storage counts as bytes.
-        leaf: that first leaf.
+        leaf: that first leaf; None: this rank has none.
         rank: this rank.
     """
 
@@ -76,37 +78,31 @@ class Source:
             LoadMismatchError: a shard is not what its placements say.
         """
         if self._parts is None:
-            leaf = self.leaf.leaf if isinstance(self.leaf, Joined) else self.leaf
+            leaf = self.leaf
             if leaf is None:
                 self._parts = []
-            elif isinstance(leaf, FlatShard) or as_dtensor(leaf) is not None:
-                self._parts = views(self.spec, self.rank, local_of(leaf, self.key), self.key)
-            else:
+            elif is_plain(leaf):
                 memory = bytes_of(leaf.untyped_storage())
                 self._parts = [(Box((0,), (memory.numel(),)), memory)] if memory.numel() else []
+            else:
+                self._parts = views(self.spec, self.rank, local_of(leaf, self.key), self.key)
         return self._parts
 
 
 class Sources:
-    """The sources of a plan with this save's tensors; each is made when it is asked for first."""
+    """The sources of a table with the tensors of one save; each is made when it is asked for."""
 
     def __init__(
-        self,
-        values: Sequence[Any],
-        keys: Sequence[str],
-        specs: Sequence[TensorSpec],
-        firsts: Sequence[int],
-        rank: int,
+        self, table: Table, specs: Sequence[TensorSpec], values: Sequence[Any], rank: int
     ) -> None:
         """Make none.
 
         Args:
-            values: the tensors.
-            keys, specs, firsts: of each source; see `Table`.
+            specs: of the sources, completed.
+            values: the leaves of the state.
             rank: this rank.
         """
-        self._values, self._keys = values, keys
-        self._specs, self._firsts, self._rank = specs, firsts, rank
+        self._table, self._specs, self._values, self._rank = table, specs, values, rank
         self._made: dict[int, Source] = {}
 
     def release(self) -> None:
@@ -117,94 +113,84 @@ class Sources:
     def __getitem__(self, number: int) -> Source:
         source = self._made.get(number)
         if source is None:
-            leaf = self._values[self._firsts[number]]
-            source = Source(self._keys[number], self._specs[number], leaf, self._rank)
+            leaf = leaf_of(self._values[self._table.firsts[number]])
+            source = Source(self._table.keys[number], self._specs[number], leaf, self._rank)
             self._made[number] = source
         return source
 
 
 @dataclass(slots=True)
 class Table:
-    """The tensors of a state on this rank.
+    """The tensors of a state, without them.
 
     Attributes:
-        leaves: with their names.
-        rank: this rank.
-        sources: in the order in which the state has them.
+        keys, specs, firsts: of each source, in the order of the state: the name of its first leaf,
+            the tensor, and which of the leaves that is.
+        of_leaves: number of the source of each leaf; -1: no load could fill it.
         rows: of each leaf, what has to be the same on all ranks, as plain values.
-        by_leaf: number of the source of a sharded leaf, by its `id`.
-        by_storage: number of the source of a plain storage, by its `_cdata`.
-        misfits: sources whose shards were made from left to right (`Mesh.right_first`).
+        flat: sources that are FlatShards.
         meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
             meshes of one shape: then each mesh has the whole tensor.
-        joined: number of the source of a merged tensor.
-        firsts: of each source, its leaf's place among the leaves.
-        of_leaves: number of the source of each leaf; -1: no load could fill it.
         copies: the plain tensors that several ranks have, and that should be equal.
         odd: the tensors that no load could fill, and why.
+        devices: whether there are tensors on some.
     """
 
-    leaves: Sequence[tuple[str, Any]] = ()
-    rank: int = 0
-    sources: list[Source] = field(default_factory=list)
-    rows: list[tuple[Any, ...]] = field(default_factory=list)
-    by_leaf: dict[int, int] = field(default_factory=dict)
-    by_storage: dict[int, int] = field(default_factory=dict)
-    misfits: list[int] = field(default_factory=list)
-    grids: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
-    meshes: dict[Mesh, int] = field(default_factory=dict)
-    joined: dict[Any, int] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     of_leaves: list[int] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    flat: list[int] = field(default_factory=list)
+    meshes: dict[Mesh, int] = field(default_factory=dict)
+    grids: list[Grids] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
+    devices: bool = False
+    _digest: bytes = b""
 
+    @property
     def digest(self) -> bytes:
-        """Return what is the same on all ranks if and only if their tables are alike."""
-        return hashlib.sha256(marshal.dumps(self.rows, 2)).digest()
+        """What is the same on all ranks if and only if their tables are alike."""
+        if not self._digest:
+            self._digest = hashlib.sha256(marshal.dumps(self.rows, 2)).digest()
+        return self._digest
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return what this rank holds of each FlatShard: source, first element, end."""
         return [
             (number, first, stop)
-            for number, source in enumerate(self.sources)
-            if isinstance(source.spec.held, Flat) and _is_flat(source.leaf)
-            for _, first, stop in source.spec.held.ranges
+            for number in self.flat
+            if isinstance(held := self.specs[number].held, Flat)
+            for _, first, stop in held.ranges
         ]
 
-    def complete(
-        self,
-        ranges: Mapping[int, list[tuple[int, int, int]]],
-        misfits: set[int],
-        grids: Sequence[tuple[tuple[int, ...], ...]],
-    ) -> None:
-        """Enter what the other ranks told.
+    def completed(
+        self, ranges: Mapping[int, list[tuple[int, int, int]]], grids: Sequence[Grids]
+    ) -> list[TensorSpec]:
+        """Return the specs with what the other ranks told.
 
         Args:
             ranges: what the ranks hold of each FlatShard: rank, first element, end.
-            misfits: see the attribute; of any rank.
             grids: of each mesh, those of all ranks.
 
         Raises:
             ConfigError: the FlatShards of a tensor do not make it up.
         """
-        completed: dict[tuple[int, bool], TensorSpec] = {}
+        specs = list(self.specs)
+        for number in self.flat:
+            found = tuple(sorted(map(tuple, ranges.get(number, ()))))
+            _refuse_gaps(self.keys[number], specs[number].numel, found)
+            specs[number] = replace(specs[number], held=Flat(found))  # type: ignore[arg-type]
+        whole: dict[int, TensorSpec] = {}  # one object for what is alike
         held: dict[Mesh, Mesh] = {}
-        for number, source in enumerate(self.sources):
-            spec = source.spec
-            if _is_flat(source.leaf):
-                found = tuple(sorted(map(tuple, ranges.get(number, ()))))
-                _refuse_gaps(source.key, spec.numel, found)
-                source.spec = replace(spec, held=Flat(found))  # type: ignore[arg-type]
-            elif isinstance(spec.held, Mesh):
-                right_first = number not in misfits
-                whole = completed.get((id(spec), right_first))
-                if whole is None:
-                    mesh = self.meshes[spec.held._replace(right_first=True)]
-                    new = spec.held._replace(grids=grids[mesh], right_first=right_first)
-                    whole = replace(spec, held=held.setdefault(new, new))
-                    completed[id(spec), right_first] = whole
-                source.spec = whole
+        for number, spec in enumerate(self.specs):
+            if isinstance(spec.held, Mesh):
+                if id(spec) not in whole:
+                    new = spec.held._replace(grids=grids[self.meshes[spec.held]])
+                    whole[id(spec)] = replace(spec, held=held.setdefault(new, new))
+                specs[number] = whole[id(spec)]
+        return specs
 
 
 def _refuse_gaps(key: str, numel: int, ranges: Iterable[tuple[int, ...]]) -> None:
@@ -248,8 +234,31 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return empty.set_(storage)
 
 
+def is_plain(leaf: object) -> bool:
+    """Return whether a leaf is a tensor that this rank has as a whole."""
+    return not isinstance(leaf, FlatShard) and as_dtensor(leaf) is None
+
+
+def synchronize_devices(values: Iterable[Any]) -> None:
+    """Wait for the work queued on the devices of tensors: other threads will copy them."""
+    away: dict[torch.device, torch.UntypedStorage] = {}
+    for leaf in map(leaf_of, values):
+        device = _device_of(leaf)
+        if device.type not in ("cpu", "meta") and device not in away:
+            away[device] = local_of(leaf).untyped_storage()
+    synchronize(list(away.values()))
+
+
+def _device_of(leaf: Any) -> torch.device:
+    """Return where a leaf is; on the host, if this rank has none."""
+    if leaf is None:
+        return torch.device("cpu")
+    found: torch.device = leaf.tensor.device if isinstance(leaf, FlatShard) else leaf.device
+    return found
+
+
 def table_of(
-    found: Sequence[tuple[str, Any]],
+    found: Iterable[tuple[str, Any]],
     rank: int,
     ranks: Mapping[int, int],
     buffers: Set[int] = frozenset(),
@@ -265,149 +274,107 @@ def table_of(
     Raises:
         LoadMismatchError: a tensor has a placement that cannot be in a file.
     """
-    table = Table(found, rank)
-    specs = Specs(rank, ranks)
-    how: dict[int, tuple[Any, ...]] = {}
-    for index, (key, leaf) in enumerate(found):
-        rows = len(table.rows)
-        if isinstance(leaf, Joined):
-            _add_joined(table, key, leaf, specs, index, buffers)
-        elif not is_plain(leaf):
-            _add_sharded(table, key, leaf, specs, how)
-        elif (odd := oddity(leaf)) is not None:
+    making = _Making(Specs(rank, ranks), buffers)
+    for index, (key, value) in enumerate(found):
+        making.add(index, key, value)
+    return making.table
+
+
+class _Making:
+    """Makes a table, leaf by leaf."""
+
+    def __init__(self, specs: Specs, buffers: Set[int]) -> None:
+        self.table = Table()
+        self._specs, self._buffers = specs, buffers
+        self._numbers: dict[Any, int] = {}  # of sources, by what tells one from the others
+        self._placed: dict[int, tuple[Any, ...]] = {}  # what rows say of a spec, by its `id`
+
+    def add(self, index: int, key: str, value: Any) -> None:
+        """Add a leaf."""
+        table, leaf = self.table, leaf_of(value)
+        joined = value if isinstance(value, Joined) else None
+        table.devices = table.devices or _device_of(leaf).type != "cpu"
+        plain = is_plain(leaf) if joined is None else joined.told.storage is not None
+        if plain and joined is None and (odd := oddity(leaf)) is not None:
             table.odd.append(f"{key}: {odd}")
-        else:
-            _add_plain(table, key, leaf, index, buffers)
-        if len(table.firsts) < len(table.sources):
+            table.of_leaves.append(-1)
+            return
+        row = (self._add_plain if plain else self._add_sharded)(index, key, leaf, joined)
+        # Who has it belongs to the digest: with a tensor that moved, the last plan is not right.
+        if joined is not None:
+            row = (*row, tuple(sorted(set(joined.ranks))), tuple(sorted(set(joined.grids))))
+        table.rows.append(row)
+        table.of_leaves.append(row[1])
+
+    def _number_of(self, identity: Any, index: int, key: str) -> tuple[int, bool]:
+        """Return the number of a source, and whether it is a new one: its spec is to be added."""
+        table = self.table
+        number = self._numbers.setdefault(identity, len(table.keys))
+        new = number == len(table.keys)
+        if new:
+            table.keys.append(key)
             table.firsts.append(index)
-        table.of_leaves.append(table.rows[-1][1] if len(table.rows) > rows else -1)
-    return table
+        return number, new
 
-
-def has_devices(found: Sequence[tuple[str, Any]]) -> bool:
-    """Return whether tensors are on devices."""
-    return any(
-        leaf.tensor.device.type != "cpu" if isinstance(leaf, FlatShard) else not leaf.is_cpu
-        for leaf in (one.leaf if isinstance(one, Joined) else one for _, one in found)
-        if leaf is not None
-    )
-
-
-def synchronize_devices(found: Sequence[tuple[str, Any]]) -> None:
-    """Wait for the work queued on the devices of tensors: other threads will copy them."""
-    away: dict[torch.device, torch.UntypedStorage] = {}
-    for key, leaf in found:
-        leaf = leaf.leaf if isinstance(leaf, Joined) else leaf
-        if leaf is None:
-            continue
-        device = leaf.tensor.device if isinstance(leaf, FlatShard) else leaf.device
-        if device.type not in ("cpu", "meta") and device not in away:
-            away[device] = local_of(leaf, key).untyped_storage()
-    synchronize(list(away.values()))
-
-
-def _add_sharded(
-    table: Table, key: str, leaf: Any, specs: Specs, how: dict[int, tuple[Any, ...]]
-) -> None:
-    """Add a DTensor or a FlatShard.
-
-    Args:
-        how: the end of the rows of each spec, by its `id`.
-    """
-    number = table.by_leaf.get(id(leaf))
-    if number is None:
-        spec = specs.of(leaf, key)
-        number = table.by_leaf[id(leaf)] = len(table.sources)
-        table.sources.append(Source(key, spec, leaf, table.rank))
-        if id(spec) not in how or (isinstance(spec.held, Mesh) and not spec.held.right_first):
-            index = _note_mesh(table, number, spec)
-            placed: Any = None
-            if isinstance(spec.held, Mesh):
-                placed = (index, spec.held.shape, tuple(map(tuple, spec.held.splits)))
-            how[id(spec)] = (spec.shape, str(spec.dtype), placed)
-    table.rows.append((key, number, *how[id(table.sources[number].spec)]))
-
-
-def is_plain(leaf: object) -> bool:
-    """Return whether a leaf is a tensor that this rank has as a whole."""
-    return not isinstance(leaf, FlatShard | Joined) and as_dtensor(leaf) is None
-
-
-def _is_flat(leaf: object) -> bool:
-    return isinstance(leaf, FlatShard) or (isinstance(leaf, Joined) and leaf.told.kind == "flat")
-
-
-def _add_joined(
-    table: Table, key: str, joined: Joined, specs: Specs, index: int, buffers: Set[int]
-) -> None:
-    """Add a tensor of a merged state: the rows are the same on all ranks, who has it or not.
-
-    Args:
-        index: its place among the leaves.
-    """
-    told, having = joined.told, tuple(sorted(set(joined.ranks)))
-    if told.storage is not None and told.storage[1] and len(having) > 1:
-        shared = told.storage[1] >= SHARED_FROM
-        if shared or joined.leaf is None or not _is_in(joined.leaf, buffers):
+    def _add_plain(self, index: int, key: str, leaf: Any, joined: Joined | None) -> tuple[Any, ...]:
+        """Add a tensor that some ranks have as a whole; return its row."""
+        table = self.table
+        storage: Any = leaf.untyped_storage() if leaf is not None else None
+        is_buffer = leaf is not None and storage._cdata in self._buffers
+        having: tuple[int, ...] | None = None
+        writing: tuple[int, ...] | None = None
+        if joined is None:
+            like, identity = leaf, storage._cdata
+            view: Any = storage.nbytes(), leaf.storage_offset(), leaf.stride()
+            shared = view[0] >= SHARED_FROM and not is_buffer
+            if not shared:
+                writing = (0,)
+        else:
+            # Storages are told apart by the first rank that has them, and their number there.
+            like, (first, *view) = joined.told, joined.told.storage or (0, 0)
+            identity, having = (joined.ranks[0], first), tuple(sorted(set(joined.ranks)))
+            shared = view[0] >= SHARED_FROM
+            writing = having if shared else (joined.ranks[0],)
+        nbytes = view[0]
+        if nbytes and (having is None or len(having) > 1) and (shared or not is_buffer):
             table.copies.append(Copy(index, having, shared))
-    # Storages are told apart by the first rank that has them, and their number there.
-    place: Any = id(joined) if told.storage is None else (joined.ranks[0], told.storage[0])
-    number = table.joined.get(place)
-    if number is None:
-        number = table.joined[place] = len(table.sources)
-        spec = TensorSpec(told.shape, told.dtype)
-        if told.storage is not None:
-            nbytes = told.storage[1]
-            writing = joined.ranks if nbytes >= SHARED_FROM else joined.ranks[:1]
-            flat = Flat(tuple((other, 0, nbytes) for other in sorted(writing)) if nbytes else ())
-            spec = TensorSpec((nbytes,), torch.uint8, flat)
-        elif joined.leaf is not None:
-            spec = specs.of(joined.leaf, key)
-        if told.kind == "flat" and joined.leaf is None:
-            spec = replace(spec, held=Flat(()))
-        elif told.mesh is not None:
-            grids = tuple(sorted(set(joined.grids)))
-            held = spec.held if isinstance(spec.held, Mesh) else told.mesh
-            spec = replace(spec, held=held._replace(grids=grids))
-            _note_mesh(table, number, spec)
-        table.sources.append(Source(key, spec, joined, table.rank))
-    table.by_leaf[id(joined)] = number
-    # Who has it belongs to the digest: with a tensor that moved, the last plan is no longer right.
-    who = (having, tuple(sorted(set(joined.grids))))
-    how = (told.likeness()[3:], who)
-    table.rows.append((key, number, told.shape, str(told.dtype), repr(how)))
+        number, new = self._number_of(identity, index, key)
+        if new:
+            held = None
+            if writing is not None:
+                held = Flat(tuple((rank, 0, nbytes) for rank in writing) if nbytes else ())
+            table.specs.append(TensorSpec((nbytes,), torch.uint8, held))
+        told = tuple(view) if shared or joined is not None else None
+        return key, number, tuple(like.shape), str(like.dtype), told
 
-
-def _note_mesh(table: Table, number: int, spec: TensorSpec) -> int:
-    """Enter the mesh of a source; return its number."""
-    if not isinstance(spec.held, Mesh):
-        return -1
-    if not spec.held.right_first:
-        table.misfits.append(number)
-    mesh = spec.held._replace(right_first=True)
-    index = table.meshes.setdefault(mesh, len(table.meshes))
-    if index == len(table.grids):
-        table.grids.append(mesh.grids)
-    return index
-
-
-def _add_plain(table: Table, key: str, leaf: torch.Tensor, index: int, buffers: Set[int]) -> None:
-    storage = leaf.untyped_storage()
-    nbytes = storage.nbytes()
-    is_buffer = _is_in(leaf, buffers)
-    shared = nbytes >= SHARED_FROM and not is_buffer
-    if nbytes and not is_buffer:
-        table.copies.append(Copy(index, None, shared))
-    number = table.by_storage.get(storage._cdata)
-    if number is None:
-        number = table.by_storage[storage._cdata] = len(table.sources)
-        spec = TensorSpec((nbytes,), torch.uint8)
-        if not shared:
-            spec = replace(spec, held=Flat(((0, 0, nbytes),) if nbytes else ()))
-        table.sources.append(Source(key, spec, leaf, table.rank))
-    view = (nbytes, leaf.storage_offset(), leaf.stride()) if shared else None
-    table.rows.append((key, number, tuple(leaf.shape), str(leaf.dtype), view))
-
-
-def _is_in(leaf: torch.Tensor, storages: Set[int]) -> bool:
-    return bool(storages) and leaf.untyped_storage()._cdata in storages
+    def _add_sharded(
+        self, index: int, key: str, leaf: Any, joined: Joined | None
+    ) -> tuple[Any, ...]:
+        """Add a DTensor or a FlatShard; return its row."""
+        table = self.table
+        number, new = self._number_of(id(leaf) if joined is None else id(joined), index, key)
+        if new:
+            if leaf is not None:
+                spec = self._specs.of(leaf, key)
+            else:
+                told = joined.told  # type: ignore[union-attr]
+                spec = TensorSpec(told.shape, told.dtype, told.mesh or Flat(()))
+            if isinstance(spec.held, Mesh):
+                if joined is not None:
+                    grids = tuple(sorted(set(joined.grids)))
+                    spec = replace(spec, held=spec.held._replace(grids=grids))
+                held: Any = spec.held
+                if table.meshes.setdefault(held, len(table.meshes)) == len(table.grids):
+                    table.grids.append(held.grids)
+            else:
+                table.flat.append(number)
+            table.specs.append(spec)
+        spec = table.specs[number]
+        placed = self._placed.get(id(spec))
+        if placed is None:
+            how: Any = None
+            if isinstance(spec.held, Mesh):
+                splits = tuple(map(tuple, spec.held.splits))
+                how = (table.meshes[spec.held], spec.held.shape, splits)
+            placed = self._placed[id(spec)] = (spec.shape, str(spec.dtype), how)
+        return (key, number, *placed)

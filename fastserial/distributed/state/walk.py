@@ -10,7 +10,7 @@ import torch
 
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.distributed.state.joined import Joined
+from fastserial.distributed.state.merging import Joined
 from fastserial.distributed.state.states import module_of, state_of_module, state_of_optimizer
 from fastserial.errors import ConfigError
 from fastserial.nests import is_container, is_object, items_of, rebuilt, walk, with_items
@@ -24,7 +24,6 @@ __all__ = [
     "is_sharded",
     "leaves",
     "live",
-    "optimizers",
     "states",
 ]
 
@@ -216,34 +215,28 @@ def _stateful(nest: Any, wanted: Any) -> str:
     )
 
 
-def states(obj: object) -> Any:
+def states(obj: object, found: list[Any]) -> Any:
     """Return a nest with the state dicts of its modules and optimizers in their places.
 
     Names are canonical and fully qualified, shards stay shards. Without a module or optimizer it
     is the object itself, as every container in it is that holds none.
 
+    Args:
+        found: its modules and optimizers (`live`).
+
     Raises:
-        ConfigError: an optimizer comes without what names its parameters, or there is another
-            object with a state, as a scheduler.
+        ConfigError: an optimizer comes without what names its parameters.
     """
-    found = live(obj)
     if not found:
         return obj
     modules = [one for one in found if isinstance(one, torch.nn.Module)]
     return _replaced(obj, {id(one): _state(one, modules, obj) for one in found}, {})
 
 
-def buffers_of(obj: object) -> set[int]:
-    """Return the identities of the storages of the buffers of all modules of a nest."""
-    modules = [one for one in live(obj) if isinstance(one, torch.nn.Module)]
-    return {found for one in modules for found in all_storages(one.buffers())}
-
-
-def optimizers(obj: object) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers of a nest."""
-    for one in live(obj):
-        if isinstance(one, torch.optim.Optimizer):
-            yield one
+def buffers_of(found: list[Any]) -> set[int]:
+    """Return the identities of the storages of the buffers of modules."""
+    modules = [one for one in found if isinstance(one, torch.nn.Module)]
+    return {storage for one in modules for storage in all_storages(one.buffers())}
 
 
 def _replaced(value: Any, made: Mapping[int, Any], done: dict[int, Any]) -> Any:

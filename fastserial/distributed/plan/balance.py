@@ -1,7 +1,7 @@
-"""Who writes what several ranks have: equal bytes for all, large items cut. Pure arithmetic.
+"""Who writes what several ranks have, or reads what several want: equal bytes for all.
 
-What only one rank has it writes itself. The rest is given out in groups of items that the same
-ranks have, those with few owners first: each group fills its owners up to the same level.
+What only one rank has, or wants, is its own. The rest is given out in groups of items that the
+same ranks have, those with few owners first: each group fills its owners up to the same level.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _LEAST = 64 * 1024  # bytes of a piece; cutting smaller ones gains nothing
 
 
 class Item(NamedTuple):
-    """Something to be written once.
+    """Something to be written or read once.
 
     Attributes:
         nbytes: of it.
-        owners: ranks that have it, in order.
+        owners: ranks that have it, or want it, in order.
         rows: into so many equal parts it may be cut; 1: not at all.
     """
 
@@ -29,7 +29,7 @@ class Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Rows [first, stop) of an item, and the rank that writes them."""
+    """Rows [first, stop) of an item, and the rank that writes or reads them."""
 
     item: int
     rank: int
@@ -37,13 +37,16 @@ class Share(NamedTuple):
     stop: int
 
 
-def shares(items: Sequence[Item], ranks: int, before: Sequence[int] = ()) -> list[Share]:
-    """Return who writes what; every row of every item once.
+def shares(
+    items: Sequence[Item], ranks: int, before: Sequence[int] = (), least: int = _LEAST
+) -> list[Share]:
+    """Return who writes or reads what; every row of every item once.
 
     Args:
         items: to be written.
         ranks: how many there are.
         before: bytes that each rank writes besides; nothing says none.
+        least: bytes of a part that an item is cut into.
     """
     load = list(before) or [0] * ranks
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -58,7 +61,7 @@ def shares(items: Sequence[Item], ranks: int, before: Sequence[int] = ()) -> lis
         numbers = groups[owners]
         total = sum(items[number].nbytes for number in numbers)
         room = _rooms([load[rank] for rank in owners], total)
-        for share in _given_out(items, numbers, owners, room):
+        for share in _given_out(items, numbers, owners, room, least):
             item = items[share.item]
             load[share.rank] += item.nbytes * (share.stop - share.first) // item.rows
             found.append(share)
@@ -82,7 +85,11 @@ def _rooms(loads: Sequence[int], total: int) -> list[int]:
 
 
 def _given_out(
-    items: Sequence[Item], numbers: Sequence[int], owners: Sequence[int], room: list[int]
+    items: Sequence[Item],
+    numbers: Sequence[int],
+    owners: Sequence[int],
+    room: list[int],
+    least: int,
 ) -> list[Share]:
     """Give items out in their order, what cannot be cut first."""
     found: list[Share] = []
@@ -99,10 +106,10 @@ def _given_out(
                     at += 1
                 stop = 1
             else:
-                while at < last and room[at] < _LEAST:
+                while at < last and room[at] < least:
                     at += 1
                 stop = min(item.rows, first + max(1, round(room[at] / row)))
-                if at == last or (item.rows - stop) * row < _LEAST:
+                if at == last or (item.rows - stop) * row < least:
                     stop = item.rows
             found.append(Share(number, owners[at], first, stop))
             room[at] -= int((stop - first) * row)

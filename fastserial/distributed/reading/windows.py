@@ -14,14 +14,16 @@ from typing import NamedTuple
 import torch
 
 from fastserial.checkpoints.tensor_read import resolved
-from fastserial.distributed.plan.grid import Grid
+from fastserial.distributed.reading.grid import Grid
 from fastserial.distributed.sharding.boxes import Box
+from fastserial.memory.storages import is_plain
 
 __all__ = [
     "Piece",
     "Range",
     "Target",
     "Window",
+    "buffer_for",
     "by_window",
     "deliver",
     "found_in",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _TAIL = 64  # bytes behind a range that its buffer has: an element may only begin in the range
+_ALIGN = 16  # bytes of the largest elements
 _MOST_RANGES = 4096  # of a window
 _LIKE = {
     1: torch.uint8,
@@ -42,7 +45,7 @@ _LIKE = {
 }  # by bytes of an element: types that can be copied, for those that may not
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Target:
     """What a rank wants of a tensor.
 
@@ -65,16 +68,14 @@ class Range(NamedTuple):
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """Ranges of the file that are read together; `nbytes`: of the buffer."""
 
     ranges: tuple[Range, ...]
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a target whose bytes a window holds.
 
     Attributes:
@@ -92,8 +93,8 @@ def windows_of(runs: Iterable[tuple[int, int]], size: int) -> list[Window]:
     """Cut runs of bytes of the file into windows of up to `size` bytes.
 
     Args:
-        runs: in order, without overlaps.
-        size: a multiple of the block size.
+        runs: in order, without overlaps. They are cut at multiples of 16 bytes, so not within an
+            element that lies at such an address from the beginning of its run on.
     """
     windows: list[Window] = []
     ranges: list[Range] = []
@@ -105,13 +106,13 @@ def windows_of(runs: Iterable[tuple[int, int]], size: int) -> list[Window]:
 
     for first, stop in runs:
         while first < stop:
-            if taken == size or len(ranges) == _MOST_RANGES:
+            if size - taken < _ALIGN or len(ranges) == _MOST_RANGES:
                 end()
                 at = taken = 0
-            cut = min(stop, first + size - taken)
+            cut = min(stop, first + (size - taken) // _ALIGN * _ALIGN)
             ranges.append(Range(first, cut, at))
             taken += cut - first
-            at += cut - first + _TAIL
+            at += cut - first + _TAIL + -(cut - first) % _ALIGN
             first = cut
     if ranges:
         end()
@@ -153,6 +154,12 @@ def spans_of(pieces: Iterable[Piece], near: int) -> list[Range]:
         else:
             found.append(run)
     return found
+
+
+def buffer_for(windows: Sequence[Window]) -> torch.Tensor:
+    """Return memory for any one of some windows."""
+    nbytes = max((window.nbytes for window in windows), default=0)
+    return torch.empty(nbytes + -nbytes % _ALIGN, dtype=torch.uint8, device="cpu")
 
 
 def found_in(window: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -214,6 +221,7 @@ def _as_they_are(piece: Piece, into: torch.Tensor) -> bool:
     tensor = piece.target.grid.tensor
     return (
         into.dtype == tensor.dtype
+        and is_plain(into)
         and not tensor.pending
         and not into.is_conj()
         and not into.is_neg()
