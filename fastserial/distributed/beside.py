@@ -165,18 +165,16 @@ def size_of(
     obj: object,
     path: str,
     traffic: Traffic,
-    look: Callable[[bytes], object],
     merge: Literal["union"] | None = None,
 ) -> int:
     """Return the bytes of the file that would be written. To be called in a `collective`.
 
     Args:
         merge: as `save_async`.
-        look: gets the pickle, on rank 0.
 
     Raises:
         DistributedError: another rank failed, or the ranks' states differ.
-        Exception: the state cannot be saved; or `look` raises.
+        Exception: the state cannot be saved.
     """
     state = states(obj) if merge is None else merged(states(obj), traffic)
     found = leaves(state)
@@ -196,7 +194,6 @@ def size_of(
 
     def laid_out(_: list[bytes]) -> bytes:
         made = StandIns(table).lay_out(archive_name(path), state, found.values)
-        look(made.entries[0].data or b"")
         return str(made.places.nbytes).encode()
 
     return int(traffic.consult(b"", laid_out))
