@@ -28,7 +28,6 @@ from fastserial.errors import (
 )
 from fastserial.files.targets import StockWay
 from fastserial.formats.zip.layout import ZipPlan, archive_name
-from fastserial.formats.zip.records import PICKLE
 from fastserial.memory.batch import Batch
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import guard, pending
@@ -44,7 +43,15 @@ from fastserial.saving.writer import FastFileWriter
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-__all__ = ["KINDS", "Kind", "save_async", "size_of", "start_save", "torch_arguments"]
+__all__ = [
+    "KINDS",
+    "Kind",
+    "check_snapshot",
+    "save_async",
+    "size_of",
+    "start_save",
+    "torch_arguments",
+]
 
 Kind = Literal["copy", "in_place"]
 
@@ -90,14 +97,23 @@ def save_async(
         Exception: the object cannot be pickled, or the last save to this target failed and nobody
             has asked.
     """
-    if snapshot not in KINDS:
-        raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
-    if snapshot_budget is not None and snapshot_budget < 0:
-        raise ConfigError(f"snapshot_budget must not be negative, not {snapshot_budget}")
+    check_snapshot(snapshot, snapshot_budget)
     if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
         raise TypeError(f"save_async() got an unexpected argument {min(unknown)!r}")
     arguments = torch_arguments(**torch_save_arguments)
     return start_save(obj, path, snapshot, snapshot_budget, arguments)
+
+
+def check_snapshot(kind: object, budget: object) -> None:
+    """Make sure that a snapshot can be taken that way, with that budget.
+
+    Raises:
+        ConfigError: the kind is unknown, or the budget is no number of bytes.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f'snapshot must be "copy" or "in_place", not {kind!r}')
+    if budget is not None and not (isinstance(budget, int) and budget >= 0):
+        raise ConfigError(f"snapshot_budget must be a number of bytes, at least 0, not {budget!r}")
 
 
 def torch_arguments(**given: Any) -> dict[str, Any]:
@@ -141,18 +157,16 @@ def start_save(
     if not arguments["_use_new_zipfile_serialization"]:
         reason = "the legacy container is saved before the call returns"
         return _blocking(obj, name, target, arguments, reason, then)
-    told = _Told(config.current().on_report)
+    told = _Told(kind, budget, began)
     with quick_switches():
-        made = _prepare(obj, name, prefix, kind, budget, steady, arguments, told)
-    if isinstance(made, StockWay):
-        return _blocking(obj, name, target, arguments, made.reason, then, prefix, otherwise)
-    writer, taken, layout = made
+        work = _prepare(told, obj, name, prefix, steady, arguments)
+    if isinstance(work, StockWay):
+        return _blocking(obj, name, target, arguments, work.reason, then, prefix, otherwise)
+    work.then = then
+    taken = told.taken = work.taken
     save = PendingSave(name, target, taken)
-    beside = layout.whole
-    told.know(taken, kind if beside else "blocking", budget, began)
-    work = _Work(writer, layout.plan, taken, told, then)
-    del obj, made, writer, layout
-    if not beside:
+    del obj
+    if told.kind == "blocking":
         return pending.finished(name, target, work)
 
     def first() -> None:
@@ -173,15 +187,13 @@ def start_save(
 
 
 def _prepare(
+    told: _Told,
     obj: object,
     name: str,
     prefix: str | None,
-    kind: Kind,
-    budget: int | None,
     steady: Set[int] | None,
     arguments: Mapping[str, Any],
-    told: _Told,
-) -> tuple[FastFileWriter, Snapshot, _SnapshotArchive] | StockWay:
+) -> _Work | StockWay:
     """Open the file and lay the object out; or say why torch has to write it."""
     with options(on_report=told):
         found = save_hooks.zip_writer(name, prefix)
@@ -189,82 +201,59 @@ def _prepare(
         return found
     writer, archive, _ = found
     try:
-        taken = Snapshot(name, kind, budget, Reached(), steady)
-        layout = _lay_out(obj, archive, taken, arguments)
+        taken = Snapshot(name, told.kind, told.budget, Reached(), steady)
+        layout = _Layout(name, archive, taken)
+        with layout, noting(arguments["pickle_module"], taken.reached) as module:
+            _pickle(obj, layout, {**arguments, "pickle_module": module})
+        taken.begin()
+        if not layout.whole:
+            told.kind = "blocking"
+        return _Work(writer, layout.plan, taken, told)
     except BaseException:
         writer.abort()
         raise
-    return writer, taken, layout
 
 
-def _lay_out(
-    obj: object, archive: str, taken: Snapshot, arguments: Mapping[str, Any]
-) -> _SnapshotArchive:
-    """Pickle an object; what is to be copied of its storages is."""
+def _pickle(obj: object, layout: _Layout, arguments: Mapping[str, Any]) -> None:
     function: Any = patched("_save")
-    layout = _SnapshotArchive(archive, taken)
-    with layout, noting(arguments["pickle_module"], taken.reached) as module:
-        function(
-            obj,
-            layout,
-            module,
-            arguments["pickle_protocol"],
-            arguments["_disable_byteorder_record"],
-        )
-    taken.begin()
-    return layout
+    function(
+        obj,
+        layout,
+        arguments["pickle_module"],
+        arguments["pickle_protocol"],
+        arguments["_disable_byteorder_record"],
+    )
 
 
-def size_of(obj: object, path: str, look: Callable[[bytes], object]) -> int | None:
+def size_of(obj: object, path: str) -> int | None:
     """Return the bytes of the file that would be written, None where torch writes it.
 
-    Args:
-        look: gets the pickle.
-
     Raises:
-        Exception: the object cannot be pickled; or `look` raises.
+        Exception: the object cannot be pickled.
     """
-    function = patched("_save")
-    if function is None:
+    if patched("_save") is None:
         return None
-    sink = _PlanSink(path)
-    with _PickleArchive(sink, archive_name(path), owns_writer=False) as layout:
-        function(obj, layout, pickle, _ARGUMENTS["pickle_protocol"], False)
-    look(layout.pickled)
-    return sink.plan.nbytes if sink.plan is not None else None
+    with _Layout(path, archive_name(path)) as layout:
+        _pickle(obj, layout, _ARGUMENTS)
+    return layout.plan.nbytes
 
 
-class _PickleArchive(ZipArchive):
-    """Keeps the pickle.
-
-    Attributes:
-        pickled: the pickle.
-    """
-
-    pickled = b""
-
-    def __enter__(self) -> _PickleArchive:
-        super().__enter__()
-        return self
-
-    def write_record(self, name: str, data: str | bytes | int | UntypedStorage, size: int) -> None:
-        if name == PICKLE and isinstance(data, bytes):
-            self.pickled = data[:size]
-        super().write_record(name, data, size)
-
-
-class _SnapshotArchive(ZipArchive):
-    """Makes the layout of an archive; its storages' bytes come from a snapshot.
+class _Layout(ZipArchive):
+    """Lays an archive out, and writes nothing.
 
     Attributes:
         whole: torch handed all storages over together; those that it did not are not copied.
     """
 
-    def __init__(self, archive: str, taken: Snapshot) -> None:
-        self._sink = _PlanSink(taken.path)
+    def __init__(self, path: str, archive: str, taken: Snapshot | None = None) -> None:
+        self._sink = _PlanSink(path)
         super().__init__(self._sink, archive, owns_writer=False)
         self.whole = True
         self._taken = taken
+
+    def __enter__(self) -> _Layout:
+        super().__enter__()
+        return self
 
     @property
     def plan(self) -> ZipPlan:
@@ -278,7 +267,7 @@ class _SnapshotArchive(ZipArchive):
         super().write_record(name, data, size)
 
     def _batch(self, storages: Sequence[UntypedStorage]) -> Batch:
-        return self._taken.batch(storages)
+        return super()._batch(storages) if self._taken is None else self._taken.batch(storages)
 
 
 @dataclass(slots=True)
@@ -302,31 +291,32 @@ class _PlanSink:
 
 
 class _Told:
-    """Takes the writer's report, adds what it does not know, and hands it on.
+    """Takes the writer's report, and adds what that does not know. Holds nothing of the state.
 
     Attributes:
+        kind, budget: of the snapshot; `blocking`: it is written before the call returns.
+        taken: the snapshot.
         stall: seconds that the call took, once it is over.
+        report: what the save did, once it has ended.
     """
 
-    def __init__(self, on_report: Callable[[SaveReport], None] | None) -> None:
+    taken: Snapshot
+
+    def __init__(self, kind: str, budget: int | None, began: float) -> None:
+        self.kind = kind
+        self.budget = budget
         self.stall: float | None = None
         self.report: SaveReport | None = None
-        self._on_report = on_report
-
-    def know(self, taken: Snapshot, kind: str, budget: int | None, began: float) -> None:
-        """Note what there is to tell of the snapshot."""
-        self._taken = taken
-        self._kind = kind
-        self._budget = budget
         self._began = began
+        self._on_report = config.current().on_report
 
     def __call__(self, report: SaveReport) -> None:
-        taken = self._taken
+        taken = self.taken
         snapshot = SnapshotReport(
-            kind=self._kind,
+            kind=self.kind,
             stall=perf_counter() - self._began if self.stall is None else self.stall,
             copied=taken.copied,
-            budget=self._budget,
+            budget=self.budget,
             late_copied=taken.late_copied,
             held=taken.held,
             waited=taken.waited,
@@ -345,7 +335,7 @@ class _Work:
     plan: ZipPlan
     taken: Snapshot
     told: _Told
-    then: Callable[[], object] | None
+    then: Callable[[], object] | None = None
 
     def __call__(self) -> SaveReport:
         writer, taken = self.writer, self.taken
@@ -354,20 +344,18 @@ class _Work:
             writer.release_sources()
             taken.verify()
             writer.close()
-        except StorageChangedError as error:
+        except BaseException as error:
             writer.abort()
-            raise TornSnapshotError(taken.path) from error
-        except BaseException:
-            writer.abort()
+            if isinstance(error, StorageChangedError):
+                raise TornSnapshotError(taken.path) from error
             raise
         finally:
             taken.end()
         if self.then is not None:
             self.then()
-        report = self.told.report
-        if report is None:
+        if self.told.report is None:
             raise FastserialError(f"{taken.path}: the save has ended without a report")
-        return report
+        return self.told.report
 
 
 def _blocking(
@@ -382,37 +370,35 @@ def _blocking(
 ) -> PendingSave:
     """Save as `torch.save` does, before the call returns, and say why."""
 
+    zip_container = arguments["_use_new_zipfile_serialization"]
+
     def work() -> SaveReport:
         began = perf_counter()
-        zip_container = arguments["_use_new_zipfile_serialization"]
         writer = None
         if target and not arguments["_disable_byteorder_record"]:
-            module, protocol = arguments["pickle_module"], arguments["pickle_protocol"]
             writer = write(
                 obj,
                 path,
                 zip_container=zip_container,
-                pickle_module=module,
-                pickle_protocol=protocol,
+                pickle_module=arguments["pickle_module"],
+                pickle_protocol=arguments["pickle_protocol"],
                 prefix=prefix,
                 otherwise=otherwise,
             )
         else:
             torch.save(obj, path, **arguments)
         seconds = perf_counter() - began
-        told = writer.report if writer is not None else None
-        if told is None:
-            told = SaveReport(
-                path=str(path),
-                container="zip" if zip_container else "legacy",
-                bytes=os.path.getsize(path) if target and os.path.isfile(path) else 0,
-                seconds=seconds,
-                engine="torch",
-                direct=False,
-                durable=False,
-            )
+        done = (writer.report if writer is not None else None) or SaveReport(
+            path=str(path),
+            container="zip" if zip_container else "legacy",
+            bytes=os.path.getsize(path) if target and os.path.isfile(path) else 0,
+            seconds=seconds,
+            engine="torch",
+            direct=False,
+            durable=False,
+        )
         snapshot = SnapshotReport(kind="blocking", stall=seconds)
-        report = replace(told, fallback=told.fallback or reason, snapshot=snapshot)
+        report = replace(done, fallback=done.fallback or reason, snapshot=snapshot)
         publish_save(report, again=True)
         if then is not None:
             then()

@@ -1,11 +1,12 @@
 """Makes the optimizer step that would change what is being saved wait, or copy what is left.
 
 torch calls a global hook before the step of every optimizer. It is there while something is read
-in place, or a `Checkpointer` lives.
+in place, or a `Checkpointer` lives. There is no lock, as in `pending`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -20,7 +21,6 @@ from fastserial.patching.install import hide_from_compiler
 
 __all__ = ["hold", "is_registered", "protect", "storages_of_optimizer", "tidy", "unhold"]
 
-_lock = threading.RLock()
 _protected: list[Snapshot] = []
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()  # who wants the hook to stay
 _hook: Any = None
@@ -30,25 +30,19 @@ _inside: set[int] = set()  # and those that are in it
 
 def protect(snapshot: Snapshot) -> None:
     """Guard a snapshot until its bytes are taken."""
-    with _lock:
-        if snapshot.taken:
-            return
-        _protected.append(snapshot)
-        snapshot.on_taken = lambda: _done(snapshot)
-        _register()
+    _protected.append(snapshot)
+    _register()
 
 
 def hold(holder: object) -> None:
     """Let the hook stay until `unhold`: adding and removing it may make a step compile again."""
-    with _lock:
-        _holders.add(holder)
-        _register()
+    _holders.add(holder)
+    _register()
 
 
 def unhold(holder: object) -> None:
     """End `hold`. Idempotent."""
-    with _lock:
-        _holders.discard(holder)
+    _holders.discard(holder)
     tidy()
 
 
@@ -65,13 +59,20 @@ def tidy() -> None:
     several threads do, the hook stays, and does nothing.
     """
     global _hook
-    with _lock:
-        if _hook is None or _protected or _holders:
-            return
-        if _came_by <= {threading.get_ident()} and not _inside:
-            _hook.remove()
-            _hook = None
-            _came_by.clear()
+    for snapshot in tuple(_protected):
+        if snapshot.taken:
+            with contextlib.suppress(ValueError):  # another thread was first
+                _protected.remove(snapshot)
+    if _protected or _holders or _inside or not _came_by <= {threading.get_ident()}:
+        return
+    hook, _hook = _hook, None  # who wants one from now on registers another
+    if hook is None:
+        return
+    if (_protected or _holders) and _hook is None:  # who came just before found this one
+        _hook = hook
+        return
+    hook.remove()
+    _came_by.clear()
 
 
 def _register() -> None:
@@ -79,11 +80,6 @@ def _register() -> None:
     if _hook is None:
         hide_from_compiler()
         _hook = register_optimizer_step_pre_hook(_before_step)
-
-
-def _done(snapshot: Snapshot) -> None:
-    with _lock:
-        _protected[:] = [other for other in _protected if other is not snapshot]
 
 
 def _before_step(optimizer: Any, _arguments: Any, _named: Any) -> None:
@@ -94,7 +90,7 @@ def _before_step(optimizer: Any, _arguments: Any, _named: Any) -> None:
     _inside.add(me)
     try:
         for snapshot in tuple(_protected):
-            if snapshot.concerns(storages_of_optimizer(optimizer)):
+            if not snapshot.taken and snapshot.concerns(storages_of_optimizer(optimizer)):
                 snapshot.release()
     finally:
         _inside.discard(me)
@@ -111,8 +107,6 @@ def storages_of_optimizer(optimizer: Any) -> Iterator[int]:
 
 def _forget() -> None:
     """Begin anew in a forked child: what is pending is the parent's."""
-    global _lock
-    _lock = threading.RLock()
     _protected.clear()
     _inside.clear()
     _came_by.clear()

@@ -2,6 +2,9 @@
 
 An error is raised where somebody waits for the save, else at the next save to the same target,
 else logged when the interpreter exits. It does not exit before the saves have ended.
+
+There is no lock: a signal handler that waits for a save could find it taken by its own thread, and
+the thread that saves would wait for it, too. Lists are changed by single calls of C instead.
 """
 
 from __future__ import annotations
@@ -116,17 +119,20 @@ class PendingSave:
 
         It is called on the thread that saves. What it raises is logged.
         """
-        with _lock:
-            if not self.done():
-                self._callbacks.append(function)
-                return
-        self._call(function)
+        self._callbacks.append(function)
+        if self.done():
+            self._call_back()
 
-    def _call(self, function: Callable[[PendingSave], object]) -> None:
-        try:
-            function(self)
-        except Exception:
-            _log.exception("%s: a function that is called after the save failed", self._path)
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                function = self._callbacks.pop(0)
+            except IndexError:  # another thread has just taken it
+                break
+            try:
+                function(self)
+            except Exception:
+                _log.exception("%s: a function that is called after the save failed", self._path)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save, and return the error that ended it, or None.
@@ -140,7 +146,7 @@ class PendingSave:
             if not self._end.wait(timeout):
                 raise TimeoutError(f"{self._path}: not saved within {timeout} seconds")
         guard.tidy()
-        _seen(self)
+        _drop(_failed, self)
         return self._error
 
     def wait_snapshot(self, timeout: float | None = None) -> None:
@@ -165,20 +171,14 @@ class PendingSave:
         self._snapshot = None
         if error is not None:
             _forget_frames(error)
-        with _lock:
-            if _pending.get(self._target) is self:
-                del _pending[self._target]
-            if error is not None:
-                _failed[self._target] = self
-            self._end.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for function in callbacks:
-            self._call(function)
+            _failed.append(self)
+        _drop(_pending, self)
+        self._end.set()
+        self._call_back()
 
 
-_lock = threading.RLock()
-_pending: dict[str, PendingSave] = {}  # by target, in the order of the calls
-_failed: dict[str, PendingSave] = {}  # whose errors nobody has seen
+_pending: list[PendingSave] = []  # in the order of the calls
+_failed: list[PendingSave] = []  # whose errors nobody has seen
 
 
 def wait_all() -> None:
@@ -188,18 +188,12 @@ def wait_all() -> None:
         Exception: the error of one that failed, and that nobody has seen; the next call raises
             the next one.
     """
-    while True:
-        with _lock:
-            waiting = list(_pending.values())
-        if not waiting:
-            break
+    while waiting := list(_pending):
         for save in waiting:
             with at_rest():
                 save._end.wait()
     guard.tidy()
-    with _lock:
-        failed = next(iter(_failed.values()), None)
-    if failed is not None:
+    for failed in _failed:
         failed.wait()
 
 
@@ -212,19 +206,19 @@ def admit(target: str) -> None:
     if _is_saving():
         return
     guard.tidy()
-    while True:
-        with _lock:
-            before = _pending.get(target)
-            if before is None and len(_pending) >= _MOST:
-                before = next(iter(_pending.values()))
-        if before is None:
-            break
+    while before := _in_the_way(target):
         with at_rest():
             before._end.wait()
-    with _lock:
-        failed = _failed.get(target)
-    if failed is not None:
-        failed.wait()
+    for failed in _failed:
+        if failed._target == target:
+            failed.wait()
+
+
+def _in_the_way(target: str) -> PendingSave | None:
+    """Return a save that has to end before one to the target may start."""
+    saves = list(_pending)
+    oldest = saves[0] if len(saves) >= _MOST else None
+    return next((save for save in saves if save._target == target), oldest)
 
 
 def run_beside(
@@ -243,9 +237,9 @@ def run_beside(
     started: list[bool] = []
 
     def start() -> None:
-        with _lock:
-            before = list(_pending.values())
-            _pending[save._target] = save
+        _pending.append(save)
+        saves = list(_pending)
+        before = saves[: saves.index(save)]
         first()
         name = f"fastserial: {save.path}"
         turns = quick_switches()
@@ -257,8 +251,7 @@ def run_beside(
             thread.start()
         except RuntimeError:  # a limit on threads
             turns.end()
-            with _lock:
-                _pending.pop(save._target, None)
+            _drop(_pending, save)
         else:
             started.append(True)
 
@@ -272,8 +265,7 @@ def run_beside(
 def _is_saving() -> bool:
     """Tell whether the calling thread is one that saves: `on_report` may save, too."""
     me = threading.get_ident()
-    with _lock:
-        return any(save._thread == me for save in _pending.values())
+    return any(save._thread == me for save in list(_pending))
 
 
 def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingSave:
@@ -284,14 +276,11 @@ def finished(path: str, target: str, work: Callable[[], SaveReport]) -> PendingS
     """
     save = PendingSave(path, target)
     save._thread = threading.get_ident()
-    with _lock:  # should the process end meanwhile (this is a daemon thread): it is told
-        inner = _pending.setdefault(target, save) is not save
+    _pending.append(save)  # should the process end meanwhile (this is a daemon thread): it is told
     try:
         save._report = work()
     finally:
-        if not inner:
-            with _lock:
-                _pending.pop(target, None)
+        _drop(_pending, save)
         save._end.set()
     return save
 
@@ -317,10 +306,9 @@ def _run(
         del error
 
 
-def _seen(save: PendingSave) -> None:
-    with _lock:
-        if _failed.get(save._target) is save:
-            del _failed[save._target]
+def _drop(saves: list[PendingSave], save: PendingSave) -> None:
+    with contextlib.suppress(ValueError):
+        saves.remove(save)
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -332,17 +320,15 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _at_exit() -> None:
     """Tell what was not saved, where nobody asked."""
-    for save in list(_pending.values()):
+    for save in _pending:
         _log.error("%s: the process ends before it was saved; given up", save.path)
-    for save in list(_failed.values()):
+    for save in _failed:
         _log.error("%s: it was not saved: %s", save.path, save._error)
 
 
 def _in_child() -> None:
     """What is pending is the parent's: nothing here waits for it."""
-    global _lock
-    _lock = threading.RLock()
-    for save in _pending.values():
+    for save in _pending:
         save._end = threading.Event()
         save._snapshot = None
         save._callbacks.clear()

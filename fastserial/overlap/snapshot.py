@@ -8,7 +8,7 @@ changes without asking is noticed by torch's version counters.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import compress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -212,7 +212,6 @@ class Snapshot:
         self._copying, self._ended = 0, False  # calls that copy; whether the save is over
         self._threads = {threading.get_ident(): threading.get_native_id()}
         self.storages: Set[int] = frozenset()  # identities of those that are read later
-        self.on_taken: Callable[[], object] | None = None
 
     # -- at the call ---------------------------------------------------------------------------
 
@@ -402,9 +401,6 @@ class Snapshot:
             for memory in self._live:
                 memory.forget()
             self._live = []
-            called, self.on_taken = self.on_taken, None
-        if called is not None:
-            called()
 
     def _copy_rest(self) -> None:
         """Copy what is not read yet, as far as the budget goes, from the end of the file on."""

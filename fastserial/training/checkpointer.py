@@ -11,7 +11,7 @@ import signal
 import tempfile
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
@@ -28,20 +28,36 @@ from fastserial.errors import (
 )
 from fastserial.files import linux
 from fastserial.overlap import guard
-from fastserial.overlap.asynchronous import KINDS, Kind
+from fastserial.overlap.asynchronous import Kind, check_snapshot
 from fastserial.overlap.pending import PendingSave
-from fastserial.training.alone import Alone
+from fastserial.training.alone import OWN, Alone, Job
 from fastserial.training.folder import CheckpointFolder
-from fastserial.training.generators import generator_states, restore_generators
-from fastserial.training.parts import expected_bytes, refuse_unrestorable
-from fastserial.training.way import OWN, Way
+from fastserial.training.keeper import Keeper
+from fastserial.training.of_rank import generator_states, restore_generators, unpacked
+from fastserial.training.partial import (
+    Difference,
+    Name,
+    Request,
+    ResumeReport,
+    lacks_of_rank,
+)
+from fastserial.training.parts import (
+    expected_bytes,
+    refuse_unrestorable,
+    restore,
+    state_of,
+    states,
+)
+from fastserial.training.retention import Best, Retention, seconds_of
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("fastserial")
+_SIGNAL, _DUE = 1, 2  # what a rank says to the others: a signal came, the time has passed
 # By process, since a forked child has its parent's, and the real path of the folder.
 _live: weakref.WeakValueDictionary[tuple[int, str], Checkpointer] = weakref.WeakValueDictionary()
 
@@ -77,7 +93,13 @@ class Checkpointer:
         state: Mapping[str, Any],
         *,
         keep: int = 3,
-        every: int | None = None,
+        keep_every: int | None = None,
+        keep_best: Best | None = None,
+        keep_for: str | None = None,
+        every: int | str | None = None,
+        per_rank: Mapping[str, Any] | None = None,
+        name: str = "step-{step:08d}.pt",
+        on_saved: Callable[[int, str], object] | None = None,
         snapshot: Kind = "copy",
         snapshot_budget: int | None = None,
         rng: bool = True,
@@ -98,8 +120,19 @@ class Checkpointer:
                 mapping and the containers in it, and fills tensors in place. Of several ranks,
                 sharded and large tensors are saved as `distributed.save` does; of everything else
                 rank 0's.
-            keep: how many checkpoints to keep; older ones go once a new one is in place.
-            every: save only each so many steps; None: at each call of `save`.
+            keep: how many of the newest checkpoints to keep; older ones go once a new one is in
+                place, unless one of the next three keeps them. The last whole one never goes.
+            keep_every: those of each so many steps stay, too: all multiples.
+            keep_best: a name among the `metrics` of `save`, and "min" or "max": the one with the
+                least or greatest value stays, too.
+            keep_for: a time ("90s", "10min", "12h", "7d"): those that are not older stay, too.
+            every: save only each so many steps, or each time ("10min") since the last save; None:
+                at each call of `save`.
+            per_rank: what each rank has for itself, by name, as data loaders and samplers: as
+                `state`, but no large tensors. It is put back on as many ranks only.
+            name: of a file.
+            on_saved: called on the saving thread with step and path once a checkpoint is in place,
+                in the process that looks after the folder (rank 0). What it raises is logged.
             snapshot, snapshot_budget: as `save_async`. `in_place` reads only what these optimizers
                 own where it is, and copies the rest; after a `TornSnapshotError` all is copied.
             rng: save and restore the random generators (Python, torch, NumPy, CUDA), each rank's.
@@ -114,38 +147,40 @@ class Checkpointer:
                 a tensor is expanded, or another Checkpointer has the folder.
             DistributedError: a rank does not come.
         """
-        _check_whole("keep", keep, 1)
-        if every is not None:
-            _check_whole("every", every, 1)
-        if snapshot not in KINDS:
-            raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
-        if snapshot_budget is not None:
-            _check_whole("snapshot_budget", snapshot_budget, 0, " of bytes")
-        if not isinstance(state, Mapping):
-            raise ConfigError(
-                "state must be a dictionary of what is saved, by name, such as "
-                f'{{"model": model, "optimizer": optimizer}}, not {type(state).__name__}'
-            )
+        keep = _whole("keep", keep)
+        if keep_every is not None:
+            keep_every = _whole("keep_every", keep_every)
+        if every is not None and not isinstance(every, str):
+            every = _whole("every", every)
+        check_snapshot(snapshot, snapshot_budget)
         if merge not in (None, "union"):
             raise ConfigError(f'merge must be None or "union", not {merge!r}')
-        if OWN in state:
-            raise ConfigError(f"the name {OWN!r} in `state` is taken; use another")
-        refuse_unrestorable(state)
-        self._state = state
         self._keep = keep
+        self._metric = _metric_of(keep_best)
+        seconds = None if keep_for is None else seconds_of("keep_for", keep_for)
+        retention = Retention(keep, keep_every, keep_best, seconds)
+        self._state = state
+        self._per_rank = per_rank if per_rank is not None else {}
+        _check_state("state", self._state)
+        _check_state("per_rank", self._per_rank)
+        if both := self._state.keys() & self._per_rank.keys():
+            raise ConfigError(f"{', '.join(both)}: both in `state` and in `per_rank`")
         self._every = every
+        self._seconds = seconds_of("every", every) if isinstance(every, str) else None
         self._kind = snapshot
         self._budget = snapshot_budget
         self._rng = rng
-        self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)))
+        self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)), name)
+        self._keeper = Keeper(self._folder, retention, on_saved)
         self._key = (os.getpid(), os.path.realpath(self._folder.path))
         self._refuse_second()
         self._way = _way(state, group, weights_only, timeout, merge)
         self._processes = _processes()
         self._prepared = 0  # the process that was, once; a forked child has no lock
-        self._damaged: set[int] = set()
-        self._stale: set[int] = set()  # another run's
         self._last: PendingSave | None = None
+        self._began = perf_counter()  # when the last save did
+        self._step: int | None = None
+        self._resumed: ResumeReport | None = None
         self._handlers: dict[int, Any] = {}
         self._pid = 0  # of the process that the handlers are for
         self._came: set[int] = set()  # signals to this process that are not answered yet
@@ -156,8 +191,18 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         every = "" if self._every is None else f", every={self._every}"
-        names = ", ".join(map(str, self._state))
+        names = ", ".join(map(str, [*self._state, *self._per_rank]))
         return f"<Checkpointer {self._folder.path!r}: {names}; keep={self._keep}{every}>"
+
+    @property
+    def step(self) -> int | None:
+        """Step of the checkpoint that was saved or resumed from last; None if there was none."""
+        return self._step
+
+    @property
+    def resumed(self) -> ResumeReport | None:
+        """What the last `resume` did; None before it."""
+        return self._resumed
 
     def _refuse_second(self) -> None:
         if self._key in _live:
@@ -170,7 +215,13 @@ class Checkpointer:
 
     # -- saving --------------------------------------------------------------------------------
 
-    def save(self, step: int, *, force: bool = False) -> PendingSave | None:
+    def save(
+        self,
+        step: int,
+        *,
+        force: bool = False,
+        metrics: Mapping[str, float | torch.Tensor] | None = None,
+    ) -> PendingSave | None:
         """Start a checkpoint of this step, or return None if `every` says that it is not its turn.
 
         Waits for the checkpoint before, if that is still being written. One that a signal asked
@@ -179,51 +230,77 @@ class Checkpointer:
         Args:
             step: a whole number, not negative.
             force: save whatever `every` says, as after the last step. The same on all ranks.
+            metrics: numbers for the file, such as the validation loss; see `keep_best`. Rank 0's
+                count.
 
         Raises:
-            ConfigError: another process saves in this folder.
+            ConfigError: another process saves in this folder, or `metrics` lack what `keep_best`
+                names.
             Exception: the checkpoint before failed, or this one cannot be started.
         """
         began = perf_counter()
         step = operator.index(step)  # NumPy's and torch's, too: the file holds Python's
         if step < 0:
             raise ConfigError(f"a step must not be negative, not {step}")
-        asked = bool(self._handlers) and self._way.is_asked(bool(self._came))
-        self._answered = False
-        if not (asked or force) and self._every is not None and step % self._every:
+        asked = self._is_its_turn(step, force, began)
+        if asked is None:
             return None
         self.wait()
         if self._prepared != os.getpid():
             self._prepare()
             with self._way.together():
-                self._look_for_later(step)
+                if self._way.tends:
+                    self._keeper.warn_of_later(step)
             self._prepared = os.getpid()
-        folder, damaged, stale = self._folder, self._damaged, self._stale
-        keep, tends = self._keep, self._way.tends
-
-        def written() -> None:
-            damaged.discard(step)
-            stale.discard(step)
-            try:
-                if tends:
-                    folder.prune(step, keep, damaged, stale)
-            except OSError as error:
-                _log.warning("an old checkpoint in %s stays: %s", folder.path, error)
-
-        self._last = save = self._way.start(
-            self._state,
-            self._own(step),
-            folder.file(step),
-            self._kind,
-            self._budget,
-            written,
-            began,
-        )
+        self._last = save = self._way.start(self._job(step, metrics, began))
+        self._began, self._step = began, step
         if asked:
             self.wait()
             self._came.clear()
             self._answered = True
         return save
+
+    def _is_its_turn(self, step: int, force: bool, now: float) -> bool | None:
+        """Tell whether a signal asked for a checkpoint; None if there is to be none now."""
+        flags = _SIGNAL if self._came else 0
+        if self._seconds is not None and now - self._began >= self._seconds:
+            flags |= _DUE
+        if self._handlers or self._seconds is not None:
+            flags = self._way.asked(flags)
+        self._answered = False
+        if self._every is None:
+            its_turn = True
+        elif isinstance(self._every, str):
+            its_turn = bool(flags & _DUE)
+        else:
+            its_turn = step % self._every == 0
+        asked = bool(flags & _SIGNAL and self._handlers)
+        return asked if asked or force or its_turn else None
+
+    def _job(
+        self, step: int, metrics: Mapping[str, float | torch.Tensor] | None, began: float
+    ) -> Job:
+        own: dict[str, Any] = {"version": 1, "step": step}
+        keeper, tends = self._keeper, self._way.tends  # the thread must not keep this object
+
+        def of_rank() -> dict[str, Any]:
+            if metrics is not None:
+                if self._metric is not None and self._metric not in metrics:
+                    raise ConfigError(f"metrics lack {self._metric!r}, which keep_best names")
+                own["metrics"] = {name: float(value) for name, value in metrics.items()}
+            mine = {"rng": generator_states()} if self._rng else {}
+            return {**mine, **states(self._per_rank, state_of)}
+
+        return Job(
+            self._state,
+            of_rank,
+            own,
+            self._folder.file(step),
+            self._kind,
+            self._budget,
+            lambda: keeper.written(step, own.get("metrics", {}), tends),
+            began,
+        )
 
     def _prepare(self) -> None:
         if self._processes == 1 < _processes():
@@ -235,25 +312,6 @@ class Checkpointer:
             self._refuse_second()
             _live[self._key] = self
         self._way.prepare(self._folder)
-
-    def _look_for_later(self, step: int) -> None:
-        """Warn of checkpoints that `resume` would take instead of what is saved from now on."""
-        later = {found for found in self._folder.steps() if found > step} - self._damaged
-        if not self._way.tends or later <= self._stale:
-            return
-        self._stale |= later
-        text = (
-            f"{self._folder.path} holds later checkpoints than step {step}'s, up to step "
-            f"{max(later)}. They stay, and `resume()` takes the latest: move them away, or use "
-            "another folder"
-        )
-        warnings.warn(text, UserWarning, stacklevel=3)
-
-    def _own(self, step: int) -> dict[str, Any]:
-        own: dict[str, Any] = {"version": 1, "step": step}
-        if self._rng:
-            own["rng"] = generator_states()
-        return own
 
     def wait(self) -> None:
         """Wait until the checkpoint that was started last is in place.
@@ -290,7 +348,7 @@ class Checkpointer:
         """
         path = self._folder.path
         self._prepare()
-        nbytes = self._way.size_of(self._state, self._own(0), self._folder.file(0))
+        nbytes = self._way.size_of(self._job(0, None, 0.0))
         try:
             with tempfile.TemporaryFile(dir=path):
                 pass
@@ -341,51 +399,73 @@ class Checkpointer:
 
     # -- resuming ------------------------------------------------------------------------------
 
-    def resume(self, step: int | None = None) -> int:
+    def resume(
+        self,
+        step: int | None = None,
+        *,
+        only: Collection[str] | None = None,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
+    ) -> int:
         """Put the newest whole checkpoint into the objects, and return its step; 0 if none.
 
         The newest is that of the highest step. A damaged one is passed over, with a warning that
-        names it. A checkpoint of step 0 makes 0, too; `latest` tells whether there is one.
+        names it. A checkpoint of step 0 makes 0, too: `step` is None if there was none. `resumed`
+        tells what was restored.
+
+            checkpointer.resume(only=["model"], strict=False, rename={"model.body": "model.core"})
+            checkpointer.resumed.missing  # ("model.head.weight",): as it was
 
         Args:
             step: take the checkpoint of this step, and no other.
+            only: names of `state` and `per_rank`: nothing else is restored, no random generators.
+            strict: False: what the checkpoint lacks stays as it is, also single keys of modules.
+            rename: what names in the file begin with, and what the names here begin with instead.
+                A name is that of an entry, or of a key in it (`model.encoder.0.weight`).
 
         Raises:
             FileNotFoundError: there is none of that step.
             DistributedError: some ranks see checkpoints, but there is none that all see.
             CorruptCheckpointError: it is damaged, or one is and none is whole.
             UnreadableCheckpointError: no Checkpointer wrote it, or any of them.
-            LoadMismatchError: it is a checkpoint of other objects.
+            LoadMismatchError: it is a checkpoint of other objects, or there are entries
+                `per_rank` and it is of another number of ranks.
+            ConfigError: `only` names what there is not.
             Exception: of the user's own `load_state_dict`, as it is.
         """
         self.wait()
+        wanted = self._request(only, strict, rename or {})
+        tends = self._way.tends
+        self._resumed = ResumeReport()
         with self._way.together():
-            if self._way.tends:
+            if tends:
                 self._folder.sweep()
-                self._warn_of_links()
+                self._keeper.warn_of_missing_folder()
         there = self._way.steps(self._folder)
         if step is not None:
-            self._restore(step, self._read(step))
+            self._restore(step, wanted, *self._read(step, wanted))
             with self._way.together():
-                self._look_for_later(step)
+                if tends:
+                    self._keeper.warn_of_later(step)
             return step
         refused: CheckpointFileError | None = None
         for candidate in there:
             try:
-                found = self._read(candidate)
+                found = self._read(candidate, wanted)
             except FileNotFoundError:
                 continue
             except CheckpointFileError as error:
-                self._damaged.add(candidate)
+                self._keeper.damaged.add(candidate)
                 other = isinstance(error, UnreadableCheckpointError)
                 refused = error if refused is None or not other else refused
                 what = "is no checkpoint of a Checkpointer's" if other else "is damaged"
                 text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 continue
-            self._restore(candidate, found)
+            self._restore(candidate, wanted, *found)
             with self._way.together():
-                self._warn_of_newer_run(candidate)
+                if tends:
+                    self._keeper.warn_of_newer_run(candidate)
             return candidate
         if refused is not None:
             other = isinstance(refused, UnreadableCheckpointError)
@@ -396,44 +476,58 @@ class Checkpointer:
             )
         return 0
 
+    def _request(
+        self, only: Collection[str] | None, strict: bool, rename: Mapping[str, str]
+    ) -> Request:
+        if isinstance(only, str):
+            raise ConfigError(f"only must be a list of names, not {only!r}")
+        if unknown := [one for one in only or () if one not in {*self._state, *self._per_rank}]:
+            raise ConfigError(f"only: {', '.join(unknown)}: neither in `state` nor in `per_rank`")
+        return Request(self._state, self._per_rank, only, strict, rename)
+
     def latest(self) -> str | None:
         """Return the path of the newest checkpoint that is not cut off; None if there is none."""
-        for step in self._folder.steps():
-            path = self._folder.file(step)
-            if step not in self._damaged and self._folder.is_complete(step):
-                return path
-        return None
+        return self._keeper.latest()
 
-    def _read(self, step: int) -> dict[str, Any]:
-        return self._way.read(self._state, self._folder.file(step))
+    def _read(self, step: int, wanted: Request) -> tuple[dict[str, Any], Difference]:
+        return self._way.read(wanted, self._folder.file(step))
 
-    def _restore(self, step: int, found: dict[str, Any]) -> None:
-        own = found.pop(OWN)
-        self._way.restore(self._state, found, self._folder.file(step))
-        generators = self._way.generators(own) if self._rng else None
-        if generators is not None:
-            restore_generators(generators)
+    def _restore(
+        self, step: int, wanted: Request, found: dict[str, Any], difference: Difference
+    ) -> None:
+        path = self._folder.file(step)
+        mine = self._of_this_rank(found.pop(OWN), path)
+        lacking = [name for name in self._per_rank if wanted.wants(name) and name not in mine]
+        if lacking and wanted.strict:
+            raise lacks_of_rank(path, lacking)
+        self._way.restore(wanted, found, path)
+        with self._way.together():
+            restore(self._per_rank, mine, path, wanted.only, wanted.strict)
+        if wanted.only is None and self._rng and "rng" in mine:
+            restore_generators(mine["rng"])
+        missing = [*difference.missing, *map(Name, lacking)]
+        self._step = step
+        self._resumed = ResumeReport(
+            step, path, tuple(map(str, missing)), tuple(map(str, difference.unused))
+        )
 
-    def _warn_of_links(self) -> None:
-        path = self._folder.path
-        for link in self._folder.dangling():
-            text = f"{link} is a link that leads to no file; it is passed over"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-        if not os.path.isdir(os.path.dirname(path)):
+    def _of_this_rank(self, own: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return what this rank had for itself; of another number of ranks, the generators."""
+        rows: Any = own.get("ranks")
+        if rows is None:
+            return {}
+        same = len(rows) == self._way.count
+        if not same and self._rng:
             text = (
-                f"{path} does not exist, nor does the folder above it: there is nothing to resume "
-                "from. Check the path, and whether its file system is mounted"
+                f"{path} is a checkpoint of {len(rows)} ranks, there are {self._way.count}: random "
+                "numbers will be others than in an unbroken run"
             )
-            warnings.warn(text, UserWarning, stacklevel=3)
-
-    def _warn_of_newer_run(self, step: int) -> None:
-        newer = self._folder.written_later(step) if self._way.tends else ()
-        if newer:
-            text = (
-                f"{self._folder.file(step)} is resumed from, but step {newer[0]} was written after "
-                f"it, by another run, it seems: `resume(step={newer[0]})` goes on with that one"
-            )
-            warnings.warn(text, UserWarning, stacklevel=3)
+            warnings.warn(text, UserWarning, stacklevel=4)
+        if self._way.rank >= len(rows):
+            return {}
+        data = rows[self._way.rank].numpy().tobytes()
+        found: dict[str, Any] = unpacked(data, weights_only=self._way.weights_only)
+        return {name: one for name, one in found.items() if same or name == "rng"}
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -468,10 +562,46 @@ class Checkpointer:
             _log.error("the last checkpoint was not saved: %s", another)  # it hides not the first
 
 
-def _check_whole(name: str, value: object, least: int, unit: str = "") -> None:
+def _check_state(name: str, state: object) -> None:
+    """Make sure that a mapping can be saved and put back.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"{name} must be a dictionary of what is saved, by name, such as "
+            f'{{"model": model, "optimizer": optimizer}}, not {type(state).__name__}'
+        )
+    for taken in (OWN, "rng"):
+        if taken in state and (taken == OWN or name == "per_rank"):
+            raise ConfigError(f"the name {taken!r} in `{name}` is taken; use another")
+    refuse_unrestorable(state)
+
+
+def _metric_of(best: Any) -> str | None:
+    if best is None:
+        return None
+    usual = isinstance(best, tuple | list) and len(best) == 2 and best[1] in ("min", "max")
+    if not usual:
+        raise ConfigError(
+            'keep_best must be the name of a metric, and "min" or "max", such as '
+            f'("loss", "min"), not {best!r}'
+        )
+    return str(best[0])
+
+
+def _whole(name: str, value: object) -> int:
+    """Return a positive whole number of any type as Python's.
+
+    Raises:
+        ConfigError: it is none.
+    """
     whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
-    if not whole or operator.index(value) < least:  # type: ignore[arg-type]
-        raise ConfigError(f"{name} must be a whole number{unit}, at least {least}, not {value!r}")
+    number = operator.index(value) if whole else 0  # type: ignore[arg-type]
+    if number < 1:
+        raise ConfigError(f"{name} must be a whole number, at least 1, not {value!r}")
+    return number
 
 
 def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
@@ -497,7 +627,7 @@ def _way(
     weights_only: bool,
     timeout: float,
     merge: Literal["union"] | None,
-) -> Way:
+) -> Alone:
     """Return the way of this process: alone, or as one of the ranks of a group.
 
     One rank has FSDP's shards, too, and a file that any number of ranks resumes from has none.

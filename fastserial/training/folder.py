@@ -1,4 +1,4 @@
-"""A folder of checkpoints, one file for each step: which there are, and which may go."""
+"""A folder of checkpoints, one file for each step: which there are, and who may save there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import fcntl
 import os
 import re
 import stat
+import string
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 
 from fastserial.errors import CheckpointFileError, ConfigError
 from fastserial.formats.source import DescriptorSource
@@ -16,18 +17,27 @@ from fastserial.formats.zip.directory import read_directory
 
 __all__ = ["CheckpointFolder"]
 
-_NAME = re.compile(r"step-(\d{8,})\.pt")
 # What a killed save leaves where the file system cannot make a file without a name.
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.pt\.fastserial-\d+\.tmp")
+_LEFTOVER = re.compile(r"\.(.+)\.fastserial-\d+\.tmp")
 _LOCK = ".fastserial.lock"
-_TRIES = 100  # to lock what has its name: where a file's number changes (FUSE), none succeeds
 
 
 class CheckpointFolder:
-    """Files `step-00000100.pt` in a folder. Nothing else in it is looked at, or touched."""
+    """Files such as `step-00000100.pt` in a folder. Nothing else in it is looked at, or touched."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, name: str) -> None:
+        """Note where the files are, and what they are called.
+
+        Args:
+            path: of the folder.
+            name: of a file, with `{step}` where the step stands, as `str.format` has it.
+
+        Raises:
+            ConfigError: the name does not tell one step from another.
+        """
         self.path = path
+        self._name = name
+        self._pattern = _pattern(name)
         self._lock: _Lock | None = None
 
     def lock(self) -> None:
@@ -49,7 +59,13 @@ class CheckpointFolder:
 
     def file(self, step: int) -> str:
         """Return the path of a step's checkpoint, whether it is there or not."""
-        return os.path.join(self.path, f"step-{step:08d}.pt")
+        return os.path.join(self.path, self._name.format(step=step))
+
+    def _step_of(self, name: str) -> int | None:
+        """Return the step that a file has by its name; None if it is not called like one."""
+        match = self._pattern.fullmatch(name)
+        step = int(match[1]) if match else None
+        return step if step is not None and self._name.format(step=step) == name else None
 
     def steps(self) -> list[int]:
         """Return the steps of which there is a file, the last one first.
@@ -58,28 +74,29 @@ class CheckpointFolder:
             OSError: the folder cannot be read.
         """
         found = [
-            int(match[1])
+            step
             for entry in self._entries()
-            if (match := _NAME.fullmatch(entry.name)) and entry.is_file()
+            if (step := self._step_of(entry.name)) is not None and entry.is_file()
         ]
         return sorted(found, reverse=True)
 
-    def dangling(self) -> list[str]:
-        """Return the links called like a checkpoint that lead to no file."""
-        return sorted(
-            entry.path
-            for entry in self._entries()
-            if _NAME.fullmatch(entry.name) and entry.is_symlink() and not entry.is_file()
-        )
-
     def written_later(self, step: int) -> list[int]:
         """Return the earlier steps whose files were written after this step's: another run's."""
-        times = {}
-        for found in self.steps():
-            with contextlib.suppress(OSError):  # gone by now
-                times[found] = os.stat(self.file(found)).st_mtime_ns
-        mine = times.get(step)
-        return [found for found, time in times.items() if mine and found < step and time > mine]
+        mine = self.written_at(step)
+        if mine is None:
+            return []
+        return [found for found in self.steps() if found < step and self._is_after(found, mine)]
+
+    def _is_after(self, step: int, seconds: float) -> bool:
+        written = self.written_at(step)
+        return written is not None and written > seconds
+
+    def written_at(self, step: int) -> float | None:
+        """Return when a step's file was written (`time.time`); None if it is gone by now."""
+        try:
+            return os.stat(self.file(step)).st_mtime
+        except OSError:
+            return None
 
     def sizes(self) -> dict[int, int]:
         """Return the bytes of the files by their steps.
@@ -107,31 +124,21 @@ class CheckpointFolder:
             os.close(fd)
         return True
 
-    def prune(
-        self, step: int, keep: int, damaged: Collection[int] = (), stale: Collection[int] = ()
-    ) -> None:
-        """Remove all but the last `keep` checkpoints.
-
-        Args:
-            step: the one that was just written, which stays. Later ones are of another run, and
-                stay, too.
-            keep: how many.
-            damaged: those that do not count, and stay.
-            stale: those that another run left, and that go first.
+    def remove(self, steps: Iterable[int]) -> None:
+        """Remove checkpoints; of a link only the link.
 
         Raises:
             OSError: a file cannot be removed.
         """
-        good = [found for found in self.steps() if found <= step and found not in damaged]
-        good.sort(key=lambda found: found in stale)
-        for old in good[max(1, keep) :]:
+        for step in steps:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.file(old))
+                os.unlink(self.file(step))
 
     def sweep(self) -> None:
         """Remove what killed saves left; what another process is writing is locked, and stays."""
         for entry in list(self._entries()):
-            if _LEFTOVER.fullmatch(entry.name):
+            match = _LEFTOVER.fullmatch(entry.name)
+            if match and self._step_of(match[1]) is not None:
                 with contextlib.suppress(OSError):
                     _remove_unlocked(entry.path)
 
@@ -141,6 +148,23 @@ class CheckpointFolder:
                 yield from entries
         except FileNotFoundError:
             return
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return what finds the step in a name that `str.format` makes."""
+    try:
+        parts = list(string.Formatter().parse(name))
+        fields = [field for _, field, _, _ in parts if field is not None]
+        usual = fields == ["step"] and os.path.basename(name) == name and name.format(step=7)
+    except (ValueError, KeyError, IndexError):
+        usual = False
+    if not usual or usual == name.format(step=8):
+        raise ConfigError(
+            'name must be that of a file with one {step} in it, such as "step-{step:08d}.pt", '
+            f"not {name!r}"
+        )
+    digits = {None: "", "step": r"(\d+)"}
+    return re.compile("".join(re.escape(text) + digits[field] for text, field, _, _ in parts))
 
 
 def _remove_unlocked(path: str) -> None:
@@ -158,7 +182,7 @@ def _remove_unlocked(path: str) -> None:
 class _Lock:
     """A file in the folder, locked (`flock`) as long as this object or the process lives.
 
-    It is removed at the end. Whoever finds it after a crash takes it over.
+    It stays there: to remove it would need care for who has just opened it.
     """
 
     def __init__(self, path: str) -> None:
@@ -167,64 +191,40 @@ class _Lock:
         Raises:
             ConfigError: another process has it.
         """
-        fd = _locked(path)
-        self.release = None if fd is None else weakref.finalize(self, _unlock, fd, path)
+        fd = _open_lock(path)
+        self.release = None if fd is None else weakref.finalize(self, os.close, fd)
 
 
 _locks: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
 
 
-def _locked(path: str) -> int | None:
-    """Return the lock file's descriptor; None where files cannot be locked."""
-    for _ in range(_TRIES):
-        fd = _open_lock(path)
-        if fd is None:
-            return None
-        kept = False
+def _open_lock(path: str) -> int | None:
+    """Return the lock file's descriptor, locked; None where files cannot be locked."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+    except OSError:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            kept = os.path.samestat(os.fstat(fd), os.lstat(path))
-        except BlockingIOError:
-            raise ConfigError(
-                f"{os.path.dirname(path)}: {_owner(fd)} saves checkpoints in this folder, and each "
-                "would remove the other's. Give each run its own folder, or end that process"
-            ) from None
-        except FileNotFoundError:  # another process has just let it go
-            continue
+            fd = os.open(path, os.O_RDONLY | flags)  # another user's
         except OSError:
             return None
-        finally:
-            if not kept:
-                os.close(fd)
-        if kept:
-            with contextlib.suppress(OSError):  # it only says who
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
-            return fd
-    return None
-
-
-def _open_lock(path: str) -> int | None:
-    """Open the lock file, which may be another user's that crashed."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    for access in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
-        with contextlib.suppress(OSError):
-            return os.open(path, flags | access, 0o666)
-    return None
-
-
-def _owner(fd: int) -> str:
-    text = b""
-    with contextlib.suppress(OSError):
-        text = os.pread(fd, 300, 0)
-    return f"process {text.decode(errors='replace')}" if text else "another process"
-
-
-def _unlock(fd: int, path: str) -> None:
-    with contextlib.suppress(OSError):
-        if os.path.samestat(os.fstat(fd), os.lstat(path)):
-            os.unlink(path)
-    os.close(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(fd, 300, 0).decode(errors="replace")
+        os.close(fd)
+        owner = f"process {text}" if text else "another process"
+        raise ConfigError(
+            f"{os.path.dirname(path)}: {owner} saves checkpoints in this folder, and each would "
+            "remove the other's. Give each run its own folder, or end that process"
+        ) from None
+    except OSError:
+        os.close(fd)
+        return None
+    with contextlib.suppress(OSError):  # it only says who
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
+    return fd
 
 
 def _leave_to_parent() -> None:

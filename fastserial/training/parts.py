@@ -6,8 +6,9 @@ Objects are looked for in dictionaries, lists and tuples, at any depth.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -129,19 +130,34 @@ def state_of(value: Any) -> Any:
 # -- restoring ---------------------------------------------------------------------------------
 
 
-def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:
+def restore(
+    objects: Mapping[str, Any],
+    found: Mapping[str, Any],
+    path: str,
+    only: Collection[str] | None = None,
+    strict: bool = True,
+) -> None:
     """Put states into the objects, values into the containers, tensors into the tensors.
 
     Errors of the user's own `load_state_dict` are raised as they are.
 
+    Args:
+        only: names of the objects; None: all of them.
+        strict: False: what the checkpoint lacks stays as it is.
+
     Raises:
         LoadMismatchError: the checkpoint has others.
     """
-    if missing := sorted(objects.keys() - found.keys()):
+    wanted = [name for name in objects if only is None or name in only]
+    missing = sorted(name for name in wanted if name not in found)
+    if missing and strict:
         raise LoadMismatchError(f"{path}: it holds no state of {', '.join(missing)}")
-    done: dict[int, Any] = {}
-    for name, value in objects.items():
-        new = _filled(value, found[name], f"{path}: {name}", done)
+    filling = _Filling(strict)
+    for name in wanted:
+        if name in missing:
+            continue
+        value = objects[name]
+        new = filling.filled(value, found[name], f"{path}: {name}")
         if new is value:
             continue
         if not isinstance(objects, MutableMapping):
@@ -149,37 +165,73 @@ def restore(objects: Mapping[str, Any], found: Mapping[str, Any], path: str) -> 
         objects[name] = new
 
 
-def _filled(value: Any, state: Any, where: str, done: dict[int, Any], nested: bool = False) -> Any:
-    """Put a state into a value, and return it; where that cannot be, return what replaces it.
+class _Filling:
+    """Puts states into values; `where` are the file and the entry, for errors."""
 
-    Args:
-        where: the file and the entry, for errors.
-        done: what tensors and containers are filled with, by their `id`. One that is in two places
-            cannot take two states.
-        nested: it is in a container, where a tensor that does not fit is replaced.
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        # What tensors and containers are filled with, by their `id`. One that is in two places
+        # cannot take two states.
+        self._done: dict[int, Any] = {}
 
-    Raises:
-        LoadMismatchError: it does not fit.
-    """
-    target = plain(value)
-    if target is state:
+    def filled(self, value: Any, state: Any, where: str, nested: bool = False) -> Any:
+        """Put a state into a value, and return it; where that cannot be, what replaces it.
+
+        Args:
+            nested: it is in a container, where a tensor that does not fit is replaced.
+
+        Raises:
+            LoadMismatchError: it does not fit.
+        """
+        target = plain(value)
+        if target is state:
+            return value
+        if is_object(target):
+            _load(target, state, where, self._strict)
+        elif self._done.setdefault(id(target), state) is not state:
+            return state
+        elif isinstance(target, torch.Tensor):
+            if (problem := _objection(target, state, nested)) is not None:
+                if nested:
+                    return state
+                raise LoadMismatchError(f"{where} {problem}. {_MIXED}")
+            with torch.no_grad():
+                target.copy_(state)
+        elif isinstance(target, MutableMapping | list) or (isinstance(target, tuple) and target):
+            return self._refilled(target, state, where)
+        else:
+            return state
         return value
-    if is_object(target):
-        _load(target, state, where)
-    elif done.setdefault(id(target), state) is not state:
-        return state
-    elif isinstance(target, torch.Tensor):
-        if (problem := _objection(target, state, nested)) is not None:
-            if nested:
-                return state
-            raise LoadMismatchError(f"{where} {problem}. {_MIXED}")
-        with torch.no_grad():
-            target.copy_(state)
-    elif isinstance(target, MutableMapping | list) or (isinstance(target, tuple) and target):
-        return _refilled(target, state, where, done)
-    else:
-        return state
-    return value
+
+    def _refilled(self, target: Any, state: Any, where: str) -> Any:
+        """Put a container's state into it: what it holds afterwards is what the file has."""
+        holds = holds_objects(target)
+        mine = dict(items_of(target))
+        theirs = dict(items_of(state)) if is_container(state) and not is_object(state) else {}
+        if holds and mine.keys() != theirs.keys():
+            only = ", ".join(repr(key) for key in mine.keys() ^ theirs.keys())
+            raise LoadMismatchError(
+                f"{where} holds other things in the file than here; the difference: {only}. "
+                f"{_MIXED}"
+            )
+        if not holds and type(state) is not type(target):
+            return state
+        new = {
+            key: self.filled(mine[key], item, f"{where}[{key!r}]", True) if key in mine else item
+            for key, item in theirs.items()
+        }
+        if isinstance(target, MutableMapping):
+            if new.keys() != mine.keys():
+                target.clear()
+            for key, item in new.items():
+                target[key] = item
+            return target
+        items = list(new.values())
+        if isinstance(target, list):
+            target[:] = items
+            return target
+        same = len(items) == len(mine) and all(map(operator.is_, items, mine.values()))
+        return target if same else sequence_like(target, items)
 
 
 def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None:
@@ -193,41 +245,7 @@ def _objection(target: torch.Tensor, state: Any, same_dtype: bool) -> str | None
     return None
 
 
-def _refilled(target: Any, state: Any, where: str, done: dict[int, Any]) -> Any:
-    """Put a container's state into it: what it holds afterwards is what the file has."""
-    holds = holds_objects(target)
-    mine = dict(items_of(target))
-    theirs = dict(items_of(state)) if is_container(state) and not is_object(state) else {}
-    if holds and mine.keys() != theirs.keys():
-        only = ", ".join(repr(key) for key in mine.keys() ^ theirs.keys())
-        raise LoadMismatchError(
-            f"{where} holds other things in the file than here; the difference: {only}. {_MIXED}"
-        )
-    if not holds and type(state) is not type(target):
-        return state
-    new = {
-        key: _filled(mine[key], item, f"{where}[{key!r}]", done, True) if key in mine else item
-        for key, item in theirs.items()
-    }
-    if isinstance(target, MutableMapping):
-        if new.keys() != mine.keys():
-            target.clear()
-        for key, item in new.items():
-            target[key] = item
-        return target
-    items = list(new.values())
-    if isinstance(target, list):
-        target[:] = items
-        return target
-    same = len(items) == len(mine) and all(map(_is, items, mine.values()))
-    return target if same else sequence_like(target, items)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
-def _load(target: Any, state: Any, where: str) -> None:
+def _load(target: Any, state: Any, where: str, strict: bool) -> None:
     """Give an object its state; errors of torch's own code get the file and the entry."""
     method: Any = type(target).load_state_dict
     torchs = str(getattr(method, "__module__", "")).partition(".")[0] == "torch"
@@ -237,7 +255,7 @@ def _load(target: Any, state: Any, where: str) -> None:
         )
     try:
         if isinstance(target, torch.nn.Module):
-            state_to_module(target, state)
+            state_to_module(target, state, strict)
         else:
             target.load_state_dict(state)
     except (RuntimeError, ValueError) as error:

@@ -6,11 +6,12 @@ until it ends.
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import os
 import pickle
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,25 +24,36 @@ from fastserial.distributed.onefile.beside import size_of, start_save
 from fastserial.distributed.onefile.loader import load
 from fastserial.distributed.ranks.group import Traffic, collective
 from fastserial.distributed.sharding.file_index import index_of_file
+from fastserial.distributed.sharding.flat_shard import FlatShard
+from fastserial.distributed.state.states import state_of_module
 from fastserial.distributed.state.walk import is_live, is_sharded, leaves
-from fastserial.errors import CheckpointFileError, UnreadableCheckpointError
+from fastserial.errors import (
+    CheckpointFileError,
+    ConfigError,
+    LoadMismatchError,
+    UnreadableCheckpointError,
+)
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.interrupts import Descriptors
 from fastserial.nests import is_object, rebuilt, walk
 from fastserial.overlap.asynchronous import Kind
 from fastserial.overlap.pending import PendingSave
+from fastserial.training.alone import OWN, Alone, Job
 from fastserial.training.folder import CheckpointFolder
-from fastserial.training.generators import portable
-from fastserial.training.loadable import check_loadable, warn_of_refused
-from fastserial.training.parts import (
-    holds_objects,
-    restore,
-    state_of,
-    states,
-    steady,
+from fastserial.training.loadable import refused
+from fastserial.training.of_rank import packed, row_of
+from fastserial.training.partial import (
+    Difference,
+    Name,
+    Request,
+    difference,
+    lacks_of_rank,
+    names_here,
+    names_in,
+    renamed_name,
 )
-from fastserial.training.way import OWN
+from fastserial.training.parts import holds_objects, state_of, states, steady
 from fastserial.training.wrapped import plain
 
 if TYPE_CHECKING:
@@ -56,8 +68,8 @@ _PERIOD = 1.0  # seconds: about so often the ranks ask each other whether a sign
 _log = logging.getLogger("fastserial")
 
 
-class Together:
-    """See `Way`."""
+class Together(Alone):
+    """As `Alone`, on each rank of a group."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, timeout: float, merge: Literal["union"] | None
@@ -67,14 +79,15 @@ class Together:
         Raises:
             DistributedError: a rank does not come.
         """
+        super().__init__(weights_only=True)
         self._group = group
         self._timeout = timeout
         self._merge = merge
         with self._talk() as ranks:
-            self._rank, self._count = ranks.rank, ranks.size
-        self.tends = self._rank == 0
+            self.rank, self.count = ranks.rank, ranks.size
+        self.tends = self.rank == 0
         self._looked = not self.tends  # values are rank 0's
-        self._calls = 0  # of `is_asked`
+        self._calls = 0  # of `asked`
         self._next = 1
         self._last = (0, perf_counter())
 
@@ -91,56 +104,52 @@ class Together:
             ranks.consult(b"", decide)
             os.makedirs(folder.path, exist_ok=True)  # a network file system has to look again
 
-    def start(
-        self,
-        objects: Mapping[str, Any],
-        own: dict[str, Any],
-        path: str,
-        kind: Kind,
-        budget: int | None,
-        then: Callable[[], object],
-        began: float,
-    ) -> PendingSave:
+    def start(self, job: Job) -> PendingSave:
         with self._talk(theirs=True) as ranks:
-            kind = self._gather(own, kind, ranks)
-            state = dict(states(objects, _saved))
-            if not self._looked:
-                self._looked = True
-                warn_of_refused(state, path, stacklevel=4)
-            state[OWN] = own if ranks.rank == 0 else None
-            unchanged = steady(objects)
+            state, of_rank = dict(states(job.objects, _saved)), job.of_rank()
+            kind, own = self._agreed(job, packed(of_rank) if of_rank else b"", ranks)
+            self._warn_of_refused({**state, **of_rank}, job.path)
+            state[OWN] = own
+            unchanged = steady(job.objects)
         return start_save(
             state,
-            path,
+            job.path,
             kind,
-            budget,
+            job.budget,
             group=self._group,
             timeout=self._timeout,
             merge=self._merge,
-            began=began,
+            began=job.began,
             steady=unchanged,
-            then=then,
+            then=job.then,
         )
 
-    def _gather(self, own: dict[str, Any], kind: Kind, ranks: Traffic) -> Kind:
-        """Put the generators of all ranks into rank 0's file; make sure that all mean one step.
+    def _agreed(self, job: Job, data: bytes, ranks: Traffic) -> tuple[Kind, dict[str, Any]]:
+        """Make sure that all ranks mean one step.
+
+        Args:
+            data: what this rank has for itself.
 
         Returns:
-            How they save: from copies if any rank does.
+            How they save: from copies if any rank does. And the Checkpointer's entry, rank 0's,
+            where each rank has its row of the ranks' data.
         """
-        step = own["step"]
+        step = job.own["step"]
 
         def decide(messages: list[bytes]) -> bytes:
-            told = [pickle.loads(message) for message in messages]
-            for rank, (other, _, _) in enumerate(told):
+            steps, kinds, sizes = zip(*map(pickle.loads, messages), strict=True)
+            for rank, other in enumerate(steps):
                 if other != step:
-                    text = f"it saves step {other}, rank 0 step {step}"
-                    raise ranks.fail(rank, text)
-            own["rng"] = [generators for _, generators, _ in told]
-            return b"copy" if any(how == "copy" for _, _, how in told) else b""
+                    raise ranks.fail(rank, f"it saves step {other}, rank 0 step {step}")
+            kind = "copy" if "copy" in kinds else "in_place"
+            return pickle.dumps((kind, max(sizes), job.own))
 
-        message = pickle.dumps((step, portable(own.pop("rng", None)), kind))
-        return "copy" if ranks.consult(message, decide) else "in_place"
+        message = pickle.dumps((step, job.kind, len(data)))
+        kind, nbytes, own = pickle.loads(ranks.consult(message, decide))
+        if nbytes:
+            shape, start = (self.count, nbytes), self.rank * nbytes
+            own["ranks"] = FlatShard(shape, torch.uint8, start, nbytes, row_of(data, nbytes))
+        return kind, own
 
     def steps(self, folder: CheckpointFolder) -> list[int]:
         def decide(messages: list[bytes]) -> bytes:
@@ -164,58 +173,107 @@ class Together:
         found: list[int] = pickle.loads(answer)
         return found
 
-    def read(self, objects: Mapping[str, Any], path: str) -> dict[str, Any]:
-        into: dict[str, Any] = {OWN: None}
+    def read(self, wanted: Request, path: str) -> tuple[dict[str, Any], Difference]:
+        objects, rename = wanted.objects, wanted.rename
         with self._talk() as ranks:
-            answer = ranks.consult(b"", lambda _: pickle.dumps(_refusal(path)))
-            refusal: Exception | None = pickle.loads(answer)
-            if refusal is None:
-                into |= {name: _filled(value) for name, value in objects.items()}
+            here = names_here(objects, state_of_module) if wanted.is_partial else set()
+
+            def decide(messages: list[bytes]) -> bytes:
+                refusal, there = self._look(path, wanted)
+                everywhere = set().union(*map(pickle.loads, messages))
+                news = [renamed_name(name, rename) for name in there]
+                unused = difference(everywhere, news, wanted.only is None).unused
+                return pickle.dumps((refusal, there, unused))
+
+            refusal, there, unused = pickle.loads(ranks.consult(pickle.dumps(here), decide))
+            found = Difference([], [])
+            if refusal is None and wanted.is_partial:
+                news = [renamed_name(name, rename) for name in there]
+                found = Difference(difference(here, news, False).missing, unused)
+                lost = [*found.missing, *(name for name in unused if name.key is not None)]
+                if wanted.strict and lost:
+                    names = ", ".join(map(str, lost[:_SHOWN]))
+                    raise LoadMismatchError(f"{path}: it does not fit, see {names}")
+            into: dict[str, Any] = {OWN: None}
+            if rename:
+                into |= _renamed_targets(objects, there, rename)
+            else:
+                known = {name.entry for name in there}
+                for entry, value in objects.items():
+                    if entry in known or not wanted.is_partial:
+                        into[entry] = _filled(value)
         if refusal is not None:
             raise refusal
         with options(verify_on_load=True):
-            load(path, into, cast=True, group=self._group, timeout=self._timeout)
-        return into
+            strict = not wanted.is_partial
+            load(path, into, strict=strict, cast=True, group=self._group, timeout=self._timeout)
+        if not rename:
+            return into, found
+        filled: dict[str, Any] = {OWN: into[OWN]}
+        for name in there:
+            new = renamed_name(name, rename).entry
+            if new in objects and name.entry in into:
+                value = plain(objects[new])
+                filled[new] = value if is_live(value) else into[name.entry]
+        return filled, found
 
-    def restore(self, objects: Mapping[str, Any], found: dict[str, Any], path: str) -> None:
+    def _look(self, path: str, wanted: Request) -> tuple[Exception | None, list[Name]]:
+        """Return why a file cannot be loaded, as rank 0 sees it, and the names in it.
+
+        Bytes of tensors are not looked at.
+        """
+        try:
+            with Descriptors() as files:
+                fd = files.open(path, os.O_RDONLY)
+                for record in read_places(DescriptorSource(fd)).records:
+                    if record.name.startswith("data/") or not record.crc:
+                        continue
+                    found = crc32(os.pread(fd, record.size, record.data_offset))
+                    check_crc(found, record.crc, path, record.name, record.data_offset)
+                value = index_of_file(fd, path).value
+        except (FileNotFoundError, CheckpointFileError) as error:
+            return error, []
+        own = value.pop(OWN, None) if isinstance(value, dict) else None
+        if not isinstance(own, Mapping):
+            text = "it has no entry of a Checkpointer's"
+            return UnreadableCheckpointError(text, path=path), []
+        rows = own.get("ranks")
+        of_rank = [name for name in wanted.per_rank if wanted.wants(name)]
+        if of_rank and wanted.strict and (rows is None or rows.shape[0] != self.count):
+            return lacks_of_rank(path, of_rank), []
+        return None, names_in(value)
+
+    def restore(self, wanted: Request, found: dict[str, Any], path: str) -> None:
         with self._talk(theirs=True):
-            restore(objects, found, path)
+            super().restore(wanted, found, path)
 
-    def generators(self, own: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        found: Any = own.get("rng")
-        there = found if isinstance(found, list) else [found]
-        if len(there) != self._count:
-            text = (
-                f"the checkpoint is of {len(there)} ranks, there are {self._count}: random "
-                "numbers will be others than in an unbroken run"
-            )
-            warnings.warn(text, UserWarning, stacklevel=3)
-        return there[self._rank] if self._rank < len(there) else None
-
-    def size_of(self, objects: Mapping[str, Any], own: dict[str, Any], path: str) -> int | None:
+    def size_of(self, job: Job) -> int | None:
         with self._talk() as ranks:
-            own["rng"] = [portable(own.pop("rng", None))] * self._count
-            state = {**states(objects, _saved), OWN: own if ranks.rank == 0 else None}
-            return size_of(state, path, ranks, check_loadable, self._merge)
+            state, of_rank = dict(states(job.objects, _saved)), job.of_rank()
+            _, own = self._agreed(job, packed(of_rank) if of_rank else b"", ranks)
+            if text := refused({**state, **of_rank}) if self.tends else "":
+                raise ConfigError(text)
+            return size_of({**state, OWN: own}, job.path, ranks, self._merge)
 
-    def is_asked(self, mine: bool) -> bool:
-        """Tell whether any rank was asked; about once a second the ranks really ask each other."""
+    def asked(self, mine: int) -> int:
+        """Return the flags of all ranks; about once a second they really ask each other."""
         self._calls += 1
         if self._calls < self._next:
-            return False
+            return 0
 
         def decide(messages: list[bytes]) -> bytes:
             now, (calls, then) = perf_counter(), self._last
             each = (now - then) / (self._calls - calls)
             self._last = (self._calls, now)
             pause = max(1, int(_PERIOD / max(each, 1e-6))) if self._calls > 1 else 1
-            return pickle.dumps((any(message != b"\0" for message in messages), pause))
+            flags = functools.reduce(operator.or_, (message[0] for message in messages))
+            return pickle.dumps((flags, pause))
 
         with self._talk() as ranks:
             answer = ranks.consult(bytes([mine]), decide)
-        asked, pause = pickle.loads(answer)
+        flags, pause = pickle.loads(answer)
         self._next = self._calls + pause
-        return bool(asked)
+        return int(flags)
 
     def _talk(self, theirs: bool = False) -> AbstractContextManager[Traffic]:
         return collective(self._group, self._timeout, _USE, theirs=theirs)
@@ -274,19 +332,22 @@ def _filled(value: Any) -> Any:
     return None
 
 
-def _refusal(path: str) -> Exception | None:
-    """Return why a file cannot be loaded, as rank 0 sees it; bytes of tensors are not looked at."""
-    try:
-        with Descriptors() as files:
-            fd = files.open(path, os.O_RDONLY)
-            for record in read_places(DescriptorSource(fd)).records:
-                if record.name.startswith("data/") or not record.crc:
-                    continue
-                found = crc32(os.pread(fd, record.size, record.data_offset))
-                check_crc(found, record.crc, path, record.name, record.data_offset)
-            index = index_of_file(fd, path)
-            if not (isinstance(index.value, Mapping) and OWN in index.value):
-                return UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)
-    except (FileNotFoundError, CheckpointFileError) as error:
-        return error
-    return None
+def _renamed_targets(
+    objects: Mapping[str, Any], there: list[Name], rename: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what a load fills, by the names in the file; of modules their tensors."""
+    lives = {entry: plain(value) for entry, value in objects.items()}
+    tensors = {
+        entry: state_of_module(one)
+        for entry, one in lives.items()
+        if isinstance(one, torch.nn.Module)
+    }
+    into: dict[str, Any] = {}
+    for name in there:
+        entry, key = renamed_name(name, rename)
+        if entry in tensors:
+            if key in tensors[entry]:
+                into.setdefault(name.entry, {})[name.key] = tensors[entry][key]
+        elif entry in objects:
+            into[name.entry] = _filled(objects[entry])
+    return into

@@ -33,8 +33,12 @@ def state_of_module(module: Module) -> Any:
     return _renamed(module.state_dict(), outer) if pairs else module.state_dict()
 
 
-def state_to_module(module: Module, state: Mapping[str, Any]) -> None:
-    """Give a module a state that `state_of_module` made, whatever was wrapped then."""
+def state_to_module(module: Module, state: Mapping[str, Any], strict: bool = True) -> None:
+    """Give a module a state that `state_of_module` made, whatever was wrapped then.
+
+    Args:
+        strict: as `Module.load_state_dict`.
+    """
     pairs = _wrappers(module)
 
     def inner(name: str) -> str:
@@ -43,7 +47,8 @@ def state_to_module(module: Module, state: Mapping[str, Any]) -> None:
                 name = inside + name.removeprefix(outside)
         return name
 
-    module.load_state_dict(_renamed(state, inner) if pairs else state)
+    more = {} if strict else {"strict": False}  # a method of the user's may not have it
+    module.load_state_dict(_renamed(state, inner) if pairs else state, **more)
 
 
 def _inner(value: Any) -> str | None:

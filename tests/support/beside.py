@@ -69,10 +69,11 @@ def gate() -> Iterator[Gate]:
 def nothing_left() -> Iterator[None]:
     yield
     with pytest.MonkeyPatch.context():
-        for save in list(pending._pending.values()):
+        for save in list(pending._pending):
             save.exception(60)
     assert not pending._pending
-    left, pending._failed = dict(pending._failed), {}
+    left = list(pending._failed)
+    pending._failed.clear()
     assert not left, "an error that nobody asked for"
     guard.tidy()
     assert not guard.is_registered()

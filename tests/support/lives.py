@@ -138,6 +138,8 @@ class Spec:
         wide: the optimizer trains a second module and a loose tensor, too.
         named: adds what may be refused: "state_dict" a state dict in place of its object, "each"
             a key that each rank has for itself.
+        loader: each rank has a data loader of its own.
+        every, best: `keep_every`, and whether the checkpoint of the least loss is kept.
     """
 
     optimizer: str = "adamw"
@@ -147,6 +149,9 @@ class Spec:
     inner: bool = False
     wide: bool = False
     named: str = ""
+    loader: bool = False
+    every: int | None = None
+    best: bool = False
     width: int = 150  # a weight has 88 KiB: more than is copied in any case
 
     @classmethod
@@ -160,6 +165,9 @@ class Spec:
             dice.random() < 0.3,
             dice.random() < 0.3,
             dice.choice(named),
+            dice.random() < 0.4,
+            dice.choice([None, None, 3]),
+            dice.random() < 0.3,
             width,
         )
 
@@ -201,6 +209,7 @@ class Objects:
         self.scheduler = None
         if spec.scheduler is not None and isinstance(self.optimizer, torch.optim.Optimizer):
             self.scheduler = SCHEDULERS[spec.scheduler](self.optimizer)
+        self.per_rank = {"stream": Loader(seed + rank)} if spec.loader else {}
         self.boxes: dict[str, str] = {}
         self.state: dict[str, Any] = {}
         self.held: dict[str, Any] = {}  # what the program itself holds: it must be filled in place
@@ -304,6 +313,8 @@ class Objects:
             elif name in ("epoch", "size"):
                 new = self.get(name) + (1 if name == "epoch" else torch.Size((3,)))
                 self.put(name, new, box)
+        for loader in self.per_rank.values():
+            loader.epoch, loader.order = loader.epoch + 1, torch.arange(loader.epoch % 9)
         if isinstance(self.optimizer, torch.optim.Optimizer):
             self.optimizer.param_groups[0]["weight_decay"] = 0.25
 
@@ -445,7 +456,9 @@ class Life:
         checkpointer: Callable[..., Checkpointer] = Checkpointer,
     ) -> None:
         self.folder, self.spec, self.rank, self.count = folder, spec, rank, count
-        self.arguments: dict[str, Any] = {"keep": KEEP}
+        self.arguments: dict[str, Any] = {"keep": KEEP, "keep_every": spec.every}
+        if spec.best:
+            self.arguments["keep_best"] = ("loss", "min")
         if kind is not None:
             self.arguments |= {"snapshot": kind, "snapshot_budget": budget}
         self.make = checkpointer
@@ -487,7 +500,12 @@ class Life:
         torch.save(stock(self.objects.state), file)
         file.seek(0)
         found = canonical(torch.load(file, weights_only=False))
-        return self._all(found)[0], torch.get_rng_state().numpy().tobytes()
+        return self._all(found)[0], self._mine(self.objects)
+
+    @staticmethod
+    def _mine(objects: Objects) -> Any:
+        """Return what this rank has for itself."""
+        return torch.get_rng_state().numpy().tobytes(), canonical(stock(objects.per_rank))
 
     # -- events --------------------------------------------------------------------------------
 
@@ -495,7 +513,9 @@ class Life:
         """Make new objects and a Checkpointer; what is refused at once is left out from now on."""
         objects = Objects(self.spec, seed, self.rank)
         self.checkpointer, error = self._try(
-            lambda: self.make(self.folder, objects.state, **self.arguments)
+            lambda: self.make(
+                self.folder, objects.state, per_rank=objects.per_rank, **self.arguments
+            )
         )
         if error is not None:
             self._refused(error)
@@ -524,7 +544,8 @@ class Life:
     def save(self, gap: int) -> None:
         assert self.checkpointer is not None
         expected, step = self._now(), self.step + gap
-        saving, error = self._try(lambda: self.checkpointer.save(step))
+        metrics = {"loss": _loss(step)}
+        saving, error = self._try(lambda: self.checkpointer.save(step, metrics=metrics))
         if error is not None:
             if self.pending is not None and _is_torn(error):
                 self._torn(error)
@@ -579,12 +600,18 @@ class Life:
             return
         before = sorted({*self.whole, *self.maybe})
         there = self._steps()
-        required = {step, *[one for one in before if one <= step][-KEEP:]} & self.whole.keys()
+        mine = [one for one in before if one <= step]
+        kept = {step, *mine[-KEEP:]}
+        if self.spec.every is not None:
+            kept.update(one for one in mine if one % self.spec.every == 0)
+        if self.spec.best:
+            kept.add(min(mine, key=lambda one: (_loss(one), -one)))
+        required = kept & self.whole.keys()
         if lost := required - set(there):
             raise Wrong(f"after step {step} was written, {sorted(lost)} are gone: {there}")
         if set(there) - set(before):
             raise Wrong(f"files that nobody wrote: {there}, not {before}")
-        if len(there) > KEEP + len(self.maybe) + sum(one > step for one in there):
+        if len(set(there) - kept) > 2 * len(self.maybe) + sum(one > step for one in there):
             raise Wrong(f"nothing is pruned: {there}")
         self.whole = {one: state for one, state in self.whole.items() if one in there}
         self.maybe = {one: states for one, states in self.maybe.items() if one in there}
@@ -618,8 +645,11 @@ class Life:
         if pid == 0:
             try:
                 arguments = {**self.arguments, "keep": KEEP + 1}  # what is pruned is not known
-                checkpointer = self.make(self.folder, self.objects.state, **arguments)
-                checkpointer.save(step)
+                objects = self.objects
+                checkpointer = self.make(
+                    self.folder, objects.state, per_rank=objects.per_rank, **arguments
+                )
+                checkpointer.save(step, metrics={"loss": _loss(step)})
                 if not self.may_tear:
                     torch.manual_seed(seed)
                     self.objects.climb_by_data()
@@ -648,7 +678,7 @@ class Life:
             self.wait(close=True)
         self.counts["resumes"] += 1
         objects = self._begin(1000 + seed)
-        before = canonical(stock(objects.state))
+        before = canonical(stock(objects.state)), canonical(stock(objects.per_rank))
         checkpointer = self.checkpointer
         assert checkpointer is not None
         with warnings.catch_warnings(record=True):
@@ -676,18 +706,18 @@ class Life:
         self.objects = self._begin(1000 + seed)
 
     def _check(self, step: int, newest: int, before: Any) -> None:
-        generator = torch.get_rng_state().numpy().tobytes()
-        found = canonical(stock(self.objects.state))
+        found, mine = canonical(stock(self.objects.state)), self._mine(self.objects)
         if step == newest == 0:
-            if found != before:
+            if (found, mine[1]) != before:
                 raise Wrong("there was no checkpoint, and yet the objects changed")
         else:
             allowed = [self.whole[step]] if step in self.whole else self.maybe.get(step, [])
             if step < newest or not allowed:
                 raise Wrong(f"resumed from {step}; there are {sorted(self.whole)}")
-            if (found, generator) not in allowed:
-                expected, _ = allowed[0]
-                text = "; ".join(list(differences(found, expected))[:5]) or "random generators"
+            if (found, mine) not in allowed:
+                expected, theirs = allowed[0]
+                other = "the rank's own" if mine[1] != theirs[1] else "random generators"
+                text = "; ".join(list(differences(found, expected))[:5]) or other
                 raise Wrong(f"step {step}: {text}")
         self.objects.check_held()
         self.step = step
@@ -705,31 +735,36 @@ def slowly(held: Held) -> Any:
     )
 
 
+def _loss(step: int) -> float:
+    """Return a step's loss: for some steps the same."""
+    return step * 7 % 5 / 5
+
+
 class Late(Checkpointer):
     """A control: what is saved is what the objects hold when somebody waits for the save."""
 
-    _due: int | None = None
+    _due: tuple[int, Any] | None = None
 
     def save(self, step: int, **more: Any) -> Any:
         self.wait()
-        self._due = step
+        self._due = step, more
         return self
 
     def wait(self) -> None:
         due, self._due = self._due, None
         if due is not None:
-            super().save(due)
+            super().save(due[0], **due[1])
         super().wait()
 
 
 class Shallow(Checkpointer):
     """A control: what is in containers is not restored."""
 
-    def resume(self, step: int | None = None) -> int:
+    def resume(self, step: int | None = None, **more: Any) -> int:
         boxes = [box for box in self._state.values() if type(box) in (dict, list, tuple)]
         live = [one for box in boxes for one in _live(box)]
         before = [copy.deepcopy(one.state_dict()) for one in live]
-        found = super().resume(step)
+        found = super().resume(step, **more)
         for one, state in zip(live, before, strict=True):
             one.load_state_dict(state)
         return found
@@ -743,7 +778,30 @@ def _live(value: Any) -> Iterator[Any]:
             yield from _live(one)
 
 
-CONTROLS: dict[str, type[Checkpointer]] = {"late": Late, "shallow": Shallow}
+class Careless(Checkpointer):
+    """A control: checkpoints go that a rule keeps."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{**named, "keep_every": None, "keep_best": None})
+
+
+class Forgetful(Checkpointer):
+    """A control: what a rank has for itself is not restored."""
+
+    def resume(self, step: int | None = None, **more: Any) -> int:
+        before = copy.deepcopy(stock(self._per_rank))
+        found = super().resume(step, **more)
+        for name, state in before.items():
+            self._per_rank[name].load_state_dict(state)
+        return found
+
+
+CONTROLS: dict[str, type[Checkpointer]] = {
+    "late": Late,
+    "shallow": Shallow,
+    "careless": Careless,
+    "forgetful": Forgetful,
+}
 
 
 def by_chance(life: Life, dice: random.Random, events: int) -> None:

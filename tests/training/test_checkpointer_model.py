@@ -59,6 +59,9 @@ SPECS = st.builds(
     inner=st.booleans(),
     wide=st.booleans(),
     named=st.sampled_from(["", "", "", "state_dict"]),
+    loader=st.booleans(),
+    every=st.sampled_from([None, None, 3]),
+    best=st.booleans(),
 )
 KINDS = st.sampled_from(
     [

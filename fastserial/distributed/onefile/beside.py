@@ -159,20 +159,18 @@ def size_of(
     obj: object,
     path: str,
     traffic: Traffic,
-    look: Callable[[bytes], object],
     merge: Literal["union"] | None = None,
 ) -> int:
     """Return the bytes of the file that would be written. To be called in a `collective`.
 
     Args:
         merge: as `save_async`.
-        look: gets the pickle, on rank 0.
 
     Raises:
         DistributedError: another rank failed, or the ranks' states differ.
-        Exception: the state cannot be saved; or `look` raises.
+        Exception: the state cannot be saved.
     """
-    return Saving(traffic, path, "all", merge, perf_counter()).measure(obj, look)
+    return Saving(traffic, path, "all", merge, perf_counter()).measure(obj)
 
 
 def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:

@@ -203,16 +203,10 @@ class Saving:
         self._prepared = _Prepared(writer, kept.made.nbytes, orders, phases)
         return found, modules
 
-    def measure(self, obj: object, look: Callable[[bytes], object]) -> int:
-        """Return the bytes of the file that would be written, and write none. Collective.
-
-        Args:
-            look: gets the pickle, on rank 0.
-        """
+    def measure(self, obj: object) -> int:
+        """Return the bytes of the file that would be written, and write none. Collective."""
         self._makes_file = False
         _, _, _, orders = self._plan(obj)
-        if self._laid_out is not None:
-            look(self._laid_out.entries[0].data or b"")
         return orders.place.nbytes
 
     def freeze(self, taken: Snapshot) -> None:

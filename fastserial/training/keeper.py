@@ -1,0 +1,141 @@
+"""Looks after the folder of a run: which checkpoints are whole, another run's, or too many."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastserial.errors import FastserialError
+from fastserial.interrupts import open_file
+from fastserial.training.alone import OWN
+from fastserial.training.folder import CheckpointFolder
+from fastserial.training.retention import Retention
+
+__all__ = ["Keeper"]
+
+_log = logging.getLogger("fastserial")
+
+
+class Keeper:
+    """What is known of the checkpoints in a folder. The thread of a save uses it, too.
+
+    Attributes:
+        folder: where they are.
+        damaged: steps of which a file was found that is damaged, or none of ours.
+        stale: steps that another run left.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        retention: Retention,
+        on_saved: Callable[[int, str], object] | None,
+    ) -> None:
+        self.folder = folder
+        self.damaged: set[int] = set()
+        self.stale: set[int] = set()
+        self._retention = retention
+        self._metric = retention.best[0] if retention.best is not None else None
+        self._on_saved = on_saved
+        self._values: dict[int, float | None] = {}  # the metric's, by step
+
+    def written(self, step: int, metrics: Mapping[str, float], tends: bool) -> None:
+        """A checkpoint is in place: tell of it, and remove old ones.
+
+        Args:
+            tends: this process looks after the folder.
+        """
+        self.damaged.discard(step)
+        self.stale.discard(step)
+        self._values[step] = None if self._metric is None else metrics.get(self._metric)
+        if not tends:
+            return
+        path = self.folder.file(step)
+        if self._on_saved is not None:
+            try:
+                self._on_saved(step, path)
+            except Exception:
+                _log.exception("%s: on_saved failed", path)
+        try:
+            self._prune(step)
+        except OSError as error:
+            _log.warning("an old checkpoint in %s stays: %s", self.folder.path, error)
+
+    def _prune(self, step: int) -> None:
+        """Remove what no rule keeps, but never the step that was just written.
+
+        Later checkpoints are another run's; they and damaged ones do not count, and stay.
+        """
+        steps = [one for one in self.folder.steps() if one <= step and one not in self.damaged]
+        now = time.time()
+
+        def age(one: int) -> float:
+            written = self.folder.written_at(one)
+            return 0.0 if written is None else now - written
+
+        surplus = self._retention.surplus(steps, self.stale, age, self._value_of)
+        self.folder.remove(one for one in surplus if one != step)
+
+    def _value_of(self, step: int) -> float | None:
+        """Return the metric's value of a checkpoint, which an earlier process may have made."""
+        if step not in self._values:
+            path = self.folder.file(step)
+            self._values[step] = None
+            try:
+                self._values[step] = _own_entry(path).get("metrics", {}).get(self._metric)
+            except (OSError, FastserialError) as error:
+                _log.warning("%s: its metrics cannot be read: %s", path, error)
+        return self._values[step]
+
+    def latest(self) -> str | None:
+        """Return the path of the newest checkpoint that is not cut off; None if there is none."""
+        for step in self.folder.steps():
+            if step not in self.damaged and self.folder.is_complete(step):
+                return self.folder.file(step)
+        return None
+
+    def warn_of_later(self, step: int) -> None:
+        """Warn of checkpoints that `resume` would take instead of what is saved from now on."""
+        later = {found for found in self.folder.steps() if found > step} - self.damaged
+        if later <= self.stale:
+            return
+        self.stale |= later
+        text = (
+            f"{self.folder.path} holds later checkpoints than step {step}'s, up to step "
+            f"{max(later)}. They stay, and `resume()` takes the latest: move them away, or use "
+            "another folder"
+        )
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+    def warn_of_newer_run(self, step: int) -> None:
+        """Warn if a checkpoint of a lower step was written after the one that is resumed from."""
+        if newer := self.folder.written_later(step):
+            text = (
+                f"{self.folder.file(step)} is resumed from, but step {newer[0]} was written after "
+                f"it, by another run, it seems: `resume(step={newer[0]})` goes on with that one"
+            )
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+    def warn_of_missing_folder(self) -> None:
+        """Warn if not even the folder above is there: its file system may not be mounted."""
+        path = self.folder.path
+        if not os.path.isdir(os.path.dirname(path)):
+            text = (
+                f"{path} does not exist, nor does the folder above it: there is nothing to resume "
+                "from. Check the path, and whether its file system is mounted"
+            )
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _own_entry(path: str) -> Mapping[str, Any]:
+    """Return a Checkpointer's own entry in a file; no tensor's bytes are read."""
+    from fastserial.distributed.file_index import index_of_file  # with torch.distributed
+
+    with open_file(path) as file:
+        value = index_of_file(file.fileno(), path).value
+    found = value.get(OWN) if isinstance(value, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

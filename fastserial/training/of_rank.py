@@ -1,0 +1,140 @@
+"""What each rank has for itself: its random generators, and the user's entries for each rank.
+
+It is packed into bytes, so that a file holds one tensor of bytes with a row for each rank: the
+ranks need not have the same, and while its size stays the file is laid out as the one before.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import sys
+from math import prod
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler
+
+from fastserial.memory.storages import bytes_at
+
+__all__ = ["generator_states", "packed", "restore_generators", "row_of", "unpacked"]
+
+_LENGTH = 8  # bytes of the length of the pickle, which a row begins with
+_UNIT = 4096  # a row has a multiple of so many bytes: it keeps its size when a count grows
+_MERSENNE = "MT19937"  # the generator of NumPy's functions, unless a program sets another one
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles values as torch does; the bytes of tensors come behind the pickle."""
+
+    def __init__(self, file: io.BytesIO, with_tensors: bool) -> None:
+        super().__init__(file, protocol=2)
+        self._with_tensors = with_tensors
+        self.data = bytearray()
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if not self._with_tensors:
+            return ("storage", "uint8", (0,), 0)
+        tensor, offset = obj.detach().cpu().contiguous(), len(self.data)
+        if tensor.nbytes:
+            self.data += bytes_at(tensor.data_ptr(), tensor.nbytes)
+        return ("storage", str(tensor.dtype).partition(".")[2], tuple(tensor.shape), offset)
+
+
+def packed(value: Any, *, with_tensors: bool = True) -> bytes:
+    """Return plain values and tensors as bytes; see `unpacked`.
+
+    Args:
+        with_tensors: False: empty ones take their places.
+
+    Raises:
+        Exception: it cannot be pickled.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, with_tensors)
+    pickler.dump(value)
+    text = file.getvalue()
+    data = len(text).to_bytes(_LENGTH, "little") + text + pickler.data
+    return data + bytes(-len(data) % _UNIT)
+
+
+def row_of(data: bytes, nbytes: int) -> torch.Tensor:
+    """Return what `packed` made as a tensor of so many bytes."""
+    return torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
+
+
+def unpacked(data: bytes, *, weights_only: bool) -> Any:
+    """Return what was packed.
+
+    Raises:
+        UnpicklingError: it holds what `weights_only` refuses.
+    """
+    start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+    tensors = data[start:]
+
+    def tensor_of(name: tuple[str, str, tuple[int, ...], int]) -> torch.Tensor:
+        _, dtype, shape, offset = name
+        made = torch.empty(shape, dtype=getattr(torch, dtype))
+        if made.nbytes:
+            part = bytearray(tensors[offset : offset + made.nbytes])
+            made = torch.frombuffer(part, dtype=made.dtype, count=prod(shape)).reshape(shape)
+        return made
+
+    file = io.BytesIO(data[_LENGTH:start])
+    kind: Any = _weights_only_unpickler.Unpickler if weights_only else pickle.Unpickler
+    unpickler = kind(file, encoding="utf-8")
+    unpickler.persistent_load = tensor_of
+    return unpickler.load()
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of Python's, torch's, NumPy's and CUDA's generators.
+
+    They are tensors: these have the same size each time.
+    """
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": torch.tensor([version, *numbers]),
+        "python_gauss": _tensor_of(gauss),
+        "torch": torch.get_rng_state(),
+    }
+    numpy: Any = sys.modules.get("numpy")
+    found = None if numpy is None else numpy.random.get_state(legacy=False)
+    if found is not None and found["bit_generator"] == _MERSENNE:
+        keys, position = found["state"]["key"].tolist(), found["state"]["pos"]
+        states["numpy"] = torch.tensor([*keys, position])
+        states["numpy_gauss"] = _tensor_of(found["gauss"] if found["has_gauss"] else None)
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():  # to ask whether there is a GPU would begin CUDA
+        states["cuda"] = cuda.get_rng_state_all()
+    return states
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    """Give the generators their states back, as far as they are there."""
+    version, *numbers = states["python"].tolist()
+    random.setstate((version, tuple(numbers), _number_in(states["python_gauss"])))
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        try:
+            import numpy
+        except ImportError:  # then nothing here draws from it
+            pass
+        else:
+            *keys, position = states["numpy"].tolist()
+            gauss = _number_in(states["numpy_gauss"])
+            rest = position, int(gauss is not None), gauss or 0.0
+            numpy.random.set_state((_MERSENNE, numpy.array(keys, dtype="uint32"), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+
+
+def _tensor_of(number: float | None) -> torch.Tensor:
+    return torch.tensor(float("nan") if number is None else number, dtype=torch.float64)
+
+
+def _number_in(tensor: torch.Tensor) -> float | None:
+    return None if tensor.isnan() else float(tensor)
