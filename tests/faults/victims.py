@@ -24,6 +24,7 @@ class Victim:
     """A process that saves."""
 
     def __init__(self, server: Server, job: dict[str, Any]) -> None:
+        self.path: str = job["path"]
         self._job = Job("victim", 1, json.dumps(job), server=server)
         self.pid = self._job.pid(0)
         self.folder = self._job.folder  # what a test notes of it may lie there
