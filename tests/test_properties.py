@@ -44,6 +44,7 @@ PLAIN = st.one_of(
     st.floats(),
     st.text(max_size=300),
 )
+WITH_BYTES = PLAIN | st.binary(max_size=300)  # which weights_only refuses
 KEYS = st.one_of(st.text(max_size=9), st.integers(0, 300), st.tuples(st.integers(), st.text()))
 
 
@@ -73,7 +74,7 @@ def views(draw: Any, wholes: list[torch.Tensor]) -> torch.Tensor:
 
 
 @st.composite
-def states(draw: Any, plain: st.SearchStrategy[Any] = PLAIN | st.binary(max_size=300)) -> Any:
+def states(draw: Any, plain: st.SearchStrategy[Any] = WITH_BYTES) -> Any:
     """Containers in containers, of tensors that share storages, and of plain values."""
     wholes = draw(st.lists(storages(), min_size=1, max_size=5))
     leaves = st.one_of(plain, views(wholes), views(wholes))
