@@ -142,7 +142,7 @@ def test_a_load_gives_stocks_values(
 @given(live=states(PLAIN), options=OPTIONS, fmt=st.sampled_from(FORMATS))
 def test_tools_agree_about_what_was_saved(live: Any, options: dict[str, Any], fmt: str) -> None:
     """It is whole, and in the other container it holds the same."""
-    other = "legacy" if fmt == "zip" else "zip"
+    other: Any = "legacy" if fmt == "zip" else "zip"
     with tempfile.TemporaryDirectory() as folder:
         path, converted = Path(folder, "f.pt"), Path(folder, "g.pt")
         with fast(**options):

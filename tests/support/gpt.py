@@ -65,7 +65,7 @@ def parallel(model: GPT, data: int, tensor: int) -> GPT:
 
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
     if tensor > 1:
-        plan = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
         plan |= {name: RowwiseParallel() for name in ("out", "down")}
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], plan)
