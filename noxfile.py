@@ -283,6 +283,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+    session.run("mypy", "--config-file", "tests/mypy.ini")
     session.run("lint-imports")
 
 

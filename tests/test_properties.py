@@ -18,7 +18,7 @@ from support.identity import TARGETS, both, digest, fast, stock
 import fastserial
 
 EXAMPLES = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 # Around those where a record begins another block or page, or is copied with others.
 SIZES = st.one_of(
@@ -43,8 +43,8 @@ PLAIN = st.one_of(
     st.integers(-(1 << 80), 1 << 80),
     st.floats(),
     st.text(max_size=300),
-    st.binary(max_size=300),
 )
+WITH_BYTES = PLAIN | st.binary(max_size=300)  # which weights_only refuses
 KEYS = st.one_of(st.text(max_size=9), st.integers(0, 300), st.tuples(st.integers(), st.text()))
 
 
@@ -74,10 +74,10 @@ def views(draw: Any, wholes: list[torch.Tensor]) -> torch.Tensor:
 
 
 @st.composite
-def states(draw: Any) -> Any:
+def states(draw: Any, plain: st.SearchStrategy[Any] = WITH_BYTES) -> Any:
     """Containers in containers, of tensors that share storages, and of plain values."""
     wholes = draw(st.lists(storages(), min_size=1, max_size=5))
-    leaves = st.one_of(PLAIN, views(wholes), views(wholes))
+    leaves = st.one_of(plain, views(wholes), views(wholes))
     return draw(
         st.recursive(
             leaves,
@@ -133,15 +133,16 @@ def test_a_load_gives_stocks_values(
                 lambda: torch.load(path, weights_only=weights_only),
                 {**options, "verify_on_load": verify},
             )
-        assert want.error is None
-        assert digest(want.value) == digest(live)
+        assert weights_only or want.error is None  # stock refuses `bytes` then
+        if want.error is None:
+            assert digest(want.value) == digest(live)
 
 
 @EXAMPLES
-@given(live=states(), options=OPTIONS, fmt=st.sampled_from(FORMATS))
+@given(live=states(PLAIN), options=OPTIONS, fmt=st.sampled_from(FORMATS))
 def test_tools_agree_about_what_was_saved(live: Any, options: dict[str, Any], fmt: str) -> None:
     """It is whole, and in the other container it holds the same."""
-    other = "legacy" if fmt == "zip" else "zip"
+    other: Any = "legacy" if fmt == "zip" else "zip"
     with tempfile.TemporaryDirectory() as folder:
         path, converted = Path(folder, "f.pt"), Path(folder, "g.pt")
         with fast(**options):

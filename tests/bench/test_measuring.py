@@ -382,7 +382,7 @@ def test_best_of_fio() -> None:
 
 # --- tables -----------------------------------------------------------------------------------
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"name": "stock", "seconds": Spread(2, 1, 3), "identical": None, "runs": [1, 2, 3]},
     {"name": "[ours]", "seconds": Spread(1, 1, 1), "identical": True, "runs": [1, 1, 1]},
     {"name": "theirs", "problem": "[no] room"},

@@ -51,4 +51,4 @@ def test_loads_while_the_file_is_replaced(tmp_path: Path) -> None:
         ranks.run("ranks_long", 3, tmp_path, "replaced", timeout=100)
     finally:
         other.kill()
-        other.wait()
+        other.communicate()

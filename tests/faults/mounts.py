@@ -76,14 +76,18 @@ def run(*words: str | os.PathLike[str]) -> str:
     return done.stdout.strip()
 
 
-def fill(path: Path, leave: int) -> None:
-    """Make a file that takes all but about `leave` bytes, root's reserve included."""
+def fill(path: Path, leave: int, free: str = "f_bfree") -> None:
+    """Make a file that takes all but about `leave` bytes.
+
+    Args:
+        free: what counts as free: `f_bfree` with root's reserve, `f_bavail` without it.
+    """
     with path.open("wb", buffering=0) as file:
         more = 1 << 40
         size = 0
         while more >= 4096:
             stats = os.statvfs(path)
-            more = min(more, stats.f_bfree * stats.f_frsize - leave)
+            more = min(more, getattr(stats, free) * stats.f_frsize - leave)
             try:
                 if more > 0:
                     os.posix_fallocate(file.fileno(), size, more)
@@ -192,7 +196,7 @@ class Lab:
         """Mount `mirror.py`, a FUSE file system in Python, over a folder; or `store.py`."""
         where = self._new("fuse")
         where.mkdir()
-        process = processes.start(_HERE / program, folder, where, *options)
+        process = processes.start(_HERE / program, folder, where, *options, stdin=None, stdout=None)
         self._stack.callback(process.wait, 30)
         self._stack.callback(self.unmount, where)
         deadline = time.monotonic() + 30

@@ -57,7 +57,7 @@ def test_what_compresses_takes_little_space(way: str, lab: Lab, zygote: Zygote) 
     # There is room for what is compressed, but not for what is not.
     path.unlink()
     used(disk)
-    fill(disk / "filler", _STATE * 7 // 8)
+    fill(disk / "filler", _STATE * 7 // 8, "f_bavail")
     victim = zygote.start(path, 2, 1, nbytes=_STATE)
     assert victim.wait() == 0, victim.lines()
     assert check(path) == 2

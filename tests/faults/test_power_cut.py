@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mounts import Lab, need, run
@@ -23,7 +24,7 @@ from victims import Victim, Zygote
 pytestmark = pytest.mark.timeout(3600)
 
 _DISK_BYTES = {"ext4": 256 << 20, "xfs": 320 << 20, "btrfs": 320 << 20}
-_JOBS = [
+_JOBS: list[dict[str, Any]] = [
     {"zipped": True, "nbytes": 12 << 20},
     {"zipped": False, "nbytes": 9_000_000},
     {"zipped": True, "nbytes": 4_000},

@@ -426,7 +426,7 @@ def _() -> Any:
 @case("named_tensor", raises=(RuntimeError, TypeError))
 def _() -> Any:
     try:
-        return torch.zeros(3, 2, names=("a", "b"))
+        return torch.zeros(3, 2, names=("a", "b"))  # type: ignore[call-overload]
     except TypeError:  # gone since 2.13: save something else that says no
         return (i for i in range(3))
 
@@ -448,10 +448,14 @@ def _() -> Any:
     return torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
 
 
+def _sparse(layout: str, *blocks: Any) -> Any:
+    return getattr(torch.eye(8), f"to_sparse_{layout}")(*blocks)
+
+
 for _layout in ("csr", "csc"):
-    add(f"sparse_{_layout}", lambda n=_layout: getattr(torch.eye(9), f"to_sparse_{n}")())
+    add(f"sparse_{_layout}", functools.partial(_sparse, _layout))
 for _layout in ("bsr", "bsc"):
-    add(f"sparse_{_layout}", lambda n=_layout: getattr(torch.eye(8), f"to_sparse_{n}")((2, 4)))
+    add(f"sparse_{_layout}", functools.partial(_sparse, _layout, (2, 4)))
 
 
 @case("nested_strided", loads=("zip",), portable=False)
@@ -547,6 +551,14 @@ def aligned(nbytes: int) -> Iterator[None]:
         config.save.storage_alignment = before
 
 
+@contextlib.contextmanager
+def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 NO_SKIP = {"legacy": RuntimeError}  # stock refuses skip_data in the legacy format
 
 
@@ -609,14 +621,6 @@ add(
     formats=("zip",),
     loads=(),
 )
-
-
-@contextlib.contextmanager
-def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _plain() -> Any:

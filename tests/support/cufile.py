@@ -331,7 +331,8 @@ class FakeCuFile:
         if fault == "none":
             return 0
         part = size if fault != "short" else size // 2 - PAGE // 2
-        memory = memoryview(_tensor(address, max(1, part)).numpy())[:part]
+        found: Any = _tensor(address, max(1, part)).numpy()
+        memory = memoryview(found)[:part]
         if write:
             moved = _write(self.files[fh], memory, offset)
         else:

@@ -417,7 +417,7 @@ def _(folder: Path, save: Save) -> Seen:
 
 @target("spooled_temporary_file")
 def _(folder: Path, save: Save) -> Seen:
-    with tempfile.SpooledTemporaryFile(max_size=1 << 21, dir=folder) as file:
+    with tempfile.SpooledTemporaryFile(max_size=1 << 21, dir=str(folder)) as file:
         save(file)
         position = file.tell()
         rolled = file._rolled  # type: ignore[attr-defined]

@@ -198,8 +198,8 @@ class Objects:
         self.average = copy.deepcopy(self.net).requires_grad_(False)
         self.critic = nn.Linear(width, 3)
         self.alpha = torch.zeros((), requires_grad=True)
-        trained = [{"params": list(self.net.parameters())}]
-        model = self.net
+        trained: list[dict[str, Any]] = [{"params": list(self.net.parameters())}]
+        model: Any = self.net
         if spec.inner:
             model = nn.ModuleDict({"online": self.net, "target": self.average})
         if spec.wide:
@@ -560,7 +560,7 @@ class Life:
         self.step, self.pending = step, (step, expected)
         self.counts["saves"] += 1
 
-    def _torn(self, error: Exception) -> None:
+    def _torn(self, error: Exception | None) -> None:
         if not self.may_tear:
             raise Wrong(f"a save failed that a blocking one would have made: {error!r}") from error
         self.counts["torn"] += 1

@@ -6,10 +6,12 @@ One process imports torch and forks the ranks of all jobs: that is most of what 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,8 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +29,9 @@ import torch.distributed as dist
 from support import processes
 from support.processes import Ended
 
-__all__ = ["Ended", "Job", "Killed", "join", "run"]
+__all__ = ["Ended", "Job", "Killed", "Server", "join", "run"]
 
-_TESTS = Path(__file__).resolve().parent.parent
+_PLACE = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # what is told waits for no disk
 
 
 class Killed(NamedTuple):
@@ -37,10 +41,12 @@ class Killed(NamedTuple):
     ended: list[Ended]
 
 
-class _Server:
-    """The process that forks: one of each that runs tests."""
+class Server:
+    """A process that imports modules once, and forks jobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
+        self._modules = modules
+        self._variables = {"OMP_NUM_THREADS": "1", **(variables or {})}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
@@ -48,13 +54,8 @@ class _Server:
         """Return the process of a new job's launcher."""
         with self._lock:
             if self._process is None:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "support.ranks"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)},
-                )
+                words = ("-m", "support.ranks", *self._modules)
+                self._process = processes.start(*words, variables=self._variables)
             stdin, stdout = self._process.stdin, self._process.stdout
             assert stdin is not None
             assert stdout is not None
@@ -64,24 +65,35 @@ class _Server:
             assert answer, "the process that starts ranks died"
             return int(answer)
 
+    def close(self) -> None:
+        """End it, once its jobs are over."""
+        if self._process is not None:
+            self._process.communicate(timeout=60)
 
-_server = _Server()
+
+# What most of the programs import; `distribute_tensor` imports the compiler.
+_server = Server(
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
 
 
 class Job:
     """The processes of a job, which a test may wait for or kill."""
 
-    def __init__(self, program: str, count: int, *args: object) -> None:
+    def __init__(self, program: str, count: int, *args: object, server: Server = _server) -> None:
         self.count = count
-        self._folder = tempfile.TemporaryDirectory(prefix="fastserial-ranks-")
-        self._path = Path(self._folder.name)
-        self._launcher = _server.start(
+        self.folder = Path(tempfile.mkdtemp(prefix="fastserial-ranks-", dir=_PLACE))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._launcher = server.start(
             {
-                "program": program,
+                "program": str(processes.program(program)),
                 "count": count,
-                "folder": str(self._path),
+                "folder": str(self.folder),
                 "args": [str(arg) for arg in args],
-                "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)},
+                "env": processes.environment({"OMP_NUM_THREADS": "1"}),
                 "cwd": str(Path.cwd()),
             }
         )
@@ -89,14 +101,14 @@ class Job:
     def pid(self, rank: int, timeout: float = 60) -> int:
         """Return the process of a rank, once it has one."""
         until = time.monotonic() + timeout
-        while not (self._path / f"{rank}.pid").exists():
+        while not (self.folder / f"{rank}.pid").exists():
             assert time.monotonic() < until, f"rank {rank} does not start"
             time.sleep(0.005)
-        return int((self._path / f"{rank}.pid").read_text())
+        return int((self.folder / f"{rank}.pid").read_text())
 
     def out(self, rank: int) -> str:
         """Return what a rank has printed by now."""
-        path = self._path / f"{rank}.out"
+        path = self.folder / f"{rank}.out"
         return path.read_text() if path.exists() else ""
 
     def kill_somewhere(
@@ -129,26 +141,25 @@ class Job:
         """Wait for all ranks; none is left behind, whatever happens."""
         until = time.monotonic() + timeout
         try:
-            while not (self._path / "codes").exists():
+            while not (self.folder / "codes").exists():
                 if time.monotonic() > until:
-                    texts = [path.read_text()[-2000:] for path in sorted(self._path.glob("*.err"))]
+                    texts = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.err"))]
                     raise AssertionError("the ranks hang:\n" + "\n".join(texts))
                 time.sleep(0.005)
-            codes = json.loads((self._path / "codes").read_text())
+            codes = json.loads((self.folder / "codes").read_text())
             return [
                 Ended(
                     codes[rank],
-                    (self._path / f"{rank}.out").read_text(),
-                    (self._path / f"{rank}.err").read_text(),
+                    (self.folder / f"{rank}.out").read_text(),
+                    (self.folder / f"{rank}.err").read_text(),
                 )
                 for rank in range(self.count)
             ]
         finally:
-            if not (self._path / "codes").exists():
-                for process in [self._launcher, *map(_number, self._path.glob("*.pid"))]:
+            if not (self.folder / "codes").exists():
+                for process in [self._launcher, *map(_number, self.folder.glob("*.pid"))]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
-            self._folder.cleanup()
 
 
 def run(program: str, count: int, *args: object, timeout: float = 240) -> list[str]:
@@ -178,14 +189,10 @@ def _number(path: Path) -> int:
     return int(path.read_text())
 
 
-def _serve() -> None:
+def _serve(modules: list[str]) -> None:
     """Fork a launcher for each request (JSON, one a line), and tell its process."""
-    # What most of the programs import; `distribute_tensor` imports the compiler.
-    import torch._dynamo
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
-
+    for name in modules:
+        importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the launchers
     for line in sys.stdin:
         request = json.loads(line)
@@ -227,9 +234,8 @@ def _fork(program: str, rank: int, count: int, folder: Path, args: list[str]) ->
         os.dup2(os.open(folder / f"{rank}.{end}", os.O_WRONLY | os.O_CREAT, 0o600), fd)
     code = 1
     try:
-        path = str(processes.program(program))
-        sys.argv = [path, *args]
-        runpy.run_path(path, run_name="__main__")
+        sys.argv = [program, *args]
+        runpy.run_path(program, run_name="__main__")
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -240,4 +246,4 @@ def _fork(program: str, rank: int, count: int, folder: Path, args: list[str]) ->
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1:])

@@ -1,0 +1,143 @@
+"""Saves over and over until something happens to it. Argument: a JSON object; see `JOB`.
+
+Prints `start N` and `done N` around each save, or `error ...`. Imported as a module, by a process
+that forks victims, it installs fastserial and saves once in each way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from states import make
+
+import fastserial
+from fastserial.files import replacement
+
+JOB: dict[str, Any] = {
+    "path": "",
+    "first": 1,  # the states are `first`, `first + 1`, ...
+    "count": 1,
+    "nbytes": 0,  # of a state
+    "zipped": True,
+    "options": {},  # of fastserial
+    "named": False,  # a temporary file with a name
+    "pause": False,  # waits for SIGUSR1 before the first save
+    "fsize": None,  # a limit on the size of files (bytes)
+    "user": None,  # to run as
+    "report": False,  # prints the SaveReport
+    "remove": None,  # a folder that disappears in the middle of the save
+    # for controls:
+    "unguarded": False,  # overwrites the target where it is: the victim holds it open
+    "deaf": False,  # takes every write for a whole one
+}
+_SMALL_FILE = 1 << 20  # states of a few MiB go the way of large ones
+_FAILED = 3
+
+
+def prepare() -> None:
+    """Save once in each way, so that what the first save imports is there."""
+    torch.set_num_threads(1)  # a pool of threads would not survive the fork
+    fastserial.install()
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        fastserial.options(small_file=_SMALL_FILE, cache="drop"),
+    ):
+        for nbytes in (4_000, 3_000_000):
+            for zipped in (True, False):
+                path = os.path.join(folder, "x.pt")
+                torch.save(make(1, nbytes), path, _use_new_zipfile_serialization=zipped)
+
+
+def tell(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def take_every_write_for_a_whole_one() -> None:
+    pwrite = os.pwrite
+
+    def deaf_pwrite(fd: int, data: memoryview, offset: int) -> int:
+        pwrite(fd, data, offset)
+        return len(data)
+
+    os.pwrite = deaf_pwrite
+
+
+def remove_before_the_rename(folder: str) -> None:
+    real = replacement.Replacement.sync
+
+    def sync(self: replacement.Replacement) -> None:
+        real(self)
+        shutil.rmtree(folder)
+
+    replacement.Replacement.sync = sync
+
+
+def arrange(job: dict[str, Any]) -> None:
+    """Set what is to be otherwise."""
+    if job["named"]:
+        replacement._can_link = lambda: False
+    if job["fsize"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], resource.RLIM_INFINITY))
+    if job["user"] is not None:
+        os.setgid(job["user"])
+        os.setuid(job["user"])
+    if job["deaf"]:
+        take_every_write_for_a_whole_one()
+    if job["remove"] is not None:
+        remove_before_the_rename(job["remove"])
+
+
+def described(error: Exception) -> dict[str, Any]:
+    return {
+        "kinds": [kind.__name__ for kind in type(error).__mro__],
+        "errno": getattr(error, "errno", None),
+        "filename": getattr(error, "filename", None),
+        "text": str(error),
+        "needed": getattr(error, "bytes_needed", None),
+        "free": getattr(error, "bytes_free", None),
+    }
+
+
+def main() -> None:
+    job = {**JOB, **json.loads(sys.argv[1])}
+    arrange(job)
+    state = make(job["first"], job["nbytes"])
+    if job["pause"]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        tell("ready")
+        signal.sigwait([signal.SIGUSR1])
+    for number in range(job["first"], job["first"] + job["count"]):
+        if number != job["first"]:
+            state = make(number, job["nbytes"])
+        tell(f"start {number}")
+        try:
+            chosen = {"small_file": _SMALL_FILE, "cache": "drop", **job["options"]}
+            path: Any = contextlib.nullcontext(job["path"])
+            with (
+                fastserial.options(**chosen),
+                open(job["path"], "wb") if job["unguarded"] else path as place,
+            ):
+                torch.save(state, place, _use_new_zipfile_serialization=job["zipped"])
+        except Exception as error:
+            tell(f"error {json.dumps(described(error))}")
+            os._exit(_FAILED)
+        tell(f"done {number}")
+        if job["report"]:
+            report = fastserial.last_save_report()
+            tell(f"report {json.dumps(report.to_dict() if report else None)}")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
+else:
+    prepare()
