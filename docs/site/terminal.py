@@ -1,6 +1,6 @@
 """Run a command and draw what it prints as an SVG, as a terminal shows it.
 
-`python docs/site/terminal.py docs/guide/crash.svg -- fastserial demo --crash --folder D --size 500MB`
+`python docs/site/terminal.py docs/guide/crash.svg -- fastserial demo --crash --folder D`
 """
 
 from __future__ import annotations
