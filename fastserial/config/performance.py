@@ -98,6 +98,11 @@ LANES = 4
 LANE_SPAN = 32 * MiB
 DIRECT_BLOCKS = 4  # blocks in one read that needs no buffer: fewer turns for the interpreter
 LOOK_AHEAD = 256 * MiB  # read and not yet asked for
+# Files of so many times `small_file` are left to torch: starting threads and touching new memory
+# takes longer than is gained. 16 MiB took torch 11 to 13 ms uncached and us 16 to 20; 9 to 32 MiB
+# took it 5 to 13 ms cached and us 7 to 25. 64 MiB took it 24 to 29 ms cached and us 14 to 21.
+SMALL_LOAD = 2
+SMALL_CACHED_LOAD = 4
 FEW_BYTES = 32 * KiB  # per record on average: finding them costs us more than reading them torch
 # Likewise of the legacy container, whose storages torch reads to where they belong: 5,000 of 64 KiB
 # took it 0.94 s and us 1.04, 2,000 of 192 KiB 0.44 and 0.46, of 256 KiB 0.51 and 0.51.

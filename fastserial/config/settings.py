@@ -73,7 +73,8 @@ class Config:
         preallocate: reserve the file's space before the first byte, so that a full disk is
             noticed early and extents are contiguous.
         small_file: files up to this many bytes are written through the page cache, without an
-            engine, and loaded by torch itself.
+            engine. torch itself loads files up to twice, and cached ones up to four times this
+            size: that takes it no longer.
         progress: show a progress bar for each save.
         on_report: called with the `SaveReport` after each save, in the saving thread.
         verify_on_load: check the CRC-32 of every record that `torch.load` reads (zip files).

@@ -16,11 +16,18 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fastserial.config import Config
-from fastserial.config.performance import LANE_SPAN, LANES, MOSTLY_CACHED
+from fastserial.config.performance import (
+    LANE_SPAN,
+    LANES,
+    MOSTLY_CACHED,
+    SMALL_CACHED_LOAD,
+    SMALL_LOAD,
+)
 from fastserial.engines import Engine
 from fastserial.files import linux
 from fastserial.files.caching import cached_fraction, reads_through_cache
 from fastserial.files.linux import DirectFile, open_direct
+from fastserial.files.sources import FileSource
 from fastserial.interrupts import Descriptors, finish
 from fastserial.reasons import SEE_DOCTOR, Reason
 from fastserial.reports import HOST_ONLY, Transfer
@@ -172,6 +179,15 @@ class _Placed(Protocol):
 
 
 _T = TypeVar("_T", bound=_Placed)
+
+
+def is_small(source: FileSource, config: Config) -> bool:
+    """Return whether torch reads the storages of this file at least as fast as we would."""
+    if source.size <= SMALL_LOAD * config.small_file:
+        return True
+    if source.size > SMALL_CACHED_LOAD * config.small_file:
+        return False
+    return (cached_fraction(source.fd, 0, source.size) or 0.0) >= MOSTLY_CACHED
 
 
 def lane_of(offset: int, lanes: int) -> int:

@@ -26,6 +26,7 @@ from fastserial.formats.zip.records import PICKLE, all_checksums, read_places, s
 from fastserial.formats.zip.structs import MOST_INFLATED
 from fastserial.interrupts import open_file
 from fastserial.loading.legacy_storages import read_storages
+from fastserial.loading.policy import is_small
 from fastserial.loading.prefetch import Prefetch
 from fastserial.loading.session import LoadSession, current_session
 from fastserial.loading.unpickler import unpickler_module
@@ -115,7 +116,7 @@ def _fast_reader(load: LoadSession, stock: Any, map_location: Any) -> Any:
     verify = config.verify_on_load
     load.verified = verify and all_checksums(directory)
     records = storage_records(directory)
-    if source.size <= config.small_file or not records:
+    if not records or is_small(source, config):
         load.fallback = Reason("a small file" if records else "no storages", QUICKER)
     else:
         places = _places(load, source, stock, directory, map_location)
@@ -208,7 +209,7 @@ def load_legacy_storages(
     source = load.source
     if source is None or offset is None:
         load.fallback = _NO_PLAIN_FILE
-    elif source.size - offset <= load.config.small_file:
+    elif is_small(source, load.config):
         load.fallback = Reason("a small file", QUICKER)
     elif source.size - offset < len(keys) * FEW_LEGACY_BYTES:
         _read_soon(source, offset)

@@ -301,7 +301,7 @@ def test_a_load_brings_no_more_collections_than_stock(tmp_path: Path) -> None:
     """A collection looks at all objects of torch, which takes as long as loading 100 MB."""
     path = tmp_path / "many.pt"
     with stock():
-        torch.save([noise(100_000) for _ in range(200)], path)
+        torch.save([noise(200_000) for _ in range(200)], path)
     found: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
