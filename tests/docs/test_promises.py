@@ -20,6 +20,7 @@ FIGURE = re.compile(
     r"(?<![\w-])\d[\d.,]*\s?(?:×|[kMGT]i?B/s|ms\b|µs\b|s\b|seconds\b|%)|×\s?\d"
     r"|\b\w+ times as (?:fast|slow)\b"
 )
+RESULTS = re.compile(r"benchmarks/results/[\w.-]+\.json")
 # What was never measured: limits of the program, and arithmetic or sources that a page names.
 LIMITS = [
     r"slower than 400 MB/s",
@@ -47,10 +48,12 @@ def sections(page: Path) -> list[tuple[str, str]]:
 
 
 def undated(text: str) -> list[str]:
-    """Return the figures of a section that says neither when nor by which command."""
+    """Return the figures of a section without date and command, and without a file of results."""
     for limit in LIMITS:
         text = re.sub(limit, "", text)
     if DATE.search(text) and COMMAND.search(text):
+        return []
+    if any((ROOT / file).exists() for file in RESULTS.findall(text)):
         return []
     return [match[0] for match in FIGURE.finditer(re.sub(r"`[^`]*`", "", text))]
 
@@ -67,7 +70,14 @@ def test_figures_have_a_date_and_a_command(page: Path) -> None:
 def test_a_figure_without_them_is_seen(text: str) -> None:
     assert undated(f"On some day it was {text}.")
     assert undated(f"{text} (24 November 2026)")
+    assert undated(f"{text} (benchmarks/results/missing.json)")
     assert not undated(f"{text} (`fastserial bench save`, 24 November 2026)")
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+def test_a_page_begins_with_what_the_reader_can_do_after_it(page: Path) -> None:
+    _, text = sections(page)[1]
+    assert text.lstrip().startswith("After this page ")
 
 
 def named_tests() -> list[str]:
