@@ -1,4 +1,4 @@
-"""Every promise names tests that exist, and every figure says when and how it was measured."""
+"""What the pages promise has tests, what they measure a date, and what they name exists."""
 
 from __future__ import annotations
 
@@ -97,3 +97,27 @@ def test_a_test_that_a_promise_names_exists(name: str) -> None:
     path, _, function = name.partition("::")
     source = (ROOT / path).read_text(encoding="utf-8")
     assert re.search(rf"^ *def {function}\(", source, re.MULTILINE)
+
+
+MODULE = re.compile(r"`((?:[a-z_0-9]+/)+(?:[a-z_0-9]+)?)`")
+FILE = re.compile(r"`((?:tests|benchmarks|fastserial|docs)/[a-z_0-9./]+\.(?:py|md))\b")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = [name for name in FILE.findall(text) if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_packages_and_modules_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
+    named = MODULE.findall(text)
+    places = [ROOT, ROOT / "fastserial", ROOT / "fastserial" / "distributed"]
+    missing = [
+        name
+        for name in named
+        if not any((place / name).is_dir() or (place / f"{name}.py").exists() for place in places)
+    ]
+    assert named
+    assert not missing
