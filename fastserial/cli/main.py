@@ -24,7 +24,7 @@ _DAMAGED, _USAGE_ERROR = 1, 2
 
 app = typer.Typer(
     name="fastserial",
-    help="torch.save and torch.load at the speed of the disk, crash-safe.",
+    help="torch.save and torch.load at the speed of your disk, safe after a crash.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
