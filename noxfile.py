@@ -128,6 +128,9 @@ def deepspeed(session: nox.Session) -> None:
         "tests/integrations/test_fastpersist.py",
     ]
     session.run("pytest", *(session.posargs or default), env=cpu)
+    if not session.posargs:
+        page = "tests/docs/test_pages.py::test_blocks_run[deepspeed]"
+        session.run("pytest", page, env={**cpu, "FASTSERIAL_DOCS": "1"})
 
 
 NVIDIA = Path("/proc/driver/nvidia/version")

@@ -62,7 +62,7 @@ class EngineUnavailableError(EngineError, ImportError):
 
 
 class TransferAbandonedError(FastserialError, RuntimeError):
-    """Another thread was to move bytes that are waited for, and failed; its own error says why."""
+    """Another thread that moves awaited bytes failed; its own error says why."""
 
 
 class LayoutError(FastserialError, RuntimeError):
@@ -70,7 +70,7 @@ class LayoutError(FastserialError, RuntimeError):
 
 
 class CheckpointFileError(FastserialError, RuntimeError):
-    """A file cannot be used as a checkpoint: it is damaged, or it is none that we can read.
+    """A file cannot be used as a checkpoint: it is damaged, or fastserial cannot read its format.
 
     A `RuntimeError`, as what `torch.load` raises for most damaged files.
 
@@ -108,11 +108,11 @@ class TruncatedCheckpointError(CorruptCheckpointError):
 
 
 class UnreadableCheckpointError(CheckpointFileError):
-    """A file is no checkpoint, or none of a kind that fastserial reads: it may be whole."""
+    """A file is no checkpoint, or has a format that fastserial does not read; it may be whole."""
 
 
 class PickleLimitError(FastserialError, RuntimeError):
-    """A pickle takes more memory or time to look through than the limits allow."""
+    """A pickle needs more memory or time to be read than the limits allow."""
 
 
 class CheckpointKeyError(FastserialError, KeyError):
@@ -122,11 +122,11 @@ class CheckpointKeyError(FastserialError, KeyError):
 
 
 class UnreadableTensorError(FastserialError, RuntimeError):
-    """A tensor cannot be read by itself: only `torch.load` knows how to make it."""
+    """A tensor cannot be read alone: only `torch.load` can make it."""
 
 
 class LoadMismatchError(FastserialError, RuntimeError):
-    """What is to be filled and what the checkpoint holds differ.
+    """The targets and the checkpoint differ in keys, shapes or dtypes.
 
     Nothing was changed, unless the text says so.
     """
@@ -137,7 +137,7 @@ class UnknownPlacementError(LoadMismatchError):
 
 
 class CheckpointReplacedError(FastserialError, FileNotFoundError):
-    """A file of a folder was removed while it was loaded: another save completed. Load again.
+    """Another save removed a file of the folder during the load. Load again.
 
     A `FileNotFoundError` with `errno` and `filename`.
     """
@@ -166,11 +166,11 @@ class DistributedError(FastserialError, RuntimeError):
     """A collective save or load failed; every rank of the group raises it.
 
     It is also a `ConfigError`, `LoadMismatchError` or `FileNotFoundError` if that is what the rank
-    failed with. Errors of code that is not fastserial's, such as a `state_dict()`, are raised as
-    they are on the rank where they came up; the other ranks raise this.
+    failed with. Errors of code that is not fastserial's, such as a `state_dict()`, are raised
+    unchanged on the rank where they occurred; the other ranks raise this.
 
     Attributes:
-        rank: the rank in the group that failed first, or that the others did not hear from.
+        rank: the rank in the group that failed first, or that was silent.
         cause: what happened there.
     """
 
@@ -224,7 +224,7 @@ class StorageChangedError(FastserialError, RuntimeError):
     """A storage was resized while it was being saved, so nothing was saved.
 
     Attributes:
-        path: the file, None where it is not known. A file that was there is intact.
+        path: the file, None where it is not known. The previous file is intact.
     """
 
     def __init__(self) -> None:
@@ -239,9 +239,9 @@ class StorageChangedError(FastserialError, RuntimeError):
 
 
 class TornSnapshotError(FastserialError, RuntimeError):
-    """What was being saved in place was changed before all its bytes were taken.
+    """A tensor that was being saved in place was changed before all its bytes were read.
 
-    Nothing was saved; a file that was there is intact.
+    Nothing was saved; the previous file is intact.
 
     Attributes:
         path: the file.

@@ -1,4 +1,4 @@
-"""Trace events: the steps of saves and loads, for whoever listens; by default nobody does.
+"""Trace events: the steps of saves and loads; by default nothing receives them.
 
     with trace.listen(lambda event: print(event.name, event.end - event.start)):
         torch.save(state, path)
@@ -46,9 +46,13 @@ listener: Listener | None = None  # what happens at every block asks for this fi
 
 @contextmanager
 def listen(new: Listener) -> Iterator[None]:
-    """Call `new` at the end of each step of all saves and loads of this process meanwhile.
+    """Call `new` at the end of each step of all saves and loads of this process, in this block.
 
-    It is called on the thread that made the step, or learned of it, so on several at once.
+        with trace.listen(lambda event: print(event.name, event.end - event.start)):
+            torch.save(state, path)
+
+    It is called on the thread that made the step or learned of it, so possibly on several threads
+    at once.
     """
     global listener
     before, listener = listener, new

@@ -99,7 +99,7 @@ def _look(path: Path, crashes: Crashes) -> None:
         try:
             state = torch.load(path, weights_only=True)
         except Exception as error:  # whatever it is: the checkpoint is lost
-            crashes.errors[str(error).split("\n")[0]] += 1
+            crashes.errors[str(error).split("\n")[0].split(". ")[0]] += 1
             return
     step = state["step"]
     if not all(bool((tensor == step).all()) for tensor in state["weights"]):

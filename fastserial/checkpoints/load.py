@@ -22,13 +22,16 @@ _NAMES = ("_load", "_legacy_load", "_open_file_like")
 def load(f: Any, *args: Any, verify: bool | None = None, **kwargs: Any) -> Any:
     """Return what `torch.load(f, ...)` returns, with the same arguments and errors.
 
+        state = fastserial.load("ckpt.pt", verify=True)
+
     Args:
         f: a path or a file object.
         args: as `torch.load`.
         kwargs: as `torch.load`.
-        verify: check the CRC-32 of every record that is read: zip files that are regular files
-            and were written with checksums, not with `mmap=True`. `last_load_report().verified`
-            says whether it was possible. By default as the option `verify_on_load`.
+        verify: compare the CRC-32 of every record that is read. Possible for zip files that are
+            regular files and were written with checksums, and not with `mmap=True`;
+            `last_load_report().verified` says whether it was done. Default: the option
+            `verify_on_load`.
 
     Raises:
         CorruptCheckpointError: a record is damaged (`verify`), or the file is hostile, or it

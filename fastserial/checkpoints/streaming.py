@@ -301,7 +301,7 @@ def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     for start, end, key in spans:
         if start < stop:
             raise ConvertError(
-                f"entries {owner!r} and {key!r} share memory, which safetensors cannot tell; "
+                f"entries {owner!r} and {key!r} share memory, which safetensors cannot hold; "
                 "copy_shared=True (--copy-shared) writes them twice"
             )
         if end > stop:

@@ -19,14 +19,14 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 
-_Folder = Annotated[Path, typer.Option(help="Where to write; its disk is what is measured.")]
+_Folder = Annotated[Path, typer.Option(help="The folder to write to; its disk is measured.")]
 _Size = Annotated[str, typer.Option(help="Size of the state dict.")]
 _Tensors = Annotated[int, typer.Option(min=1, help="Tensors of mixed sizes in it.")]
 _Runs = Annotated[int, typer.Option(min=1, help="Rounds, after one warm-up.")]
 _Fio = Annotated[bool, typer.Option("--fio/--no-fio", help="Compare with fio.")]
 _Gpu = Annotated[bool, typer.Option("--gpu", help="The tensors are on the CUDA device.")]
-_Json = Annotated[Path | None, typer.Option("--json", help="Also write everything here.")]
-_Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the rows here.")]
+_Json = Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")]
+_Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this file.")]
 
 
 class Container(str, Enum):
@@ -59,11 +59,11 @@ def save(
     gpu: _Gpu = False,
     runs: _Runs = 5,
     formats: Annotated[
-        list[Container] | None, typer.Option("--format", help="May be given twice; default both.")
+        list[Container] | None, typer.Option("--format", help="Only this format; may be repeated.")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Also save over an existing file.")] = True,
-    loose: Annotated[bool, typer.Option(help="Also saves that do not wait for the disk.")] = True,
-    engines: Annotated[bool, typer.Option(help="Also the engines that are not in use.")] = True,
+    loose: Annotated[bool, typer.Option(help="Also saves without a sync.")] = True,
+    engines: Annotated[bool, typer.Option(help="Also the other engines.")] = True,
     with_fio: _Fio = True,
     json_file: _Json = None,
     csv_file: _Csv = None,
@@ -121,8 +121,10 @@ def load(
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where to write; about twice the size is needed.")],
-    size: Annotated[str, typer.Option(help="Size of the model, about.")] = "1GB",
+    folder: Annotated[
+        Path, typer.Option(help="The folder to write to; it needs about twice the size.")
+    ],
+    size: Annotated[str, typer.Option(help="Approximate size of the model.")] = "1GB",
     runs: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 3,
     crash: Annotated[
         bool, typer.Option("--crash", help="Instead: kill saving processes, and load what is left.")

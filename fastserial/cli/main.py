@@ -24,7 +24,7 @@ _DAMAGED, _USAGE_ERROR = 1, 2
 
 app = typer.Typer(
     name="fastserial",
-    help="torch.save and torch.load at the speed of the disk, crash-safe.",
+    help="torch.save and torch.load at the speed of your disk, safe after a crash.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -54,14 +54,12 @@ def _options(
 
 @app.command()
 def doctor(
-    folder: Annotated[
-        Path | None, typer.Argument(help="A folder that checkpoints are saved to.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(help="A folder for checkpoints.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say how saves and loads would run here, what slows them, and what to do about it.
+    """Report how saves and loads run here, what makes them slow, and what to do about it.
 
-    Exit status 1 if something makes them stock or slow, or lets them fail.
+    Exit status 1 if something makes them stock or slow, or makes them fail.
     """
     from fastserial.cli.doctor import show
     from fastserial.diagnosis import examine as examination

@@ -72,7 +72,7 @@ def build(
 
 @patches_app.command()
 def check(torch: Torch = None, json_: AsJson = False) -> None:
-    """Tell whether a patch applies to a torch, and which functions differ; exit status 1 if not."""
+    """Check whether a patch applies to torch and which functions differ; exit status 1 if not."""
     with _errors():
         source = maintain.open_torch(torch)
         patch = maintain.fitting(source)
@@ -104,6 +104,6 @@ def new(
         Path | None, typer.Option(help="Where to write; default: where the patches are.")
     ] = None,
 ) -> None:
-    """Make the patch for a new torch release, or add the hashes of one to its line's patch."""
+    """Make the patch for a new torch release, or add its hashes to the patch of its line."""
     with _errors():
         say(maintain.new(maintain.open_torch(torch), folder))

@@ -1,6 +1,6 @@
-"""`fastserial.summary()`: what the saves and loads of this process did, and which way they went.
+"""`fastserial.summary()`: how many saves and loads this process made, and how many torch made.
 
-With `FASTSERIAL_SUMMARY=1` in the environment it is printed to standard error at the exit.
+With `FASTSERIAL_SUMMARY=1` in the environment it is printed to standard error at exit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNKNOWN = "not known"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A reason: why, for how many, and what to do (None: not known)."""
+    """A reason, how many saves or loads had it, and what to do (None: not known)."""
 
     reason: str
     count: int
@@ -34,11 +34,11 @@ class Direction:
 
     Attributes:
         count: how many there were.
-        by_torch: how many of them went torch's own way.
+        by_torch: how many of them torch did itself.
         nbytes: bytes that fastserial moved.
-        seconds: that these took, together; also beside the program.
-        why_torch: why they went torch's own way.
-        why_slower: why fastserial could not go its fastest way.
+        seconds: the time for these, also of saves in the background.
+        why_torch: why torch did them itself.
+        why_slower: why fastserial did not do them in its fastest way.
     """
 
     count: int
@@ -54,10 +54,10 @@ class Summary:
     """What `summary` returns; `str` of it is a table.
 
     Attributes:
-        installed: torch runs fastserial's functions now.
+        installed: whether torch runs fastserial's functions now.
         reason: why not, or None.
-        saves, loads: what there was. Loads from memory (`BytesIO`) do not count, nor what torch
-            did while fastserial was not installed.
+        saves, loads: the counts. Not counted: loads from memory (`BytesIO`), and what torch did
+            while fastserial was not installed.
     """
 
     installed: bool
@@ -74,13 +74,16 @@ class Summary:
         lines = [f"fastserial{_rank()}: {state}"]
         for name, one in (("saves", self.saves), ("loads", self.loads)):
             lines.append(_line(name, one))
-            lines += _ways("torch's own way", one.why_torch)
-            lines += _ways("not the fastest way", one.why_slower)
+            lines += _ways("by torch itself", one.why_torch)
+            lines += _ways("not in the fastest way", one.why_slower)
         return "\n".join(map(printable, lines))
 
 
 def summary() -> Summary:
-    """Return what the saves and loads of this process did so far, and why some went torch's way."""
+    """Return the counts of this process's saves and loads, and why torch did some of them itself.
+
+    print(fastserial.summary())
+    """
     found = status()
     return Summary(found.installed, found.reason, _direction(SAVES), _direction(LOADS))
 
@@ -118,7 +121,7 @@ def _line(name: str, one: Direction) -> str:
         if one.seconds:
             line += f", {format_bandwidth(one.nbytes / one.seconds)}"
     if one.by_torch:
-        line += f", {one.by_torch} torch's own way"
+        line += f", {one.by_torch} by torch itself"
     return line
 
 

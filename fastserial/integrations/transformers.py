@@ -161,8 +161,8 @@ def resume_from(output_dir: str | os.PathLike[str]) -> str | None:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     if found and unmarked:
         text = (
-            f"{found}: it is used though it has no mark of `CheckpointCallback`: its files are "
-            "whole; that none is missing cannot be told"
+            f"{found}: it is used although `CheckpointCallback` did not mark it: its files are "
+            "whole; whether a file is missing is unknown"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return str(found) if found else None

@@ -44,15 +44,15 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class PatchStatus:
-    """Whether torch is patched, by what, and if not why.
+    """Whether torch is patched, with which patch, and the reason if it is not.
 
     Attributes:
-        installed: our functions are in torch's namespace.
+        installed: fastserial's functions are in torch's namespace.
         torch: the version of the imported torch; None before torch is imported.
         patch: name of the patch in use.
         exact: the patch is made for this version (else only its hashes match).
         functions: the patched functions.
-        replaced: those that somebody replaced after `install()`.
+        replaced: those that other code replaced after `install()`.
         reason: why torch is stock.
     """
 
@@ -76,15 +76,17 @@ _warned: set[str] = set()
 
 
 def install(*, strict: bool = False, **options: Any) -> bool:
-    """Let `torch.save` and `torch.load` use fastserial, and tell whether they do.
+    """Make `torch.save` and `torch.load` use fastserial; return whether they do.
 
-    May be called again and from any thread; torch is imported if need be. With a torch that no
-    patch fits, torch stays stock and one warning says why.
+        fastserial.install(durable=False)
+
+    May be called again and from any thread; it imports torch. If no patch fits the installed
+    torch, torch stays stock and one warning says why.
 
     Args:
         strict: raise instead of warning.
-        options: settings for all saves, as in `fastserial.Config`; a later call changes those
-            that it gives and keeps the others, until `uninstall()`.
+        options: options for all saves and loads, as in `fastserial.Config`; a later call changes
+            the options that it names and keeps the others, until `uninstall()`.
 
     Raises:
         PatchError: `strict`, and the installed torch cannot be patched.
@@ -143,11 +145,10 @@ def switch_on(strict: bool = False) -> str | None:
 
 
 def uninstall() -> bool:
-    """Give torch its own functions back, and tell whether there was anything to do.
+    """Restore torch's own functions; return whether any was replaced.
 
-    The options given to `install()` are forgotten.
-    A function that somebody else replaced after `install()` is left as it is, with a warning;
-    what it wraps of ours behaves as stock from now on.
+    Forgets the options given to `install()`. A function that other code replaced after
+    `install()` stays, with a warning; if it calls ours, that behaves as stock from now on.
     """
     global _installation, _reason
     from fastserial import config
@@ -179,13 +180,13 @@ def uninstall() -> bool:
 
 
 def installed() -> bool:
-    """Tell whether torch runs our functions."""
+    """Return whether torch runs fastserial's functions."""
     installation = _installation
     return installation is not None and installation.in_force()
 
 
 def status() -> PatchStatus:
-    """Return whether torch is patched, by what, and if not why."""
+    """Return whether torch is patched, with which patch, and the reason if it is not."""
     # a torch halfway through its own import has no version yet
     version = str(getattr(sys.modules.get("torch"), "__version__", "")) or None
     with _lock:

@@ -83,7 +83,7 @@ def test_torchs_own_way_is_told_with_its_reason_and_the_remedy(tmp_path: Path) -
     assert found.loads.why_torch[0].reason == "mmap=True maps the file"
     text = str(found)
     assert "saves: 3, 1 by fastserial: 15.3MiB" in text
-    assert "2 torch's own way: not a plain file object -> give torch.save a path" in text
+    assert "2 by torch itself: not a plain file object -> give torch.save a path" in text
 
 
 def test_what_cannot_be_replaced_is_torchs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every promise names tests that exist, and every figure says when and how it was measured."""
+"""What the pages promise has tests, what they measure a date, and what they name exists."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ FIGURE = re.compile(
     r"(?<![\w-])\d[\d.,]*\s?(?:×|[kMGT]i?B/s|ms\b|µs\b|s\b|seconds\b|%)|×\s?\d"
     r"|\b\w+ times as (?:fast|slow)\b"
 )
+RESULTS = re.compile(r"benchmarks/results/[\w.-]+\.json")
 # What was never measured: limits of the program, and arithmetic or sources that a page names.
 LIMITS = [
     r"slower than 400 MB/s",
@@ -47,10 +48,12 @@ def sections(page: Path) -> list[tuple[str, str]]:
 
 
 def undated(text: str) -> list[str]:
-    """Return the figures of a section that says neither when nor by which command."""
+    """Return the figures of a section without date and command, and without a file of results."""
     for limit in LIMITS:
         text = re.sub(limit, "", text)
     if DATE.search(text) and COMMAND.search(text):
+        return []
+    if any((ROOT / file).exists() for file in RESULTS.findall(text)):
         return []
     return [match[0] for match in FIGURE.finditer(re.sub(r"`[^`]*`", "", text))]
 
@@ -67,7 +70,14 @@ def test_figures_have_a_date_and_a_command(page: Path) -> None:
 def test_a_figure_without_them_is_seen(text: str) -> None:
     assert undated(f"On some day it was {text}.")
     assert undated(f"{text} (24 November 2026)")
+    assert undated(f"{text} (benchmarks/results/missing.json)")
     assert not undated(f"{text} (`fastserial bench save`, 24 November 2026)")
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+def test_a_page_begins_with_what_the_reader_can_do_after_it(page: Path) -> None:
+    _, text = sections(page)[1]
+    assert text.lstrip().startswith("After this page ")
 
 
 def named_tests() -> list[str]:
@@ -87,3 +97,27 @@ def test_a_test_that_a_promise_names_exists(name: str) -> None:
     path, _, function = name.partition("::")
     source = (ROOT / path).read_text(encoding="utf-8")
     assert re.search(rf"^ *def {function}\(", source, re.MULTILINE)
+
+
+MODULE = re.compile(r"`((?:[a-z_0-9]+/)+(?:[a-z_0-9]+)?)`")
+FILE = re.compile(r"`((?:tests|benchmarks|fastserial|docs)/[a-z_0-9./]+\.(?:py|md))\b")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = [name for name in FILE.findall(text) if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_packages_and_modules_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
+    named = MODULE.findall(text)
+    places = [ROOT, ROOT / "fastserial", ROOT / "fastserial" / "distributed"]
+    missing = [
+        name
+        for name in named
+        if not any((place / name).is_dir() or (place / f"{name}.py").exists() for place in places)
+    ]
+    assert named
+    assert not missing
