@@ -369,7 +369,6 @@ def _blocking(
     otherwise: Callable[[], object] | None = None,
 ) -> PendingSave:
     """Save as `torch.save` does, before the call returns, and say why."""
-
     zip_container = arguments["_use_new_zipfile_serialization"]
 
     def work() -> SaveReport:

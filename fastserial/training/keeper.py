@@ -133,7 +133,7 @@ class Keeper:
 
 def _own_entry(path: str) -> Mapping[str, Any]:
     """Return a Checkpointer's own entry in a file; no tensor's bytes are read."""
-    from fastserial.distributed.file_index import index_of_file  # with torch.distributed
+    from fastserial.distributed.sharding.file_index import index_of_file  # with torch.distributed
 
     with open_file(path) as file:
         value = index_of_file(file.fileno(), path).value

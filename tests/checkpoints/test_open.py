@@ -22,7 +22,6 @@ import torch
 from support.archives import checkpoint, rewritten
 from support.corpus import CASES, MIB, Case, noise
 from support.identity import saver, stock
-from support.processes import run
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fastserial
