@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import ranks
-from support.beside import FULL
+from support.forms import FULL
 
 pytest.importorskip("torchdata", reason="torchdata is not installed")
 
