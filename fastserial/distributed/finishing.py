@@ -11,7 +11,7 @@ from fastserial.distributed.laid_out import LaidOut
 from fastserial.distributed.shard_writer import ShardWriter
 from fastserial.distributed.shared_file import NewFile
 from fastserial.formats.extents import Trailer
-from fastserial.saving.buffered import write_all
+from fastserial.saving.fill import write_all
 
 __all__ = ["finish_file"]
 

@@ -23,17 +23,24 @@ from fastserial.config import Config
 from fastserial.config.performance import PAGE
 from fastserial.engines import Completion, Engine, Op, Request, create
 from fastserial.errors import EngineError
+from fastserial.files.caching import Timing, begin_writeback
 from fastserial.files.compression import reserve
-from fastserial.files.device_speed import Timing, begin_writeback
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import BufferPool
 from fastserial.memory.held_settings import paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
 from fastserial.reports import HOST_ONLY, Transfer
-from fastserial.saving.buffered import write_all, write_buffered
 from fastserial.saving.device_blocks import DeviceBlocks
-from fastserial.saving.fill import Block, Part, held, is_borrowed, prepare
+from fastserial.saving.fill import (
+    Block,
+    Part,
+    held,
+    is_borrowed,
+    prepare,
+    write_all,
+    write_buffered,
+)
 from fastserial.saving.route import OutputFile, Route, choose_route
 
 __all__ = ["ExtentWriter", "Outcome"]

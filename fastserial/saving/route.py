@@ -15,9 +15,8 @@ from fastserial.config import Config
 from fastserial.config.performance import PAGE
 from fastserial.engines import EngineFactory, capabilities_of
 from fastserial.files import linux
-from fastserial.files.caching import fits
+from fastserial.files.caching import fits, is_fast
 from fastserial.files.compression import compresses
-from fastserial.files.device_speed import is_fast
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
