@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import subprocess
@@ -18,7 +17,7 @@ import torch
 import fastserial
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.files import replacement
-from fastserial.interrupts import OWN, Background, Descriptors, finish, open_file
+from fastserial.interrupts import Background, Descriptors, finish
 
 PROGRAMS = Path(__file__).with_name("programs")
 
@@ -192,37 +191,3 @@ def test_loads_import_nothing_that_a_handler_could_find_half_of(tmp_path: Path) 
     torch.save(torch.ones(4_000_000), legacy, _use_new_zipfile_serialization=False)
     done = run("first_load.py", small, large, legacy)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
-
-
-def test_a_load_owns_its_file_before_a_handler_can_run(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"bytes")
-    name = str(path)
-    steps: list[tuple[str, str]] = []
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        steps.append((event, argument.__name__ if event == "c_call" else frame.f_code.co_name))
-
-    sys.setprofile(note)
-    try:
-        file = open_file(name)
-    finally:
-        sys.setprofile(None)
-    with file:
-        assert (file.name, file.read()) == (name, b"bytes")
-        assert fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & OWN
-    # Python's own steps, after each of which a handler may raise: none between `open` and file
-    assert ("c_call", "next") in steps
-    assert ("c_call", "open") not in steps
-    assert [what for event, what in steps if event == "call"] == ["open_file"]
-
-
-def test_a_load_opens_what_stock_would(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for place in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(OSError, match="irectory") as stock:
-            place.open("rb")
-        with pytest.raises(OSError, match="irectory") as ours:
-            open_file(place)
-        assert (type(ours.value), str(ours.value)) == (type(stock.value), str(stock.value))
-    assert len(os.listdir("/proc/self/fd")) == before
