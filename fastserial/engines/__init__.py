@@ -83,16 +83,12 @@ def load(name: str) -> type[Engine]:
     return found
 
 
-def capabilities_of(engine: str | EngineFactory) -> Capabilities:
-    """Return what an engine can do, by name or of what makes one: its class or a `partial` of it.
+def capabilities_of(make: EngineFactory) -> Capabilities:
+    """Return what an engine can do, of what makes it: its class or a `partial` of it.
 
     Of other functions the usual is assumed.
-
-    Raises:
-        EngineUnavailableError: it cannot run here; the message says why.
     """
-    made = load(engine) if isinstance(engine, str) else getattr(engine, "func", engine)
-    found = getattr(made, "capabilities", None)
+    found = getattr(getattr(make, "func", make), "capabilities", None)
     return found if isinstance(found, Capabilities) else Capabilities()
 
 

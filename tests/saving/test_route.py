@@ -143,7 +143,6 @@ def test_a_route_is_a_value(fd: int) -> None:
 
 
 def test_what_engines_can_do() -> None:
-    assert capabilities_of("threads") == ThreadsEngine.capabilities
     assert capabilities_of(NullEngine) == NullEngine.capabilities
     assert capabilities_of(partial(OwnMemory, prepare_here=True)) == OwnMemory.capabilities
     assert capabilities_of(lambda threads: ThreadsEngine(threads)) == Capabilities()
