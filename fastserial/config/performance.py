@@ -59,9 +59,8 @@ CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and write
 GATHERED = 64 * KiB  # small writes are gathered up to this size
 COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
 # Seconds for which a thread that computes in Python keeps the interpreter's lock while a save moves
-# blocks, instead of 5 ms: each step of the save asks for the lock anew. Beside such a thread 400 MB
-# on ext4 took 0.6 to 0.9 s, with 5 ms 1.0 to 1.5; 300 MB in memory 1.2 to 1.7, with 5 ms 1.7 to 2.9
-# (stock 1.9 to 3.5), on a busy machine.
+# blocks, instead of 5 ms: each step of the save asks for the lock anew. Beside such a thread 300 MB
+# in memory took 1.2 to 1.7 s, with 5 ms 1.7 to 2.9 (stock 1.9 to 3.5), on a busy machine.
 SWITCH_INTERVAL = 0.2e-3
 # CPU cores up to which the submitting thread fills all blocks: two copies at a time took the cores
 # that kernel and device need, 15 to 30 % of the speed of a save on 2 cores.
