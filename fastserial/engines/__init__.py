@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineUnavailableError
+from fastserial.interrupts import finish
 from fastserial.memory.buffers import Buffer, BufferPool
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "create",
     "load",
     "names",
+    "start",
     "survey",
 ]
 
@@ -99,6 +101,27 @@ def create(engine: str | EngineFactory, threads: int) -> Engine:
         EngineUnavailableError: it cannot run here; the message says why.
     """
     return load(engine)(threads) if isinstance(engine, str) else engine(threads)
+
+
+def start(engine: Engine, count: int, nbytes: int, pool: BufferPool | None = None) -> BufferPool:
+    """Open a new engine on staging buffers, which are returned. If that fails, all is closed.
+
+    Args:
+        count, nbytes: up to so many buffers of so many bytes.
+        pool: buffers to use instead.
+
+    Raises:
+        MemoryError, OSError: there is no memory or no descriptor left.
+    """
+    ends = [engine.close]
+    try:
+        pool = pool or engine.allocate(count, nbytes)
+        ends.append(pool.close)
+        engine.open(pool.buffers, len(pool.buffers))
+    except BaseException:
+        finish(*ends)
+        raise
+    return pool
 
 
 def survey() -> list[EngineStatus]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from fastserial.config import Config
-from fastserial.engines import Engine, create
+from fastserial.engines import Engine, create, start
 from fastserial.errors import EngineUnavailableError
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import BufferPool
@@ -38,17 +38,9 @@ def open_engine(config: Config) -> OpenEngine:
         EngineUnavailableError: the configured engine cannot read here.
     """
     engine = create(config.engine, config.threads)
-    to_close = [engine.close]
-    try:
-        if not engine.capabilities.moves_data:
-            raise EngineUnavailableError(f"engine {config.engine!r} does not read")
-        pool = engine.allocate(config.queue_depth, config.block_size)
-        to_close.append(pool.close)
-        engine.open(pool.buffers, config.queue_depth)
-    except BaseException:
-        finish(*to_close)
-        raise
-    return OpenEngine(engine, pool)
+    if not engine.capabilities.moves_data:
+        raise EngineUnavailableError(f"engine {config.engine!r} does not read")
+    return OpenEngine(engine, start(engine, config.queue_depth, config.block_size))
 
 
 class EnginePool:

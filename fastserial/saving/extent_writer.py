@@ -21,7 +21,7 @@ from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.config.performance import PAGE
-from fastserial.engines import Completion, Engine, Op, Request, create
+from fastserial.engines import Completion, Engine, Op, Request, create, start
 from fastserial.errors import EngineError
 from fastserial.files.caching import Timing, begin_writeback
 from fastserial.files.compression import reserve
@@ -394,7 +394,7 @@ class RequestQueue:
         self._in_flight = 0
 
     @classmethod
-    def open(cls, route: Route, devices: DeviceBlocks | None = None) -> RequestQueue:
+    def open(cls, route: Route, devices: DeviceBlocks) -> RequestQueue:
         """Start the engine of a route on as many buffers as it says.
 
         Args:
@@ -408,16 +408,7 @@ class RequestQueue:
         if route.engine is None:
             raise EngineError("the route has no engine")
         engine = create(route.engine, route.threads)
-        ends = [engine.close]
-        try:
-            pool: BufferPool | None = devices.open_ring(engine) if devices is not None else None
-            if pool is None:
-                pool = engine.allocate(route.queue_depth, route.block_size)
-            ends.append(pool.close)
-            engine.open(pool.buffers, len(pool.buffers))
-        except BaseException:
-            finish(*ends)
-            raise
+        pool = start(engine, route.queue_depth, route.block_size, devices.open_ring(engine))
         return cls(engine, pool)
 
     @property
