@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.config.performance import CACHED_CHUNK, FILL_CHUNK, JOINED
+from fastserial.config.performance import CACHED_CHUNK, FILL_CHUNK
 from fastserial.engines import Request
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import (
@@ -29,7 +29,7 @@ from fastserial.formats.extents import (
     Trailer,
 )
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
-from fastserial.memory.storages import HostMemory, StorageMemory, memmove
+from fastserial.memory.storages import HostMemory, StorageMemory
 
 if TYPE_CHECKING:
     from fastserial.memory.ring import Ring
@@ -138,7 +138,7 @@ def fill(parts: Sequence[Part], view: memoryview, address: int, fetched: bool = 
             _fill_data(source, part, view, address, at, fetched)
         elif isinstance(source, Packed):
             if length == source.length:
-                _fill_packed(source, ledger, view, address, at)
+                _fill_packed(source, ledger, view, at)
             else:
                 view[at : at + length] = _packed_piece(source, ledger, start, length)
         elif isinstance(source, Literal):
@@ -239,23 +239,12 @@ def held(part: Part) -> Iterator[Part]:
 
 
 @trace.traced("pack small storages")
-def _fill_packed(
-    source: Packed, ledger: CrcLedger | None, view: memoryview, address: int, at: int
-) -> None:
-    """Put the bytes of a pack at byte `at` of `view`, which shows the memory at `address`.
+def _fill_packed(source: Packed, ledger: CrcLedger | None, view: memoryview, at: int) -> None:
+    """Put the bytes of a pack at byte `at` of `view`: copied twice, but by few calls.
 
     Enters the CRC-32s in the ledger, if they are wanted.
     """
-    known = ledger if source.first is not None else None
-    if source.batch.shared or source.length <= JOINED * len(source.sizes):
-        crcs = _join(source, known is not None, view, at)
-    else:
-        crcs = _copy(source, known is not None, view, address, at)
-    if known is not None and source.first is not None:
-        known.add_many(source.first, crcs)
-
-
-def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
+    wanted = ledger is not None and source.first is not None
     sizes, seal = source.sizes, source.seal
     texts = source.batch.texts(source.begin, source.begin + len(sizes))
     crcs = list(map(crc32, texts)) if wanted else []
@@ -267,28 +256,8 @@ def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
         seals = map(seal.pack, marks, values, sizes, sizes)
         parts = chain.from_iterable(zip(texts, seals, source.gaps, strict=True))
     view[at : at + source.length] = b"".join(parts)
-    return crcs
-
-
-def _copy(source: Packed, wanted: bool, view: memoryview, address: int, at: int) -> list[int]:
-    crcs: list[int] = []
-    crc = 0
-    seal = source.seal
-    batch, first = source.batch, source.begin
-    last = first + len(source.sizes)
-    addresses = batch.addresses[first:last]
-    batch.check(first, last)
-    for data, size, gap in zip(addresses, source.sizes, source.gaps, strict=True):
-        end = at + size
-        memmove(address + at, data, size)
-        if wanted:
-            crc = crc32(view[at:end])
-            crcs.append(crc)
-        text = seal.pack(DESCRIPTOR_SIGNATURE, crc, size, size) + gap if seal is not None else gap
-        at = end + len(text)
-        view[end:at] = text
-    batch.check(first, last)
-    return crcs
+    if ledger is not None and source.first is not None:
+        ledger.add_many(source.first, crcs)
 
 
 @trace.traced("write (page cache)")
