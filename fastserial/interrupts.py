@@ -22,15 +22,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
-from typing import Any, BinaryIO
 
-__all__ = ["OWN", "Background", "Descriptors", "finish", "open_file"]
+__all__ = ["OWN", "Background", "Descriptors", "finish"]
 
 OWN = os.O_ASYNC  # means nothing where a regular file is opened: our own descriptors have it
 _BOTTOM = -1  # of a list of descriptors
-_OPEN: Any = open
-_ARGUMENTS = (("rb",), (-1,), (None,), (None,), (None,), (True,))  # of `open`, up to its opener
-_GET = operator.attrgetter("get")
 _TRIES = 100  # a step that fails so often will not end
 
 
@@ -85,7 +81,7 @@ class Descriptors:
         mode: int = 0o666,
         dir_fd: int | None = None,
     ) -> int:
-        """Return a new descriptor, as `os.open`; `open_files` does not count it.
+        """Return a new descriptor, as `os.open`; `is_held` does not count it.
 
         Raises:
             OSError: it cannot be opened.
@@ -140,28 +136,6 @@ class Descriptors:
             OSError: a network file system reports a late error; it is closed all the same.
         """
         deque(map(os.close, map(self._fds.pop, (-1,))), 0)
-
-
-def open_file(path: str | bytes | os.PathLike[Any]) -> BinaryIO:
-    """Return what `open(path, "rb")` does; `open_files` does not count its descriptor.
-
-    The file owns the descriptor before any handler can run: it is taken, and given to `open`, by
-    functions of C that call each other.
-
-    Raises:
-        OSError: as `open`.
-    """
-    name = os.fspath(path)
-    fds = map(os.open, (name,), (os.O_RDONLY | os.O_CLOEXEC | OWN,))
-    # `opener` is called with name and flags: `{name: fd}.get`
-    openers = map(_GET, map(dict.fromkeys, ((name,),), fds))
-    try:
-        file: BinaryIO = next(map(_OPEN, (name,), *_ARGUMENTS, openers))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return open(name, "rb")  # a FUSE file system may refuse flags that it does not know
-    return file
 
 
 class Background:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from types import TracebackType
 from typing import NamedTuple, ParamSpec, TypeVar
 
 __all__ = ["IN_FLIGHT", "Event", "Listener", "block", "listen", "step", "tell", "traced"]
@@ -64,7 +63,7 @@ def listen(new: Listener) -> Iterator[None]:
 
 def step(name: str) -> AbstractContextManager[None]:
     """Return a context manager that makes its body a step."""
-    return _NOTHING if listener is None else _Step(name)
+    return _NOTHING if listener is None else _step(name)
 
 
 def traced(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -73,9 +72,7 @@ def traced(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **keywords: _P.kwargs) -> _R:
-            if listener is None:
-                return function(*args, **keywords)
-            with _Step(name):
+            with step(name):
                 return function(*args, **keywords)
 
         return call
@@ -103,19 +100,10 @@ def block(times: Sequence[float]) -> None:
 _NOTHING = nullcontext()
 
 
-class _Step:
-    __slots__ = ("_name", "_start")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._start = perf_counter()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        tell(self._name, self._start, perf_counter())
+@contextmanager
+def _step(name: str) -> Iterator[None]:
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        tell(name, start, perf_counter())

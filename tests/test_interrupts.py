@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import sys
@@ -18,7 +17,7 @@ from support.processes import run
 import fastserial
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.files import replacement
-from fastserial.interrupts import OWN, Background, Descriptors, finish, open_file
+from fastserial.interrupts import Background, Descriptors, finish
 
 
 def descriptors() -> int:
@@ -182,26 +181,3 @@ def test_loads_import_nothing_that_a_handler_could_find_half_of(tmp_path: Path) 
     torch.save({"x": torch.ones(4_000_000)}, large)
     torch.save(torch.ones(4_000_000), legacy, _use_new_zipfile_serialization=False)
     assert run("first_load", small, large, legacy).out == "\n"
-
-
-def test_a_load_owns_its_file_before_a_handler_can_run(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"bytes")
-    name = str(path)
-    steps: list[tuple[str, str]] = []
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        steps.append((event, argument.__name__ if event == "c_call" else frame.f_code.co_name))
-
-    sys.setprofile(note)
-    try:
-        file = open_file(name)
-    finally:
-        sys.setprofile(None)
-    with file:
-        assert (file.name, file.read()) == (name, b"bytes")
-        assert fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & OWN
-    # Python's own steps, after each of which a handler may raise: none between `open` and file
-    assert ("c_call", "next") in steps
-    assert ("c_call", "open") not in steps
-    assert [what for event, what in steps if event == "call"] == ["open_file"]

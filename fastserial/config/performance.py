@@ -49,9 +49,8 @@ LARGE_FILE = 64 * MiB  # to free a replaced file of less takes 0.1 ms on ext4, n
 # Copy and checksum take turns, while the bytes are in a core's cache: 7.0 GB/s on one core, 6.2
 # with 64 KiB, 7.4 with 2 MiB where that much fits; less CPU time than with whole blocks.
 FILL_CHUNK = 256 * KiB
-# Storages of up to this many bytes on average are copied together: twice, but without a step of
-# Python's for each, and without giving up the interpreter's lock to another thread each time.
-JOINED = 8 * KiB
+# Small storages are copied twice, together, but without a step of Python's for each. With 60 KB it
+# took as much CPU time as copies of their own (0.10 s for 180 MB), with 12 KB less.
 PACKED_STORAGE = 64 * KiB  # a storage up to this size may be packed with others,
 PACKED_BYTES = 512 * KiB  # into pieces of about this size: a few calls for hundreds of storages
 MOST_PIECES = 512  # of one `preadv`; the kernel takes 1024
@@ -59,9 +58,8 @@ CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and write
 GATHERED = 64 * KiB  # small writes are gathered up to this size
 COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
 # Seconds for which a thread that computes in Python keeps the interpreter's lock while a save moves
-# blocks, instead of 5 ms: each step of the save asks for the lock anew. Beside such a thread 400 MB
-# on ext4 took 0.6 to 0.9 s, with 5 ms 1.0 to 1.5; 300 MB in memory 1.2 to 1.7, with 5 ms 1.7 to 2.9
-# (stock 1.9 to 3.5), on a busy machine.
+# blocks, instead of 5 ms: each step of the save asks for the lock anew. Beside such a thread 300 MB
+# in memory took 1.2 to 1.7 s, with 5 ms 1.7 to 2.9 (stock 1.9 to 3.5), on a busy machine.
 SWITCH_INTERVAL = 0.2e-3
 # CPU cores up to which the submitting thread fills all blocks: two copies at a time took the cores
 # that kernel and device need, 15 to 30 % of the speed of a save on 2 cores.

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineUnavailableError
+from fastserial.interrupts import finish
 from fastserial.memory.buffers import Buffer, BufferPool
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "create",
     "load",
     "names",
+    "start",
     "survey",
 ]
 
@@ -83,16 +85,12 @@ def load(name: str) -> type[Engine]:
     return found
 
 
-def capabilities_of(engine: str | EngineFactory) -> Capabilities:
-    """Return what an engine can do, by name or of what makes one: its class or a `partial` of it.
+def capabilities_of(make: EngineFactory) -> Capabilities:
+    """Return what an engine can do, of what makes it: its class or a `partial` of it.
 
     Of other functions the usual is assumed.
-
-    Raises:
-        EngineUnavailableError: it cannot run here; the message says why.
     """
-    made = load(engine) if isinstance(engine, str) else getattr(engine, "func", engine)
-    found = getattr(made, "capabilities", None)
+    found = getattr(getattr(make, "func", make), "capabilities", None)
     return found if isinstance(found, Capabilities) else Capabilities()
 
 
@@ -103,6 +101,27 @@ def create(engine: str | EngineFactory, threads: int) -> Engine:
         EngineUnavailableError: it cannot run here; the message says why.
     """
     return load(engine)(threads) if isinstance(engine, str) else engine(threads)
+
+
+def start(engine: Engine, count: int, nbytes: int, pool: BufferPool | None = None) -> BufferPool:
+    """Open a new engine on staging buffers, which are returned. If that fails, all is closed.
+
+    Args:
+        count, nbytes: up to so many buffers of so many bytes.
+        pool: buffers to use instead.
+
+    Raises:
+        MemoryError, OSError: there is no memory or no descriptor left.
+    """
+    ends = [engine.close]
+    try:
+        pool = pool or engine.allocate(count, nbytes)
+        ends.append(pool.close)
+        engine.open(pool.buffers, len(pool.buffers))
+    except BaseException:
+        finish(*ends)
+        raise
+    return pool
 
 
 def survey() -> list[EngineStatus]:

@@ -65,7 +65,6 @@ _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
 _STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
 _INTERRUPTIONS = 8  # how often reserving space is started over
-_FALLOC_FL_KEEP_SIZE = 1
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -150,11 +149,11 @@ def is_locked(fd: int) -> bool:
 
 
 @trace.traced("preallocate")
-def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> bool:
+def preallocate(fd: int, offset: int, length: int) -> bool:
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
-    With `keep_size` the space is there, but the file does not grow. Returns False where the file
-    system cannot, or where signals come faster than it can: some start over after each.
+    Returns False where the file system cannot, or where signals come faster than it can: some
+    start over after each.
 
     Raises:
         OSError: there is not enough space (ENOSPC, EDQUOT, EFBIG), or the disk failed.
@@ -162,7 +161,7 @@ def preallocate(fd: int, offset: int, length: int, keep_size: bool = False) -> b
     call = _libc.fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     for _ in range(_INTERRUPTIONS):  # between two calls, Python runs the signal's handler
-        if call(fd, _FALLOC_FL_KEEP_SIZE if keep_size else 0, offset, length) == 0:
+        if call(fd, 0, offset, length) == 0:
             return True
         number = ctypes.get_errno()
         # EPERM: of a container's filter of system calls

@@ -57,17 +57,6 @@ def _can_link() -> bool:
     return os.path.isdir("/proc/self/fd")
 
 
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    """Return what differs once attributes of a file were changed, or another took its place."""
-    return (
-        status.st_ino,
-        status.st_ctime_ns,  # too coarse for two changes within some milliseconds
-        status.st_mode,
-        status.st_uid,
-        status.st_gid,
-    )
-
-
 def _lock(fd: int) -> bool:
     """Lock a temporary file; False if another process has. True where there are no locks."""
     try:
@@ -286,7 +275,7 @@ class Replacement:
     def _keep_up(self) -> None:
         """Give the new file what was changed at the old one since: a `chmod 600`, say."""
         now = self._status()
-        if now is None or (self._seen is not None and _version(now) == _version(self._seen)):
+        if now is None:
             return
         try:
             found = attributes_of(now, self.target.path)

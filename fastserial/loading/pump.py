@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fastserial import trace
 from fastserial.config import Config
 from fastserial.config.performance import DIRECT_BLOCKS, SCATTERED_BLOCK
-from fastserial.engines import Completion, Engine, Op, Request, create
+from fastserial.engines import Completion, Engine, Op, Request, create, start
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import finish
@@ -113,17 +113,9 @@ def _open_engine(config: Config) -> tuple[Engine, BufferPool]:
         EngineUnavailableError: the configured engine cannot read here.
     """
     engine = create(config.engine, config.threads)
-    to_close = [engine.close]
-    try:
-        if not engine.capabilities.moves_data:
-            raise EngineUnavailableError(f"engine {config.engine!r} does not read")
-        pool = engine.allocate(config.queue_depth, config.block_size)
-        to_close.append(pool.close)
-        engine.open(pool.buffers, config.queue_depth)
-    except BaseException:
-        finish(*to_close)
-        raise
-    return engine, pool
+    if not engine.capabilities.moves_data:
+        raise EngineUnavailableError(f"engine {config.engine!r} does not read")
+    return engine, start(engine, config.queue_depth, config.block_size)
 
 
 class Pump:

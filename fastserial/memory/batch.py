@@ -39,14 +39,12 @@ class Batch(NamedTuple):
         memory: the memory of the storage at an index; the addresses are valid as long as this is
             kept.
         storages: the storages, if there are any: another thread may resize them.
-        shared: other threads run, and may do so at any time.
     """
 
     addresses: Sequence[int]
     sizes: Sequence[int]
     memory: Callable[[int], Memory]
     storages: Sequence[torch.UntypedStorage] | None = None
-    shared: bool = False
 
     def texts(self, begin: int, end: int) -> list[bytes]:
         """Copy the host memory of [begin, end).
@@ -64,21 +62,6 @@ class Batch(NamedTuple):
         if list(map(len, texts)) != list(sizes):
             raise StorageChangedError
         return texts
-
-    def check(self, begin: int, end: int) -> None:
-        """Raise if a host storage of [begin, end) is not where it was, at its size.
-
-        Raises:
-            StorageChangedError: it was resized.
-        """
-        if self.storages is None:
-            return
-        some = self.storages[begin:end]
-        if (
-            list(map(self._address, some)) != self.addresses[begin:end]
-            or list(map(self._size, some)) != self.sizes[begin:end]
-        ):
-            raise StorageChangedError
 
     @property
     def _address(self) -> Callable[[torch.UntypedStorage], int]:
@@ -169,7 +152,7 @@ def storage_batch(storages: Sequence[torch.UntypedStorage]) -> Batch:
             raise StorageChangedError
         return found
 
-    return Batch(addresses, sizes, memory, storages, shared)
+    return Batch(addresses, sizes, memory, storages)
 
 
 def batch_of(memories: Sequence[Memory]) -> Batch:

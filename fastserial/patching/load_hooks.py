@@ -24,7 +24,6 @@ from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import Directory, RecordEntry
 from fastserial.formats.zip.records import PICKLE, all_checksums, read_places, storage_records
 from fastserial.formats.zip.structs import MOST_INFLATED
-from fastserial.interrupts import open_file
 from fastserial.loading.legacy_storages import read_storages
 from fastserial.loading.policy import is_small
 from fastserial.loading.prefetch import Prefetch
@@ -51,8 +50,7 @@ def open_source(target: Any) -> AbstractContextManager[BinaryIO]:
     """
     serialization: Any = torch.serialization
     if serialization._is_path(target):
-        # A save to the same path, in another thread, need not spare a file that only we read.
-        return LoadSession(open_file(target))
+        return LoadSession(open(target, "rb"))
     return LoadSession(serialization._open_buffer_reader(target))
 
 

@@ -21,19 +21,26 @@ from fastserial import trace
 from fastserial.checksums import CrcLedger
 from fastserial.config import Config
 from fastserial.config.performance import PAGE
-from fastserial.engines import Completion, Engine, Op, Request, create
+from fastserial.engines import Completion, Engine, Op, Request, create, start
 from fastserial.errors import EngineError
+from fastserial.files.caching import Timing, begin_writeback
 from fastserial.files.compression import reserve
-from fastserial.files.device_speed import Timing, begin_writeback
 from fastserial.formats.extents import Data, Extent
 from fastserial.interrupts import finish
 from fastserial.memory.buffers import BufferPool
 from fastserial.memory.held_settings import paused_collection, quick_switches
 from fastserial.memory.storages import StorageMemory
 from fastserial.reports import HOST_ONLY, Transfer
-from fastserial.saving.buffered import write_all, write_buffered
 from fastserial.saving.device_blocks import DeviceBlocks
-from fastserial.saving.fill import Block, Part, held, is_borrowed, prepare
+from fastserial.saving.fill import (
+    Block,
+    Part,
+    held,
+    is_borrowed,
+    prepare,
+    write_all,
+    write_buffered,
+)
 from fastserial.saving.route import OutputFile, Route, choose_route
 
 __all__ = ["ExtentWriter", "Outcome"]
@@ -387,7 +394,7 @@ class RequestQueue:
         self._in_flight = 0
 
     @classmethod
-    def open(cls, route: Route, devices: DeviceBlocks | None = None) -> RequestQueue:
+    def open(cls, route: Route, devices: DeviceBlocks) -> RequestQueue:
         """Start the engine of a route on as many buffers as it says.
 
         Args:
@@ -401,16 +408,7 @@ class RequestQueue:
         if route.engine is None:
             raise EngineError("the route has no engine")
         engine = create(route.engine, route.threads)
-        ends = [engine.close]
-        try:
-            pool: BufferPool | None = devices.open_ring(engine) if devices is not None else None
-            if pool is None:
-                pool = engine.allocate(route.queue_depth, route.block_size)
-            ends.append(pool.close)
-            engine.open(pool.buffers, len(pool.buffers))
-        except BaseException:
-            finish(*ends)
-            raise
+        pool = start(engine, route.queue_depth, route.block_size, devices.open_ring(engine))
         return cls(engine, pool)
 
     @property

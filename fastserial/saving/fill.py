@@ -1,4 +1,4 @@
-"""Filling a buffer with pieces of a layout; a chunk is checksummed while it is in the cache.
+"""Filling memory with pieces of a layout; a chunk is checksummed while it is in the cache.
 
 Small storages are packed: a few calls for hundreds of them, not a few for each.
 """
@@ -6,6 +6,8 @@ Small storages are packed: a few calls for hundreds of them, not a few for each.
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.config.performance import FILL_CHUNK, JOINED
+from fastserial.config.performance import CACHED_CHUNK, FILL_CHUNK
 from fastserial.engines import Request
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import (
@@ -27,7 +29,7 @@ from fastserial.formats.extents import (
     Trailer,
 )
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
-from fastserial.memory.storages import HostMemory, StorageMemory, memmove
+from fastserial.memory.storages import HostMemory, StorageMemory
 
 if TYPE_CHECKING:
     from fastserial.memory.ring import Ring
@@ -42,6 +44,8 @@ __all__ = [
     "lone_memory",
     "prepare",
     "staged",
+    "write_all",
+    "write_buffered",
 ]
 
 _CRC = struct.Struct("<I")
@@ -134,7 +138,7 @@ def fill(parts: Sequence[Part], view: memoryview, address: int, fetched: bool = 
             _fill_data(source, part, view, address, at, fetched)
         elif isinstance(source, Packed):
             if length == source.length:
-                _fill_packed(source, ledger, view, address, at)
+                _fill_packed(source, ledger, view, at)
             else:
                 view[at : at + length] = _packed_piece(source, ledger, start, length)
         elif isinstance(source, Literal):
@@ -235,23 +239,12 @@ def held(part: Part) -> Iterator[Part]:
 
 
 @trace.traced("pack small storages")
-def _fill_packed(
-    source: Packed, ledger: CrcLedger | None, view: memoryview, address: int, at: int
-) -> None:
-    """Put the bytes of a pack at byte `at` of `view`, which shows the memory at `address`.
+def _fill_packed(source: Packed, ledger: CrcLedger | None, view: memoryview, at: int) -> None:
+    """Put the bytes of a pack at byte `at` of `view`: copied twice, but by few calls.
 
     Enters the CRC-32s in the ledger, if they are wanted.
     """
-    known = ledger if source.first is not None else None
-    if source.batch.shared or source.length <= JOINED * len(source.sizes):
-        crcs = _join(source, known is not None, view, at)
-    else:
-        crcs = _copy(source, known is not None, view, address, at)
-    if known is not None and source.first is not None:
-        known.add_many(source.first, crcs)
-
-
-def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
+    wanted = ledger is not None and source.first is not None
     sizes, seal = source.sizes, source.seal
     texts = source.batch.texts(source.begin, source.begin + len(sizes))
     crcs = list(map(crc32, texts)) if wanted else []
@@ -263,25 +256,68 @@ def _join(source: Packed, wanted: bool, view: memoryview, at: int) -> list[int]:
         seals = map(seal.pack, marks, values, sizes, sizes)
         parts = chain.from_iterable(zip(texts, seals, source.gaps, strict=True))
     view[at : at + source.length] = b"".join(parts)
-    return crcs
+    if ledger is not None and source.first is not None:
+        ledger.add_many(source.first, crcs)
 
 
-def _copy(source: Packed, wanted: bool, view: memoryview, address: int, at: int) -> list[int]:
-    crcs: list[int] = []
-    crc = 0
-    seal = source.seal
-    batch, first = source.batch, source.begin
-    last = first + len(source.sizes)
-    addresses = batch.addresses[first:last]
-    batch.check(first, last)
-    for data, size, gap in zip(addresses, source.sizes, source.gaps, strict=True):
-        end = at + size
-        memmove(address + at, data, size)
-        if wanted:
-            crc = crc32(view[at:end])
-            crcs.append(crc)
-        text = seal.pack(DESCRIPTOR_SIGNATURE, crc, size, size) + gap if seal is not None else gap
-        at = end + len(text)
-        view[end:at] = text
-    batch.check(first, last)
-    return crcs
+@trace.traced("write (page cache)")
+def write_buffered(fd: int, parts: Sequence[Part]) -> None:
+    """Write parts to a file, in the order given.
+
+    Args:
+        fd: of the file.
+        parts: what needs checksums comes after what gives them.
+
+    Raises:
+        OSError: the disk is full or failed.
+        StorageChangedError: a storage was resized during the save.
+    """
+    buffer = bytearray()
+    together: list[Part] = []
+    end = gathered = 0  # where they end in the file, and their bytes
+
+    def write() -> None:
+        nonlocal buffer, gathered
+        if gathered > len(buffer):
+            buffer = bytearray(max(gathered, min(total, CACHED_CHUNK)))
+        if together:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            view = memoryview(buffer)[:gathered]
+            fill(together, view, address)
+            write_all(fd, view, end - gathered)
+            together.clear()
+            gathered = 0
+
+    total = sum([part.length for part in parts])
+    for part in parts:
+        for chunk in _chunks(part):
+            if chunk.offset != end or gathered + chunk.length > CACHED_CHUNK:
+                write()
+            together.append(chunk)
+            gathered += chunk.length
+            end = chunk.offset + chunk.length
+    write()
+
+
+def _chunks(part: Part) -> Iterator[Part]:
+    """Cut a part up, so that little memory is taken at a time."""
+    offset, source, start, length, ledger = part
+    if length <= CACHED_CHUNK or not isinstance(source, Data | Literal):
+        yield part
+        return
+    for done in range(0, length, CACHED_CHUNK):
+        yield Part(offset + done, source, start + done, min(CACHED_CHUNK, length - done), ledger)
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write bytes to a file from byte `offset` on.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    while data:
+        written = os.pwrite(fd, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, f"{len(data)} bytes were not written")
+        offset += written
+        data = data[written:]

@@ -13,11 +13,10 @@ from typing import Literal
 
 from fastserial.config import Config
 from fastserial.config.performance import PAGE
-from fastserial.engines import EngineFactory, capabilities_of
+from fastserial.engines import Capabilities, EngineFactory, capabilities_of, load
 from fastserial.files import linux
-from fastserial.files.caching import fits
+from fastserial.files.caching import fits, is_fast
 from fastserial.files.compression import compresses
-from fastserial.files.device_speed import is_fast
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
@@ -71,7 +70,7 @@ class Route:
     Attributes:
         kind: `direct`: past the page cache, but for what is not aligned; `cached`: through it;
             `trial`: through it, until it is known whether direct I/O is faster.
-        engine: name of the engine, or what makes it; None: there is no memory for one.
+        engine: what makes the engine; None: there is no memory for one.
         block_size: of a block at most.
         queue_depth: blocks in flight at once.
         threads: that help the submitting one.
@@ -81,7 +80,7 @@ class Route:
     """
 
     kind: Literal["direct", "cached", "trial"]
-    engine: str | EngineFactory | None
+    engine: EngineFactory | None
     block_size: int
     queue_depth: int
     threads: int
@@ -122,6 +121,7 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
     if expected is not None:
         blocks = max(1, -(-expected // config.block_size))
         depth, threads = min(blocks, depth), min(blocks, threads)
+    engine = load(config.engine) if isinstance(config.engine, str) else config.engine
     alignment, fallback = PAGE, None
     kind: Literal["direct", "cached", "trial"] = "cached"
     if config.never_direct:
@@ -133,10 +133,10 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
     else:
         alignment, fallback = file.open_direct(config.block_size)
         if fallback is None:
-            kind = _fastest(file, config, expected or 0)
+            kind = _fastest(file, config, capabilities_of(engine), expected or 0)
     return Route(
         kind=kind,
-        engine=config.engine,
+        engine=engine,
         block_size=config.block_size,
         queue_depth=depth,
         threads=threads,
@@ -146,9 +146,10 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
     )
 
 
-def _fastest(file: OutputFile, config: Config, nbytes: int) -> Literal["direct", "cached", "trial"]:
+def _fastest(
+    file: OutputFile, config: Config, capabilities: Capabilities, nbytes: int
+) -> Literal["direct", "cached", "trial"]:
     """Return what is the fastest for a file that takes direct I/O, and leaves most in the cache."""
-    capabilities = capabilities_of(config.engine)
     if not (capabilities.moves_data and capabilities.any_memory):
         return "direct"  # such an engine is no good at the page cache
     if config.direct is True or config.cache == "drop":

@@ -17,7 +17,7 @@ import fastserial
 from fastserial.engines.base import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
-from fastserial.files import caching, device_speed, meminfo
+from fastserial.files import caching, meminfo
 from fastserial.files.caching import cached_fraction
 from fastserial.reports import last_load_report
 
@@ -27,8 +27,8 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
-    monkeypatch.setattr(device_speed, "_verdicts", {})
-    monkeypatch.setattr(device_speed, "TRIAL", MIB)
+    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "TRIAL", MIB)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 
 def verdicts() -> list[bool]:
     """What was found out of devices, in this order."""
-    return [found.fast for found in device_speed._verdicts.values()]
+    return [found.fast for found in caching._verdicts.values()]
 
 
 def chill(path: Path) -> None:
@@ -111,7 +111,7 @@ def saved(path: Path, state: object = None, **options: Any) -> fastserial.SaveRe
 def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None, durable: bool
 ) -> None:
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
     for name in ("first.pt", "second.pt"):  # the second relies on what the first measured
         report = saved(tmp_path / name, durable=durable)
         assert not report.direct
@@ -125,11 +125,11 @@ def test_a_device_that_was_busy_is_measured_again(
 ) -> None:
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
     assert not saved(tmp_path / "busy.pt").direct
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     assert not saved(tmp_path / "soon.pt").direct
-    monkeypatch.setattr(device_speed, "SLOW_FOR", 0.0)
+    monkeypatch.setattr(caching, "SLOW_FOR", 0.0)
     assert saved(tmp_path / "later.pt").direct  # but for the beginning
     assert verdicts() == [True]
 
@@ -140,12 +140,12 @@ def test_a_device_that_was_fast_is_measured_again(
     """It may have used up what a cloud lends it for a while."""
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     assert saved(tmp_path / "fast.pt").direct
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
     assert saved(tmp_path / "soon.pt").direct
     assert verdicts() == [True]
-    monkeypatch.setattr(device_speed, "FAST_FOR", 0.0)
+    monkeypatch.setattr(caching, "FAST_FOR", 0.0)
     assert not saved(tmp_path / "later.pt").direct
     assert cached(tmp_path / "later.pt") > 0.99
     assert verdicts() == [False]
@@ -158,21 +158,21 @@ def test_a_device_is_fast_as_long_as_direct_saves_are(
     """No save has to be on trial for that; one that is slow says nothing, it may have waited."""
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     assert saved(tmp_path / "fast.pt").direct
-    (key, known), *_ = device_speed._verdicts.items()
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", speed)
+    (key, known), *_ = caching._verdicts.items()
+    monkeypatch.setattr(caching, "FAST_DEVICE", speed)
     assert saved(tmp_path / "soon.pt").direct
     assert saved(tmp_path / "short.pt", [noise(MIB // 2)]).direct
     assert verdicts() == [True]
-    assert (device_speed._verdicts[key].at > known.at) is (speed == 0.0)
+    assert (caching._verdicts[key].at > known.at) is (speed == 0.0)
 
 
 def test_little_is_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
     """A throttle or a disk's cache takes that much at once."""
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     assert not saved(tmp_path / "short.pt", [noise(MIB // 2)]).direct
     assert not verdicts()
 
@@ -184,7 +184,7 @@ def test_where_a_sandbox_refuses_the_call_saves_go_on(
         ctypes.set_errno(errno.EPERM)
         return -1
 
-    monkeypatch.setattr(device_speed, "_sync_file_range", refused)
+    monkeypatch.setattr(caching, "_sync_file_range", refused)
     assert not saved(tmp_path / "f.pt").direct
     assert not verdicts()
     torch.load(tmp_path / "f.pt")
@@ -197,16 +197,14 @@ def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
     if not has_direct(tmp_path) or not os.major(tmp_path.stat().st_dev):
         pytest.skip("no direct I/O here, or no block device")
     clock = iter(range(1000))  # a second for each look at the clock
-    monkeypatch.setattr(device_speed, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(caching, "perf_counter", lambda: next(clock))
     took: list[int] = []
     for flags in (0, os.O_DSYNC):
-        device_speed._verdicts.clear()
-        monkeypatch.setattr(
-            device_speed, "FAST_DEVICE", 1.5 * MIB
-        )  # for one second fast, for two slow
+        caching._verdicts.clear()
+        monkeypatch.setattr(caching, "FAST_DEVICE", 1.5 * MIB)  # for one second fast, for two slow
         fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | flags)
         try:
-            trial = device_speed.Timing(fd)
+            trial = caching.Timing(fd)
             trial.take(0, 2 * MIB)
             took.append(trial.judge())
         finally:
@@ -219,7 +217,7 @@ def test_on_a_fast_device_a_save_is_direct(
 ) -> None:
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     state = [noise(3 * MIB), noise(5 * MIB)]
     assert saved(tmp_path / "first.pt", state).direct
     assert 0.05 < cached(tmp_path / "first.pt") < 0.5  # the trial
@@ -234,11 +232,11 @@ def test_saves_do_as_told(
 ) -> None:
     if not has_direct(tmp_path):
         pytest.skip("no direct I/O here")
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", float("inf"))
+    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
     assert saved(tmp_path / "drop.pt", cache="drop").direct
     assert cached(tmp_path / "drop.pt") < 0.1
     assert saved(tmp_path / "direct.pt", direct=True).direct
-    monkeypatch.setattr(device_speed, "FAST_DEVICE", 0.0)
+    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     assert not saved(tmp_path / "keep.pt", cache="keep").direct
     assert cached(tmp_path / "keep.pt") > 0.99
 
@@ -255,7 +253,7 @@ def test_a_device_that_fails_while_it_is_written_behind(
         ctypes.set_errno(errno.EIO)
         return -1
 
-    monkeypatch.setattr(device_speed, "_sync_file_range", failing)
+    monkeypatch.setattr(caching, "_sync_file_range", failing)
     with fast(**SMALL, cache=cache), pytest.raises(WriteError) as caught:
         torch.save([noise(3 * MIB), noise(5 * MIB)], target)
     assert caught.value.errno == errno.EIO
@@ -266,7 +264,7 @@ def test_a_device_that_fails_while_it_is_written_behind(
 def test_without_the_call_saves_go_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
-    monkeypatch.setattr(device_speed, "_sync_file_range", None)
+    monkeypatch.setattr(caching, "_sync_file_range", None)
     assert not saved(tmp_path / "f.pt").direct
 
 

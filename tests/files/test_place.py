@@ -267,7 +267,7 @@ def test_a_large_storage_of_a_device_is_copied_in_pieces(
             copies.append(length)
             ctypes.memmove(address, content[start : start + length], length)
 
-    from fastserial.saving.buffered import write_buffered
+    from fastserial.saving.fill import write_buffered
 
     ledger = CrcLedger([len(content)], [None])
     part = Part(0, Data(Memory(), len(content), 0), 0, len(content), ledger)

@@ -14,7 +14,7 @@ import torch
 from support import loading
 from support.corpus import CASES, Case
 from support.gpu import DEVICE, need_gpu
-from support.identity import TARGETS, both, fast, stock
+from support.identity import TARGETS, both, stock
 
 from fastserial.engines.gds.memory import missing
 from fastserial.memory import transfers
@@ -88,22 +88,3 @@ def test_loads(case: Case, fmt: str, on_gpu: Any, monkeypatch: pytest.MonkeyPatc
                 *OPTIONS,
                 {**SMALL, "verify_on_load": True},
             )
-
-
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_across(tmp_path: Path, zipped: bool) -> None:
-    """A file of a GPU's tensors, saved by either, loads to GPU and host by either."""
-    torch.manual_seed(0)
-    wanted = {f"{n}": torch.randn(n, device=DEVICE) for n in (1, 1000, 3_000_000)}
-    sides = {"stock": stock, "fast": fast}
-    for writer, write in sides.items():
-        path = tmp_path / f"{writer}.pt"
-        with write():
-            torch.save(wanted, path, _use_new_zipfile_serialization=zipped)
-        for read in sides.values():
-            for place in (None, DEVICE, "cpu"):
-                with read():
-                    loaded = torch.load(path, map_location=place)
-                for name, tensor in wanted.items():
-                    assert loaded[name].device.type == ("cpu" if place == "cpu" else DEVICE)
-                    assert torch.equal(loaded[name].to(DEVICE), tensor)

@@ -13,11 +13,8 @@ from typer.testing import CliRunner
 
 import fastserial
 from fastserial.cli.main import app
-from fastserial.config.performance import PINNED_MOST
-from fastserial.engines.gds import cufile
 from fastserial.engines.gds.memory import missing
 from fastserial.memory import transfers
-from fastserial.memory.ring import pinned_store
 
 need_gpu()
 
@@ -103,17 +100,6 @@ def test_memory(tmp_path: Path, zipped: bool) -> None:
     assert device <= 16 * MIB, device
 
 
-def test_pinned_memory_is_kept_and_freed(tmp_path: Path) -> None:
-    fastserial.free_pinned()
-    fastserial.install()
-    for _ in range(3):
-        torch.save(state(), tmp_path / "a.pt")
-        torch.load(tmp_path / "a.pt", map_location=DEVICE)
-    assert 0 < pinned_store.held <= PINNED_MOST
-    assert fastserial.free_pinned() == PINNED_MOST // 2
-    assert pinned_store.held == 0
-
-
 @pytest.mark.filterwarnings("ignore:transfer ")
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("word", transfers.DIRECT)
@@ -134,15 +120,6 @@ def test_past_the_host(tmp_path: Path, word: str, zipped: bool) -> None:
             if missing(word) is not None:
                 assert told.transfer == "cpu_async_gpu"
             assert ("asked for: cuFile" in told.transfer_why) == (told.transfer == word)
-
-
-def test_a_missing_type_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_warned", set())
-    monkeypatch.setattr(cufile, "missing", lambda: "cuFile is not here")
-    fastserial.install(transfer="gds")
-    with pytest.warns(UserWarning, match="'gds': .*cuFile"):
-        torch.save(state(), tmp_path / "a.pt")
-    torch.save(state(), tmp_path / "a.pt")
 
 
 def test_no_context_on_other_gpus(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fastserial.config import Config
 from fastserial.config.performance import FILL_CHUNK
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Source
 from fastserial.memory.storages import storage_memory
-from fastserial.saving import buffered, fill
+from fastserial.saving import fill
 from fastserial.saving.extent_writer import ExtentWriter
 from fastserial.saving.fill import Part
 
@@ -126,7 +126,7 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
             Part(5 + extent.offset, extent.source, 0, extent.length, ledger)
             for extent in one_after_another(*sources)
         ]
-        buffered.write_buffered(file.fileno(), parts)
+        fill.write_buffered(file.fileno(), parts)
     crc = crc32(NOISE).to_bytes(4, "little")
     assert (tmp_path / "a").read_bytes() == bytes(5) + b"head" + NOISE + b"...." + crc
 
@@ -134,4 +134,4 @@ def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with (tmp_path / "a").open("wb") as file, pytest.raises(OSError, match="3 bytes were not"):
-        buffered.write_all(file.fileno(), memoryview(b"abc"), 0)
+        fill.write_all(file.fileno(), memoryview(b"abc"), 0)

@@ -21,7 +21,7 @@ from fastserial.engines import Completion, Op, Request, capabilities_of
 from fastserial.engines.base import Capabilities
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.files import caching, compression, device_speed, linux
+from fastserial.files import caching, compression, linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import route as routes
@@ -34,7 +34,7 @@ BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3
 @pytest.fixture
 def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A new file on a device that nobody measured."""
-    monkeypatch.setattr(device_speed, "_verdicts", {})
+    monkeypatch.setattr(caching, "_verdicts", {})
     found = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     yield found
     os.close(found)
@@ -56,8 +56,8 @@ def need_direct(fd: int) -> None:
 
 
 def measured(fd: int, fast: bool) -> None:
-    verdict = device_speed._Verdict(fast, time.perf_counter())
-    device_speed._verdicts[os.fstat(fd).st_dev] = verdict
+    verdict = caching._Verdict(fast, time.perf_counter())
+    caching._verdicts[os.fstat(fd).st_dev] = verdict
 
 
 class OwnMemory(ThreadsEngine):
@@ -143,7 +143,6 @@ def test_a_route_is_a_value(fd: int) -> None:
 
 
 def test_what_engines_can_do() -> None:
-    assert capabilities_of("threads") == ThreadsEngine.capabilities
     assert capabilities_of(NullEngine) == NullEngine.capabilities
     assert capabilities_of(partial(OwnMemory, prepare_here=True)) == OwnMemory.capabilities
     assert capabilities_of(lambda threads: ThreadsEngine(threads)) == Capabilities()

@@ -10,7 +10,7 @@ from fastserial.distributed.onefile.laid_out import Container, LaidOut
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import NewFile
 from fastserial.formats.extents import Trailer
-from fastserial.saving.buffered import write_all
+from fastserial.saving.fill import write_all
 
 __all__ = ["finish_file"]
 

@@ -53,10 +53,11 @@ class DirectTransferError(OSError):
         settled: whether the driver is done with the memory; if not, it may never be used again.
     """
 
-    def __init__(self, message: str, status: int = 0, settled: bool = True) -> None:
+    settled = True
+
+    def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(errno.EIO, message)
         self.status = status
-        self.settled = settled
 
     def __str__(self) -> str:
         return str(self.strerror)
