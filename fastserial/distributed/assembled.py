@@ -6,6 +6,7 @@ import torch
 
 from fastserial.distributed.untouched import Untouched
 from fastserial.formats.storages import contiguous_stride
+from fastserial.interrupts import finish
 from fastserial.memory.storages import Memory
 
 __all__ = ["Assembled"]
@@ -62,6 +63,11 @@ class Assembled:
         if found is None or (start == 0 and nbytes == found.nbytes):
             return found
         return _Part(found, start, nbytes)
+
+    def close(self) -> None:
+        """Give the addresses back; no tensor may be used any more. Idempotent."""
+        regions, self._regions = self._regions, []
+        finish(*(region.close for region in regions))
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return where the bytes of a tensor come from, in the order of its elements."""

@@ -18,6 +18,7 @@ from fastserial.checkpoints.rank_folder import RANK_FOLDER, RankFolder
 from fastserial.distributed.assembled import Assembled
 from fastserial.distributed.rank_tensors import RankTensors
 from fastserial.errors import ConvertError
+from fastserial.interrupts import finish
 from fastserial.memory.storages import Memory
 from fastserial.nests import sequence_like
 
@@ -77,7 +78,7 @@ class RankSource:
 
     def close(self) -> None:
         """Close the files; the tensors must not be used any more."""
-        self._files.close()
+        finish(self._files.close, self._made.close)
 
     def _together(self, found: RankFolder, key: str) -> Any:
         item = key.partition(".")[0]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.corpus import MIB, noise
 from support.identity import digest, stock
+from support.limits import status
 from torch import nn
 
 import fastserial
@@ -279,18 +280,11 @@ def test_memory(direct: bool, tmp_path: Path) -> None:
     target = {"x": torch.ones(160 * MIB).byte(), "y": torch.ones(20 * MIB).byte()}
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
+    before = status("VmRSS")
     with fastserial.options(direct=direct):
         load_into(target, path)
-    assert _status("VmHWM") - before < 96 * MIB
+    assert status("VmHWM") - before < 96 * MIB
     os.unlink(path)
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)
 
 
 # -- what a module does not hold itself ------------------------------------------------------------
