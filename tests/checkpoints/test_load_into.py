@@ -15,12 +15,12 @@ import torch
 from support.corpus import MIB, noise
 from support.identity import digest, stock
 from support.limits import status
+from support.loading import last_report
 from torch import nn
 
 import fastserial
 from fastserial.checkpoints.load_into import load_into
 from fastserial.errors import CorruptCheckpointError, LoadMismatchError, UnreadableTensorError
-from fastserial.reports import last_load_report
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -68,8 +68,7 @@ def test_module(fmt: str, verify: bool, options: dict[str, Any], tmp_path: Path)
     assert equal(source.state_dict(), target.state_dict())
     assert [one.data_ptr() for one in target.state_dict().values()] == places
     assert target.head.weight is target.embed.weight
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     assert report.verified == (verify and fmt == "zip")
     assert report.container == fmt
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.identity import digest, fast, stock
-
-from fastserial.reports import last_load_report
+from support.loading import last_report
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(600, 16_000), (40, 300_000)])
@@ -20,8 +19,7 @@ def test_who_reads_them(tmp_path: Path, zipped: bool, count: int, nbytes: int) -
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
     with fast():
         assert digest(torch.load(path)) == digest(state)
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     ours = report.engine != "torch"
     assert ours == (count == 40)
     assert ours != (report.fallback or "").startswith("many small")
