@@ -185,8 +185,11 @@ def _spot(value: Any) -> tuple[torch.device, int] | None:
 def _load_state_dict(
     module: torch.nn.Module, path: str | os.PathLike[str], key: str, strict: bool, verify: bool
 ) -> LoadedKeys:
+    with open(path, "rb") as file:
+        open_readable(file.fileno(), os.fspath(path))  # refuses what could end the process
+        whole = load(file, map_location="cpu", weights_only=True, verify=verify)
     try:
-        state = part_of(load(path, map_location="cpu", weights_only=True, verify=verify), key)
+        state = part_of(whole, key)
     except ConvertError as error:
         raise LoadMismatchError(str(error)) from error
     take: Any = module.load_state_dict
