@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +23,7 @@ from fastserial.checkpoints.tensor_read import (
     direct_extent,
     meta_of,
     open_readable,
+    overlapping,
     read_tensor_into,
 )
 from fastserial.checkpoints.verify import refuse_damaged
@@ -31,7 +31,6 @@ from fastserial.config import Config, current
 from fastserial.config.performance import FEW_BYTES
 from fastserial.errors import ConvertError, LoadMismatchError, UnreadableTensorError
 from fastserial.formats.container import Container
-from fastserial.formats.storages import reach
 from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import ReadExtent
@@ -186,8 +185,11 @@ def _spot(value: Any) -> tuple[torch.device, int] | None:
 def _load_state_dict(
     module: torch.nn.Module, path: str | os.PathLike[str], key: str, strict: bool, verify: bool
 ) -> LoadedKeys:
+    with open(path, "rb") as file:
+        open_readable(file.fileno(), os.fspath(path))  # refuses what could end the process
+        whole = load(file, map_location="cpu", weights_only=True, verify=verify)
     try:
-        state = part_of(load(path, map_location="cpu", weights_only=True, verify=verify), key)
+        state = part_of(whole, key)
     except ConvertError as error:
         raise LoadMismatchError(str(error)) from error
     take: Any = module.load_state_dict
@@ -317,19 +319,12 @@ def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
             spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
             unique.pop(spot, None)
             unique[spot] = job
-    spans: dict[torch.device, list[tuple[int, int, str]]] = {}
-    for job in unique.values():
-        start = job.target.data_ptr()
-        nbytes = reach(job.target.shape, job.target.stride()) * job.target.itemsize
-        spans.setdefault(job.target.device, []).append((start, start + nbytes, job.key))
-    for there in spans.values():
-        there.sort()
-        for (_, stop, key), (start, _, other) in pairwise(there):
-            if start < stop:
-                raise LoadMismatchError(
-                    f"{key!r} and {other!r} of what is to be filled share a part of their memory: "
-                    "clone() one of them first"
-                )
+    pair = overlapping((job.key, job.target) for job in unique.values())
+    if pair is not None:
+        raise LoadMismatchError(
+            f"{pair[0]!r} and {pair[1]!r} of what is to be filled share a part of their memory: "
+            "clone() one of them first"
+        )
     return list(unique.values())
 
 

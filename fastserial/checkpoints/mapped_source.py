@@ -1,28 +1,284 @@
-"""What is converted from a file, or from safetensors files with an index: mapped, not read."""
+"""What is converted from a file, or from safetensors files with an index: mapped, not read.
+
+The objects have storages in a mapping of the file, which cost no memory. Unpickling follows torch's
+rules for `weights_only=True`. Where a storage lies is given by its address in the mapping.
+"""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import importlib
+import inspect
 import json
+import logging
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
+from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.mapped import Mapped, map_checkpoint
 from fastserial.checkpoints.streaming import FileMemory, Places
+from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.errors import (
+    CheckpointFileError,
+    ConvertError,
+    CorruptCheckpointError,
+    FastserialError,
+)
 from fastserial.files.sources import FileStamp, stamp
-from fastserial.formats.container import SafetensorsContainer
+from fastserial.formats.container import (
+    Container,
+    LegacyContainer,
+    SafetensorsContainer,
+    ZipContainer,
+    open_container,
+)
+from fastserial.formats.pickles import refuse_nested
+from fastserial.formats.zip.records import PICKLE, read_record
+from fastserial.formats.zip.structs import MOST_INFLATED
 from fastserial.interrupts import Descriptors
-from fastserial.memory.storages import Memory
+from fastserial.loading.unpickler import unpickler_module
+from fastserial.memory.storages import Memory, new_storage
+from fastserial.patching.install import get_original
 
-__all__ = ["INDEX", "MappedSource", "Source", "open_source"]
+__all__ = ["INDEX", "Mapped", "MappedSource", "Source", "map_checkpoint", "open_source"]
 
 INDEX = ".safetensors.index.json"
 _MOST_INDEX = 1 << 30  # bytes
+_PROTOCOL = 2  # torch's default
+_DTENSORS = b"torch.distributed.tensor"
+_BIG_ENDIAN = "the file was written on a big-endian machine: load and save it with torch"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A mapped checkpoint.
+
+    Attributes:
+        file: what the file says of itself.
+        value: what was saved.
+        whole: the mapping of the file.
+        sizes: bytes of each record by its place; None where places were checked before.
+    """
+
+    file: Container
+    value: Any
+    whole: torch.UntypedStorage
+    sizes: dict[int, int] | None
+
+    @property
+    def container(self) -> str:
+        """`zip`, `legacy` or `safetensors`."""
+        return self.file.format
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return a storage's place in the file (bytes), None if it is not in the mapping.
+
+        Raises:
+            CorruptCheckpointError: it is larger than its record.
+        """
+        offset, nbytes = storage.data_ptr() - self.whole.data_ptr(), storage.nbytes()
+        if offset < 0 or offset + nbytes > self.whole.nbytes():
+            return None
+        if self.sizes is not None and nbytes > self.sizes.get(offset, 0):
+            raise CorruptCheckpointError(
+                f"the pickle asks for {nbytes} bytes at {offset}, where no such record is"
+            )
+        return offset
+
+
+def map_checkpoint(fd: int, path: str) -> Mapped:
+    """Map a checkpoint and unpickle it.
+
+    Args:
+        fd: a descriptor of the file; it must stay as it is while the objects are used.
+        path: its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        UnreadableCheckpointError: it is no checkpoint.
+        ConvertError: its pickle needs more than `weights_only` allows, or it cannot be mapped.
+        OSError: it cannot be read.
+    """
+    try:
+        container = open_container(fd, path)
+        size = container.source.size
+        whole = cast(
+            "torch.UntypedStorage",
+            torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size),
+        )
+        sizes = None
+        if not is_little_endian(container):
+            raise ConvertError(_BIG_ENDIAN)
+        if isinstance(container, ZipContainer):
+            value = _map_zip(fd, path, container, whole)
+            sizes = {record.data_offset: record.size for record in container.records}
+        elif isinstance(container, LegacyContainer):
+            value = _map_legacy(fd, path, container, whole)
+        else:
+            value = _map_safetensors(container, whole)
+    except CheckpointFileError as error:
+        error.path = error.path or path
+        raise
+    return Mapped(container, value, whole, sizes)
+
+
+def _map_zip(fd: int, path: str, container: ZipContainer, whole: torch.UntypedStorage) -> Any:
+    source, directory = container.source, container.directory
+    if directory.find("constants.pkl") is not None:
+        raise ConvertError(f"{path}: a TorchScript archive is no checkpoint of torch.save")
+    pickled = directory.find(PICKLE)
+    if pickled is None:
+        raise ConvertError(
+            f"{path}: the archive holds no data.pkl: it is no checkpoint of torch.save, but for "
+            "instance of torch.package or torch.export"
+        )
+    storages = (record for record in directory.records if record.name.startswith("data/"))
+    packed = next((record for record in storages if not record.is_stored), None)
+    if packed is not None:
+        raise ConvertError(
+            f"{path}: record {packed.name} is compressed: load and save it with torch"
+        )
+    load = get_original("_load")
+    more = {"weights_only": True} if "weights_only" in inspect.signature(load).parameters else {}
+    reader = torch._C.PyTorchFileReader(f"/proc/self/fd/{fd}")
+    data = read_record(source, pickled, source.size * MOST_INFLATED)
+    refuse_nested(data)
+    _know_dtensors(data)
+    with _unpickling(data[:2], path), _without_groups():
+        return load(
+            reader,
+            "cpu",
+            unpickler_module(_weights_only_unpickler),
+            overall_storage=_Slices(whole),
+            encoding="utf-8",
+            **more,
+        )
+
+
+def _know_dtensors(pickled: bytes) -> None:
+    """Import what a pickle of DTensors needs: only then does `weights_only` allow them."""
+    if _DTENSORS in pickled:
+        with contextlib.suppress(ImportError):  # of a torch without torch.distributed
+            importlib.import_module(_DTENSORS.decode())
+
+
+@contextlib.contextmanager
+def _without_groups() -> Iterator[None]:
+    """Keep torch from saying of each mesh that its process groups are not here."""
+    log = logging.getLogger("torch.distributed.device_mesh")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
+def _unpickling(start: bytes, path: str) -> Iterator[None]:
+    """Say in our words why torch refuses a pickle, which begins with an opcode and its protocol."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        if start[:1] == pickle.PROTO and start[1] > _PROTOCOL:
+            raise ConvertError(
+                f"{path}: it was pickled with protocol {start[1]}, which weights_only does not "
+                "fully know: if you trust the file, load it with torch.load(..., "
+                f"weights_only=False) and save it without pickle_protocol ({error})"
+            ) from error
+        raise ConvertError(f"{path}: {error}") from error
+    except (FastserialError, OSError, MemoryError):
+        raise
+    except Exception as error:  # what a damaged or hostile pickle makes torch raise
+        what = str(error).partition("\n")[0]
+        raise ConvertError(
+            f"{path}: torch cannot make what is in it: {type(error).__name__}: {what}"
+        ) from error
+
+
+class _Slices:
+    """Slices of a mapping, as `_load` asks for them.
+
+    Empty ones are memory of their own: torch takes storages at the same place for one.
+    """
+
+    def __init__(self, whole: torch.UntypedStorage) -> None:
+        self._whole = whole
+
+    def __getitem__(self, place: slice) -> torch.UntypedStorage:
+        if place.start == place.stop:
+            return new_storage(0)
+        return cast("torch.UntypedStorage", self._whole[place])
+
+
+def _map_safetensors(
+    container: SafetensorsContainer, whole: torch.UntypedStorage
+) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for key, why in container.outline.unread.items():
+        raise ConvertError(f"entry {key!r}: {why}")
+    for entry in container.outline.tensors:
+        empty = torch.empty(0, dtype=getattr(torch, entry.dtype))
+        start = container.offset_of(entry)
+        storage = whole[start : start + entry.nbytes]
+        try:
+            tensors[entry.key] = empty.set_(storage, 0, entry.shape, entry.stride)
+        except (RuntimeError, TypeError) as error:  # sizes or strides beyond 64 bits
+            raise ConvertError(
+                f"entry {entry.key!r}: torch can make no tensor of its shape"
+            ) from error
+    return tensors
+
+
+def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.UntypedStorage) -> Any:
+    file = container.file
+    places = {
+        key: (storage.offset or 0, (storage.offset or 0) + storage.held)
+        for key, storage in file.storages.items()
+    }
+    slices = _Slices(whole)
+    known: dict[Any, torch.storage.TypedStorage] = {}
+
+    def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+        kind: Any = torch.storage.TypedStorage
+        return cast(
+            "torch.storage.TypedStorage", kind(wrap_storage=storage, dtype=dtype, _internal=True)
+        )
+
+    def persistent_load(pid: Any) -> Any:
+        kind, *data = pid
+        if type(kind) is not str or kind != "storage":
+            raise pickle.UnpicklingError("weights_only allows no entries but storages")
+        storage_type, key, _, _, view = data
+        dtype = storage_type.dtype
+        if type(key) is not str:
+            raise pickle.UnpicklingError("the key of a storage is no string")
+        begin, end = places[key]
+        if (key, dtype) not in known:
+            known[key, dtype] = typed(slices[begin:end], dtype)
+        root = known[key, dtype]
+        if view is None:
+            return root
+        view_key, first, count = view
+        if type(view_key) is not str or type(first) is not int or type(count) is not int:
+            raise pickle.UnpicklingError("a part of a storage is none")
+        if view_key not in known:
+            start = begin + first * dtype.itemsize
+            stop = min(end, start + count * dtype.itemsize)
+            known[view_key] = typed(slices[start:stop], dtype)
+        return known[view_key]
+
+    with open(f"/proc/self/fd/{fd}", "rb") as stream:
+        stream.seek(file.object_offset)
+        unpickler: Any = _weights_only_unpickler.Unpickler(stream, encoding="utf-8")
+        unpickler.persistent_load = persistent_load
+        with _unpickling(container.source.read_at(file.object_offset, 2), path):
+            return unpickler.load()
 
 
 class Source(Places, Protocol):

@@ -12,14 +12,13 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from fastserial.checkpoints.tensor_read import is_dense
+from fastserial.checkpoints.tensor_read import is_dense, overlapping
 from fastserial.config import Config
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.files.linux import preadv
 from fastserial.formats.extents import Data, Extent
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
-from fastserial.formats.storages import reach
 from fastserial.formats.zip.layout import archive_name
 from fastserial.memory.batch import batch_of
 from fastserial.memory.storages import HostMemory, Memory, storage_memory
@@ -290,22 +289,12 @@ def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ConvertError: two do.
     """
-    spans: list[tuple[int, int, str]] = []
-    for key, tensor in tensors.items():
-        if tensor.numel():
-            start = tensor.data_ptr()
-            length = reach(tensor.shape, tensor.stride()) * tensor.itemsize
-            spans.append((start, start + length, key))
-    spans.sort()
-    stop, owner = 0, ""
-    for start, end, key in spans:
-        if start < stop:
-            raise ConvertError(
-                f"entries {owner!r} and {key!r} share memory, which safetensors cannot hold; "
-                "copy_shared=True (--copy-shared) writes them twice"
-            )
-        if end > stop:
-            stop, owner = end, key
+    pair = overlapping(tensors.items())
+    if pair is not None:
+        raise ConvertError(
+            f"entries {pair[0]!r} and {pair[1]!r} share memory, which safetensors cannot hold; "
+            "copy_shared=True (--copy-shared) writes them twice"
+        )
 
 
 def elements_of(tensor: torch.Tensor, places: Places) -> Memory:

@@ -7,7 +7,7 @@ out as for any tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "is_little_endian",
     "meta_of",
     "open_readable",
+    "overlapping",
     "read_tensor_into",
     "resolved",
 ]
@@ -80,6 +81,22 @@ def is_dense(view: torch.Tensor) -> bool:
 def _span(view: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
     return reach(view.shape, view.stride()) * view.itemsize
+
+
+def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
+    """Return the keys of two tensors that share memory, None if none do."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _span(tensor), key)
+        for key, tensor in tensors
+        if tensor.numel()
+    )
+    place, reached, owner = "", 0, ""
+    for device, start, stop, key in spans:
+        if device == place and start < reached:
+            return owner, key
+        if device != place or stop > reached:
+            place, reached, owner = device, stop, key
+    return None
 
 
 def _first(base: int, view: torch.Tensor) -> int:

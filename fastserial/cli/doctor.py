@@ -38,7 +38,6 @@ def show(found: Diagnosis) -> None:
 def _lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "fastserial", f"{found.fastserial} on {found.python}, {found.kernel}"
     yield "torch", _torch(found)
-    yield "loads", _loads(found)
     yield "at start", _boot(found)
     why = "the default" if found.engine_source == "default" else f"from {found.engine_source}"
     yield "engine", f"{found.engine} ({why})"
@@ -76,15 +75,6 @@ def _torch(found: Diagnosis) -> str:
     check = "passed" if torch.self_check is None else torch.self_check
     gpu = "yes" if torch.cuda else "no"
     return f"{torch.version}, patch {torch.patch} ({fit}), self-check {check}, CUDA device {gpu}"
-
-
-def _loads(found: Diagnosis) -> str:
-    """Return how torch.load reads once fastserial is installed."""
-    if not any(name.endswith("load") for name in found.torch.functions):
-        return "torch.load stays stock"
-    checked = any(o.name == "verify_on_load" and o.value for o in found.options)
-    sums = "checked" if checked else "not checked (verify_on_load)"
-    return f"read ahead in parallel by engine {found.engine}; checksums {sums}"
 
 
 def _boot(found: Diagnosis) -> str:

@@ -332,13 +332,6 @@ def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
             "save to a local ext4 or XFS if speed matters",
             False,
         )
-    if not folder.unnamed_files:
-        yield Finding(
-            f"{folder.file_system} has no nameless files (O_TMPFILE): a killed save leaves a "
-            "temporary file until the next save to the same path",
-            "nothing to do; this command lists such files",
-            False,
-        )
     if folder.leftovers:
         yield Finding(
             f"{len(folder.leftovers)} temporary files of killed saves: "

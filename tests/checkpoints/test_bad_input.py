@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,51 +332,35 @@ def test_symlinks_are_followed(kind: str, fmt: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o027, 0o077])
 def test_umask(mask: int, fmt: str, tmp_path: Path) -> None:
     """A new file gets the mode that stock gives it."""
+    os.umask(mask)  # which the fixture above takes back
     modes = {}
     for side, context in SIDES.items():
-        (tmp_path / side).mkdir()
         with context():
-            before = os.umask(mask)
-            try:
-                save(tmp_path / side / "a.pt", fmt)
-            finally:
-                assert os.umask(before) == mask
-        modes[side] = stat.S_IMODE((tmp_path / side / "a.pt").stat().st_mode)
+            save(tmp_path / side, fmt)
+        modes[side] = stat.S_IMODE((tmp_path / side).stat().st_mode)
     assert modes["fast"] == modes["stock"] == 0o666 & ~mask
 
 
 @both_formats
+@pytest.mark.parametrize("owner", [None, pytest.param((1234, 5678), marks=needs_root)])
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o755, 0o660])
-def test_mode_of_existing_file(mode: int, fmt: str, tmp_path: Path) -> None:
-    """Also under a umask that would not give it."""
-    modes = {}
+def test_mode_and_owner_of_existing_file(
+    mode: int, owner: tuple[int, int] | None, fmt: str, tmp_path: Path
+) -> None:
+    """Also under a umask that would not give it; root saving over a user's file leaves it his."""
+    os.umask(0o077)
+    owner = owner or (os.getuid(), os.getgid())
+    found = {}
     for side, context in SIDES.items():
         path = tmp_path / side
         path.write_bytes(OLD)
         path.chmod(mode)
-        before = os.umask(0o077)
-        with context():
-            save(path, fmt)
-        os.umask(before)
-        modes[side] = stat.S_IMODE(path.stat().st_mode)
-    assert modes["fast"] == modes["stock"] == mode
-
-
-@needs_root
-@both_formats
-def test_owner_of_existing_file(fmt: str, tmp_path: Path) -> None:
-    """Root saving over a user's file leaves it the user's."""
-    owners = {}
-    for side, context in SIDES.items():
-        path = tmp_path / side
-        path.write_bytes(OLD)
-        path.chmod(0o640)
-        os.chown(path, 1234, 5678)
+        os.chown(path, *owner)
         with context():
             save(path, fmt)
         status = path.stat()
-        owners[side] = (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode))
-    assert owners["fast"] == owners["stock"] == (1234, 5678, 0o640)
+        found[side] = ((status.st_uid, status.st_gid), stat.S_IMODE(status.st_mode))
+    assert found["fast"] == found["stock"] == (owner, mode)
 
 
 @needs_root
@@ -415,28 +400,9 @@ def test_dev_stdout(fmt: str, tmp_path: Path) -> None:
 # --- things that are not files ----------------------------------------------------------------
 
 
-class _Sink:
-    """Takes everything; ``effect`` is what its ``write`` does besides."""
-
-    def __init__(self, effect: Callable[[], object] = lambda: None) -> None:
-        self.effect = effect
-        self.total = 0
-
-    def write(self, data: Any) -> int:
-        self.effect()
-        self.total += len(data)
-        return len(data)
-
-    def flush(self) -> None: ...
-
-
-class _WriteOnly:
-    def write(self, data: Any) -> int:
-        return len(data)
-
-
-class _NotCallable:
-    write = 3
+def _sink(write: Any = len, flush: Any = lambda: None) -> Any:
+    """What is no file, but has its methods."""
+    return SimpleNamespace(write=write, flush=flush)
 
 
 class _BytesPath:
@@ -454,22 +420,11 @@ class _BrokenPath:
     __str__ = __fspath__
 
 
-class _FlushFails(_Sink):
-    def flush(self) -> None:
-        raise OSError(5, "flush failed")
-
-
-class _ReturnsNone(_Sink):
-    def write(self, data: Any) -> int:
-        super().write(data)
-        return None  # type: ignore[return-value]
-
-
-def _raiser(error: BaseException) -> Callable[[], object]:
-    def effect() -> object:
+def _raiser(error: BaseException) -> Callable[..., object]:
+    def raises(*data: object) -> object:
         raise error
 
-    return effect
+    return raises
 
 
 def _closed(folder: Path) -> Any:
@@ -495,13 +450,13 @@ THINGS: dict[str, Callable[[Path], Any]] = {
     "a type": lambda d: io.BytesIO,
     "path of bytes": lambda d: _BytesPath(),
     "path that raises": lambda d: _BrokenPath(),
-    "write is no method": lambda d: _NotCallable(),
-    "no flush": lambda d: _WriteOnly(),
-    "write raises OSError": lambda d: _Sink(_raiser(OSError(28, "full"))),
-    "write raises ValueError": lambda d: _Sink(_raiser(ValueError("mine"))),
-    "write raises KeyboardInterrupt": lambda d: _Sink(_raiser(KeyboardInterrupt())),
-    "write returns None": lambda d: _ReturnsNone(),
-    "flush raises": lambda d: _FlushFails(),
+    "write is no method": lambda d: SimpleNamespace(write=3),
+    "no flush": lambda d: SimpleNamespace(write=len),
+    "write raises OSError": lambda d: _sink(_raiser(OSError(28, "full"))),
+    "write raises ValueError": lambda d: _sink(_raiser(ValueError("mine"))),
+    "write raises KeyboardInterrupt": lambda d: _sink(_raiser(KeyboardInterrupt())),
+    "write returns None": lambda d: _sink(lambda data: None),
+    "flush raises": lambda d: _sink(flush=_raiser(OSError(5, "flush failed"))),
     "text stream": lambda d: io.StringIO(),
     "closed file": _closed,
     "closed buffer": lambda d: (lambda b: (b.close(), b)[1])(io.BytesIO()),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.corpus import CASES, MIB, Case, noise
 from support.identity import digest, saver, stock
+from support.limits import status
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -385,18 +386,11 @@ def test_memory(to: Container, tmp_path: Path) -> None:
     convert(saved(tmp_path, {"x": noise(9)}, name="warm.pt"), tmp_path / "warm", to)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
+    before = status("VmRSS")
     convert(source, tmp_path / "target", to)
-    assert _status("VmHWM") - before < 96 * MIB
+    assert status("VmHWM") - before < 96 * MIB
     for file in tmp_path.iterdir():
         file.unlink()
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 64, 10**6])

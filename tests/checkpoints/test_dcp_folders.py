@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from support.damage import flip
+from support.limits import status
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
@@ -356,6 +357,16 @@ def test_a_tensor_from_its_parts(turned: bool, tmp_path: Path) -> None:
             assert out.numpy().tobytes() == data[first : first + length]
         for fd in opened:
             os.close(fd)
+
+
+def test_no_addresses_stay_reserved(tmp_path: Path) -> None:
+    """Each conversion reserves a GiB for the tensors that it does not read."""
+    save(a_state(), tmp_path / "folder", "dcp")
+    sizes = []
+    for _ in range(4):
+        convert(tmp_path / "folder", tmp_path / "x.pt")
+        sizes.append(status("VmSize"))
+    assert sizes[-1] - sizes[0] < 1 << 30
 
 
 def test_memory_stays_small(tmp_path: Path) -> None:

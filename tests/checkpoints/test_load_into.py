@@ -14,12 +14,13 @@ import pytest
 import torch
 from support.corpus import MIB, noise
 from support.identity import digest, stock
+from support.limits import status
+from support.loading import last_report
 from torch import nn
 
 import fastserial
 from fastserial.checkpoints.load_into import load_into
 from fastserial.errors import CorruptCheckpointError, LoadMismatchError, UnreadableTensorError
-from fastserial.reports import last_load_report
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -67,8 +68,7 @@ def test_module(fmt: str, verify: bool, options: dict[str, Any], tmp_path: Path)
     assert equal(source.state_dict(), target.state_dict())
     assert [one.data_ptr() for one in target.state_dict().values()] == places
     assert target.head.weight is target.embed.weight
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     assert report.verified == (verify and fmt == "zip")
     assert report.container == fmt
 
@@ -279,18 +279,11 @@ def test_memory(direct: bool, tmp_path: Path) -> None:
     target = {"x": torch.ones(160 * MIB).byte(), "y": torch.ones(20 * MIB).byte()}
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
+    before = status("VmRSS")
     with fastserial.options(direct=direct):
         load_into(target, path)
-    assert _status("VmHWM") - before < 96 * MIB
+    assert status("VmHWM") - before < 96 * MIB
     os.unlink(path)
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)
 
 
 # -- what a module does not hold itself ------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.loading import last_report
 
 import fastserial
 from fastserial import convert, load, load_into
@@ -100,6 +101,5 @@ def test_a_folder_without_checksums_is_not_verified(checksums: bool, tmp_path: P
     finally:
         torch.serialization.set_crc32_options(before)
     assert found == {"text": "abc"}
-    report = fastserial.last_load_report()
-    assert report is not None
+    report = last_report()
     assert report.verified == checksums

@@ -131,15 +131,6 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     assert "create it" not in str(caught.value)
 
 
-def test_loads(healthy: Diagnosis, capsys: pytest.CaptureFixture[str]) -> None:
-    show(healthy)
-    assert "torch.load stays stock" in capsys.readouterr().out
-    names = ("torch.serialization._save", "torch.serialization._load")
-    loads = dataclasses.replace(healthy.torch, functions=names)
-    show(dataclasses.replace(healthy, torch=loads))
-    assert "read ahead in parallel by engine threads" in capsys.readouterr().out
-
-
 def test_options_from_the_environment() -> None:
     done = command("--json", FASTSERIAL_BLOCK_SIZE="1MiB", FASTSERIAL_BLOKSIZE="1")
     found = json.loads(done.stdout)
@@ -159,18 +150,20 @@ def test_impossible_option() -> None:
     assert "FASTSERIAL_THREADS" in done.stdout
 
 
-def test_torch_that_does_not_fit(tmp_path: Path) -> None:
-    program = (
-        "import torch.serialization as s; s._save = lambda *a, **k: None\n"
-        "from fastserial.cli.main import main; main()"
-    )
-    done = subprocess.run(
+def with_torch(prepare: str) -> subprocess.CompletedProcess[str]:
+    """Run the command after these lines of Python."""
+    program = f"{prepare}\nfrom fastserial.cli.main import main; main()"
+    return subprocess.run(
         [sys.executable, "-c", program, "doctor"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_torch_that_does_not_fit() -> None:
+    done = with_torch("import torch.serialization as s; s._save = lambda *a, **k: None")
     assert done.returncode == 1
     assert "stays stock" in done.stdout
     assert "fastserial patches" in done.stdout
@@ -178,15 +171,7 @@ def test_torch_that_does_not_fit(tmp_path: Path) -> None:
 
 def test_torch_missing(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch today')\n")
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-    program += "import fastserial.cli.main as c; c.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "doctor"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = with_torch(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
     assert done.returncode == 1, done.stderr
     assert "no torch today" in done.stdout
     assert "pip install torch" in done.stdout
@@ -300,7 +285,6 @@ def test_nothing_to_find(healthy: Diagnosis) -> None:
         ({"file_system": "tmpfs", "alignment": None}, "memory", False),
         ({"file_system": "devtmpfs"}, "memory", False),
         ({"preallocates": False}, "fallocate", False),
-        ({"unnamed_files": False}, "O_TMPFILE", False),
         ({"leftovers": (".a.fastserial-0.tmp",)}, ".a.fastserial-0.tmp", False),
         ({"free_bytes": 1000}, "free", False),
     ],

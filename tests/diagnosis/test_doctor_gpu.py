@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -40,52 +42,46 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def machine(root: Path, **changed: str | None) -> Path:
-    """Make the files below `root`; None: without this one. `__` in a name stands for a slash."""
-    names = {name.replace("__", "/"): text for name, text in changed.items()}
-    for name, text in {**FILES, **names}.items():
+def host(root: Path, changed: Mapping[str, str | None] = MappingProxyType({})) -> GpuHost:
+    """What is found on a machine with these files changed; None: without this one."""
+    for name, text in {**FILES, **changed}.items():
         if text is not None:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)
-    return root
-
-
-def host(root: Path, **changed: str | None) -> GpuHost:
-    found = probe_gpus(machine(root, **changed))
+    found = probe_gpus(root)
     assert found is not None
     return found
 
 
-def test_all_there(tmp_path: Path) -> None:
-    found = host(tmp_path)
-    assert (found.driver, found.nvidia_fs, found.gds) == ("570.124.06", "", "P2PDMA")
-    assert (found.p2pdma_lacks, found.compat) == ((), False)
-    assert found.cufile_json == str(tmp_path / "etc/cufile.json")
+FOUND: dict[str, tuple[dict[str, str | None], dict[str, str], dict[str, Any]]] = {
+    # what differs from a machine with all, variables, and what is found there
+    "all": ({}, {}, {"driver": "570.124.06", "nvidia_fs": "", "gds": "P2PDMA", "compat": False}),
+    "nvidia-fs": (
+        {"proc/driver/nvidia-fs/version": "version: 2.24\n"},
+        {},
+        {"gds": "nvidia-fs", "nvidia_fs": "version: 2.24"},
+    ),
+    "variables come first": (
+        {"etc/cufile.json": '{"properties": {"use_pci_p2pdma": false}}'},
+        {"CUFILE_USE_PCIP2PDMA": "1", "CUFILE_ALLOW_COMPAT_MODE": "true"},
+        {"gds": "P2PDMA", "compat": True},
+    ),
+    "a variable says no": ({}, {"CUFILE_USE_PCIP2PDMA": "no"}, {"gds": "compat"}),
+    "a bare driver": (
+        {**dict.fromkeys(FILES), "proc/driver/nvidia/version": "something new\n"},
+        {},
+        {"driver": "something new", "nvidia_fs": "", "compat": None, "gds": "compat"},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "lacks"),
-    [
-        ("proc/sys/kernel/osrelease", "5.15.0\n", "kernel"),
-        ("proc/sys/kernel/osrelease", None, "kernel"),
-        ("sys/module/nvme_core/parameters/multipath", "Y\n", "multipath=N"),
-        ("proc/driver/nvidia/params", 'RegistryDwords: ""\n', "RMForceStaticBar1"),
-        ("etc/cufile.json", '{"properties": {"use_pci_p2pdma": false}}', "use_pci_p2pdma"),
-        ("etc/cufile.json", "{not json", "use_pci_p2pdma"),
-        ("etc/cufile.json", "[]", "use_pci_p2pdma"),
-        ("etc/cufile.json", None, "use_pci_p2pdma"),
-    ],
-)
-def test_what_p2pdma_lacks(tmp_path: Path, name: str, text: str | None, lacks: str) -> None:
-    found = host(tmp_path, **{name.replace("/", "__"): text})
-    (why,) = found.p2pdma_lacks
-    assert lacks in why
-    assert found.gds == "compat"  # which is not GPUDirect Storage
-
-
-def test_nvidia_fs(tmp_path: Path) -> None:
-    found = host(tmp_path, **{"proc/driver/nvidia-fs/version": "version: 2.24\n"})
-    assert (found.gds, found.nvidia_fs) == ("nvidia-fs", "version: 2.24")
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed, variables, expected = FOUND[name]
+    for variable, text in variables.items():
+        monkeypatch.setenv(variable, text)
+    found = host(tmp_path, changed)
+    assert {field: getattr(found, field) for field in expected} == expected
 
 
 def test_configuration_of_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,24 +92,23 @@ def test_configuration_of_the_variable(tmp_path: Path, monkeypatch: pytest.Monke
     assert (found.cufile_json, found.compat) == (str(mine), True)
 
 
-@pytest.mark.parametrize(("text", "gds"), [("true", "P2PDMA"), ("1", "P2PDMA"), ("no", "compat")])
-def test_variables_come_before_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, gds: str
-) -> None:
-    monkeypatch.setenv("CUFILE_USE_PCIP2PDMA", text)
-    monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "true")
-    settings = '{"properties": {"use_pci_p2pdma": %s}}' % ("true" if text == "no" else "false")
-    found = host(tmp_path, etc__cufile__json=settings)
-    assert (found.gds, found.compat) == (gds, True)
-
-
-def test_a_bare_driver(tmp_path: Path) -> None:
-    """Nothing else is told: no error, and nothing is made up."""
-    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia/version").write_text("something new\n")
-    found = probe_gpus(tmp_path)
-    assert found is not None
-    assert (found.driver, found.nvidia_fs, found.compat) == ("something new", "", None)
+@pytest.mark.parametrize(
+    ("name", "text", "lacks"),
+    [
+        ("proc/sys/kernel/osrelease", "5.15.0\n", "kernel"),
+        ("proc/sys/kernel/osrelease", None, "kernel"),
+        ("sys/module/nvme_core/parameters/multipath", "Y\n", "multipath=N"),
+        ("proc/driver/nvidia/params", 'RegistryDwords: ""\n', "RMForceStaticBar1"),
+        ("etc/cufile.json", "{not json", "use_pci_p2pdma"),
+        ("etc/cufile.json", "[]", "use_pci_p2pdma"),
+        ("etc/cufile.json", None, "use_pci_p2pdma"),
+    ],
+)
+def test_what_p2pdma_lacks(tmp_path: Path, name: str, text: str | None, lacks: str) -> None:
+    found = host(tmp_path, {name: text})
+    (why,) = found.p2pdma_lacks
+    assert lacks in why
+    assert found.gds == "compat"  # which is not GPUDirect Storage
 
 
 # --- what it means ------------------------------------------------------------------------------

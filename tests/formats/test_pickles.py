@@ -21,7 +21,6 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.formats.pickles import (
-    ByteStream,
     Call,
     Decoded,
     Elided,
@@ -31,7 +30,7 @@ from fastserial.formats.pickles import (
     Persistent,
     decode,
 )
-from fastserial.formats.source import BytesSource
+from fastserial.formats.source import BytesSource, ByteStream
 
 PROTOCOLS = range(1, pickle.HIGHEST_PROTOCOL + 1)
 CALLABLES = {

@@ -19,7 +19,7 @@ import torch
 from support.archives import hostile
 from support.corpus import FORMATS, noise
 from support.identity import digest, fast, stock
-from support.loading import FORCED, attempt, both, forced
+from support.loading import FORCED, attempt, both, forced, last_report
 
 import fastserial
 from fastserial.engines.null import NullEngine
@@ -27,7 +27,6 @@ from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.directory import read_directory
 from fastserial.loading.prefetch import Prefetch
-from fastserial.reports import last_load_report
 
 DIRECT, VERIFIED = FORCED["direct"], FORCED["verified"]
 _CENTRAL = 46
@@ -154,8 +153,7 @@ def test_undamaged_is_verified(tmp_path: Path) -> None:
     for options in (VERIFIED, {"verify_on_load": True}):
         with fast(**options):
             torch.load(path)
-        report = last_load_report()
-        assert report is not None
+        report = last_report()
         assert report.verified
     with stock():
         torch.serialization.set_crc32_options(False)
@@ -165,8 +163,7 @@ def test_undamaged_is_verified(tmp_path: Path) -> None:
             torch.serialization.set_crc32_options(True)
     with fast(**VERIFIED):
         torch.load(path)
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     assert not report.verified
 
 
@@ -187,8 +184,7 @@ def test_verified_although_torch_reads(
     path.write_bytes(data)
     with fast(**options):
         torch.load(path)
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     assert (report.verified, report.engine, report.bytes) == (True, "torch", 0)
     assert report.fallback
     for name, (start, end, _) in places(data, tmp_path).items():
@@ -260,9 +256,10 @@ def test_hostile_zips(name: str, options: dict[str, Any], tmp_path: Path) -> Non
         got = attempt(lambda: torch.load(path))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * 1024 < 64 * 1024 * 1024
-    if got.error is None:  # what stock reads in spite of it
+    if got.error is None:  # what stock reads in spite of it, or takes for read (see above)
         with stock():
-            assert digest(torch.load(path)) == digest(got.value)
+            found = {digest(_poisoned(path, fill)) for fill in (85, 170)}
+        assert len(found) == 2 or digest(got.value) in found
     else:
         assert isinstance(got.error, RuntimeError)
 
@@ -370,8 +367,7 @@ def test_touched_file_is_the_same_file(fmt: str, options: dict[str, Any], tmp_pa
         found = torch.load(path, map_location=touch)
     assert len(times) == 20
     assert digest(found) == digest(values)
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     assert (report.engine, report.fallback) == ("threads", None)
 
 

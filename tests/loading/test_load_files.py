@@ -18,7 +18,7 @@ import pytest
 import torch
 from support.corpus import FORMATS, noise
 from support.identity import fast, stock
-from support.loading import FORCED, both, forced
+from support.loading import FORCED, both, forced, last_report
 
 from fastserial.reports import LoadReport, last_load_report
 
@@ -131,8 +131,7 @@ def test_file_objects(fmt: str, opener: str, value: Any, tmp_path: Path) -> None
     if opener in FAST and value is VALUE:
         with fast(**DIRECT), OPENERS[opener](path) as file:
             torch.load(file)
-        report = last_load_report()
-        assert report is not None
+        report = last_report()
         assert (report.engine, report.fallback) == ("threads", None)
 
 
@@ -156,8 +155,7 @@ def test_a_verified_load_from_memory_says_it_was_not(tmp_path: Path) -> None:
     for f, verified in ((path, True), (io.BytesIO(path.read_bytes()), False)):
         with fast(**FORCED["verified"]):
             torch.load(f)
-        report = last_load_report()
-        assert report is not None
+        report = last_report()
         assert report.verified is verified
 
 

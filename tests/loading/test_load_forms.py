@@ -23,7 +23,7 @@ import pytest
 import torch
 from support.corpus import FORMATS, MIB, TORCH, noise
 from support.identity import digest, fast, stock
-from support.loading import FORCED, both, forced
+from support.loading import FORCED, both, forced, last_report
 from torch import load as load_bound_before_install
 
 from fastserial.reports import last_load_report
@@ -63,8 +63,7 @@ def test_fast_path_is_taken(tmp_path: Path) -> None:
         path = saved(tmp_path, state(), fmt)
         with fast(**DIRECT):
             torch.load(path)
-        report = last_load_report()
-        assert report is not None
+        report = last_report()
         assert (report.engine, report.fallback, report.container) == ("threads", None, fmt)
         assert report.bytes >= 70 * 300 * 4
         assert report.direct_bytes + report.cached_bytes == report.bytes

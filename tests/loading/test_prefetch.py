@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.corpus import MIB, TORCH, noise
 from support.identity import digest, fast, stock
+from support.loading import last_report
 
 from fastserial.config import Config
 from fastserial.errors import CorruptCheckpointError
@@ -272,8 +273,7 @@ def test_alignments_of_storages(alignment: int, tmp_path: Path) -> None:
         found = torch.load(path)
     assert digest(found) == want
     assert all(one.data_ptr() % 64 == 0 for one in found)
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     assert report.engine == "threads"
 
 
@@ -292,8 +292,7 @@ def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for options in OPTIONS:
         with fast(small_file=0, **options):
             assert digest(torch.load(sorted_path)) == want
-        report = last_load_report()
-        assert report is not None
+        report = last_report()
         assert report.engine == "threads"
 
 

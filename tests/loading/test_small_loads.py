@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.identity import digest, fast, stock
+from support.loading import last_report
 
 from fastserial.files.caching import cached_fraction
-from fastserial.reports import last_load_report
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(2200, 16_000), (120, 300_000)])
@@ -22,8 +22,7 @@ def test_who_reads_them(tmp_path: Path, zipped: bool, count: int, nbytes: int) -
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
     with fast():
         assert digest(torch.load(path)) == digest(state)
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     ours = report.engine != "torch"
     assert ours == (count == 120)
     assert ours != (report.fallback or "").startswith("many small")
@@ -52,7 +51,6 @@ def test_small_files(tmp_path: Path, zipped: bool, nbytes: int, cached: bool, ou
                 pytest.skip("this file system keeps files in memory")
     with fast():
         assert digest(torch.load(path)) == digest(state)
-    report = last_load_report()
-    assert report is not None
+    report = last_report()
     assert (report.engine != "torch") == ours
     assert ours != (report.fallback == "a small file")

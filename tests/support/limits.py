@@ -1,12 +1,21 @@
-"""Limits that the kernel sets a process."""
+"""Limits that the kernel sets a process, and what it takes."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
-__all__ = ["file_size_limit"]
+__all__ = ["file_size_limit", "status"]
+
+
+def status(name: str) -> int:
+    """Return what /proc/self/status tells of memory, such as `VmRSS` (bytes)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(name)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,20 @@ import pytest
 import torch
 
 import fastserial
+from fastserial.reports import LoadReport
 from support.identity import digest, fast, stock
 
-__all__ = ["DEFAULT", "FORCED", "Outcome", "attempt", "both", "forced", "resizable", "tensors"]
+__all__ = [
+    "DEFAULT",
+    "FORCED",
+    "Outcome",
+    "attempt",
+    "both",
+    "forced",
+    "last_report",
+    "resizable",
+    "tensors",
+]
 
 # Small blocks and no way out, so that even the smallest file takes the fast path.
 FORCED: Mapping[str, Mapping[str, Any]] = {
@@ -82,6 +93,13 @@ def resizable(value: Any) -> list[bool | None]:
     except RecursionError:
         found.append(None)
     return found
+
+
+def last_report() -> LoadReport:
+    """What the last load of this process did."""
+    report = fastserial.last_load_report()
+    assert report is not None
+    return report
 
 
 @contextlib.contextmanager

@@ -94,6 +94,10 @@ def _check_ranks(folder: str, findings: Findings) -> int:
     if there != set(range(said)):
         text = f"it was saved by {said} ranks, and there are files of {len(there)}"
         findings.add(Problem("missing", text, file=METADATA))
+    for item, files in found.items.items():
+        lacking = ", ".join(map(str, sorted(there - files.keys())))
+        if lacking:  # as a program may save it
+            findings.note(f"{item}: there is no file of rank {lacking}")
     return len(found.files)
 
 

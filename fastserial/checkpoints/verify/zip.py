@@ -31,7 +31,7 @@ from fastserial.formats.zip.directory import (
     read_directory,
 )
 from fastserial.formats.zip.layout import ID_RECORD, fold
-from fastserial.formats.zip.records import PICKLE, read_record
+from fastserial.formats.zip.records import PICKLE, is_part, read_record
 from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, UTF8
 
 __all__ = ["verify_zip"]
@@ -47,7 +47,6 @@ _STORAGE = re.compile(r"data/\d+")
 _VERSIONS = ("version", ".data/version")
 _PACKAGE = frozenset({".data/extern_modules", ".data/python_version"})
 _EXPORTED = frozenset({"archive_format", "serialized_exported_program.json"})
-_PARTS = frozenset({PICKLE, "byteorder", *_VERSIONS})
 _MOST_VERSION = 64
 _MOST_PICKLE = 256 * 1024 * 1024
 
@@ -78,30 +77,23 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
         findings.add(problem)
     for problem in _check_end(directory, _tail(source, directory), torch_made):
         findings.add(problem)
-    stored = [record for record in records if record.method != DEFLATED]
-    crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in stored])
+    crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in records])
     problems: list[Problem] = []
     if torch_made:
         problems += _check_gaps(source, directory)
         if directory.end.trailing:
             findings.note(f"{directory.end.trailing} bytes after the end of the archive")
-    crc_of = {record.header_offset: crc for record, crc in zip(stored, crcs, strict=True)}
-    for record in records:
-        if record.method == DEFLATED:
-            crc_of[record.header_offset] = _inflated_crc(source, record)
     id_problem = _check_id(source, records) if torch_made else None
     outline = _outline(source, directory, findings)
-    damaged: list[Problem] = []
-    for record in records:
-        damaged += _check_record(record, crc_of[record.header_offset], id_problem is None, findings)
-    problems += [problem for problem in damaged if problem.kind == "read"]
+    for record, stored in zip(records, crcs, strict=True):
+        crc = _inflated_crc(source, record) if record.method == DEFLATED else stored
+        problems += _check_record(record, crc, id_problem is None, findings)
     problems.sort(key=lambda problem: problem.offset or 0)
-    problems += [problem for problem in damaged if problem.kind != "read"]
     for problem in problems:
         findings.add(_with_tensors(problem, outline))
     if id_problem is not None:
         findings.add(id_problem)
-    if outline is not None and not any(problem.record == PICKLE for problem in damaged):
+    if outline is not None and not any(problem.record == PICKLE for problem in problems):
         _check_storages(outline, findings)
     _check_names(directory, findings)
     findings.reason = _check_purpose(source, directory, findings) or findings.reason
@@ -233,7 +225,7 @@ def _check_names(directory: Directory, findings: Findings) -> None:
         other = first.setdefault(record.full_name.lower(), record)
         if (other.size, other.crc) == (record.size, record.crc):
             continue
-        if _is_part(record) or _is_part(other):
+        if is_part(record.name) or is_part(other.name):
             message = "several records bear this name and differ: readers take one or another"
             findings.add(Problem("directory", message, record.name, record.header_offset))
         else:
@@ -422,11 +414,6 @@ def _header(record: RecordEntry, length: int) -> bytes | None:
     return structs.local_header(record.full_name, record.size, record.header_offset, padding, *kind)
 
 
-def _is_part(record: RecordEntry) -> bool:
-    """Whether a record is part of a checkpoint: torch reads it, or may."""
-    return record.name in _PARTS or record.name.startswith("data/")
-
-
 def _check_purpose(source: Source, directory: Directory, findings: Findings) -> str | None:
     """Report what keeps torch from loading an archive; return why it is no checkpoint, or None.
 
@@ -461,7 +448,7 @@ def _checkpoint(source: Source, directory: Directory, names: set[str]) -> Iterat
         if record.name.startswith("/"):
             message = f"it is not in the folder {folder!r}: torch does not load the archive"
             yield Problem("directory", message, record.name)
-        elif _is_part(record) and not record.is_readable:
+        elif is_part(record.name) and not record.is_readable:
             message = "it is encrypted, or compressed in a way that torch cannot read"
             yield Problem("directory", message, record.name)
     if names.isdisjoint(_VERSIONS):

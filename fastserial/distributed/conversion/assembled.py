@@ -12,6 +12,7 @@ from fastserial.distributed.dcp.tensor_bytes import outermost_first
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, run_of
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.storages import contiguous_stride
+from fastserial.interrupts import finish
 from fastserial.memory.storages import Memory
 from fastserial.memory.untouched import Untouched
 
@@ -153,6 +154,11 @@ class Assembled:
         if found is None or (start == 0 and nbytes == found.nbytes):
             return found
         return _Part(found, start, nbytes)
+
+    def close(self) -> None:
+        """Give the addresses back; no tensor may be used any more. Idempotent."""
+        regions, self._regions = self._regions, []
+        finish(*(region.close for region in regions))
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return where the bytes of a tensor come from, in the order of its elements."""

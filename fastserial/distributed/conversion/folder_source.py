@@ -24,7 +24,7 @@ from fastserial.formats.pickles import refuse_nested
 from fastserial.formats.source import read_exactly
 from fastserial.formats.storages import contiguous_stride
 from fastserial.formats.zip.records import PICKLE
-from fastserial.interrupts import Descriptors
+from fastserial.interrupts import Descriptors, finish
 from fastserial.memory.storages import Memory
 
 __all__ = ["FolderSource"]
@@ -77,7 +77,7 @@ class FolderSource:
 
     def close(self) -> None:
         """Close the files; the tensors must not be used any more."""
-        self._files.close()
+        finish(self._files.close, self._made.close)
 
     # -- the state -----------------------------------------------------------------------------
 

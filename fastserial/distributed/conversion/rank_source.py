@@ -19,6 +19,7 @@ from fastserial.distributed.conversion.assembled import Assembled
 from fastserial.distributed.conversion.rank_tensors import RankTensors
 from fastserial.distributed.state.merging import Union
 from fastserial.errors import ConvertError
+from fastserial.interrupts import finish
 from fastserial.memory.storages import Memory
 
 __all__ = ["RankSource"]
@@ -77,7 +78,7 @@ class RankSource:
 
     def close(self) -> None:
         """Close the files; the tensors must not be used any more."""
-        self._files.close()
+        finish(self._files.close, self._made.close)
 
     def _together(self, found: RankFolder, key: str) -> Any:
         item = key.partition(".")[0]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.mapped import Mapped, map_checkpoint
+from fastserial.checkpoints.mapped_source import Mapped, map_checkpoint
 from fastserial.checksums import crc32
 from fastserial.errors import ConvertError, CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource

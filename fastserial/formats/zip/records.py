@@ -17,6 +17,7 @@ from fastserial.formats.zip.structs import LOCAL
 __all__ = [
     "PICKLE",
     "all_checksums",
+    "is_part",
     "read_places",
     "read_record",
     "record_stream",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 PICKLE = "data.pkl"
-_PARTS = (PICKLE, "byteorder", "version")
+_PARTS = (PICKLE, "byteorder", "version", ".data/version")
 _MOST_INFLATED = 256 * 1024 * 1024
 
 
@@ -84,7 +85,7 @@ def read_places(source: Source) -> Directory:
     for record in directory.records:
         name = record.name.lower()
         other = seen.setdefault(name, record)
-        if other is record or not (name in _PARTS or name.startswith("data/")):
+        if other is record or not is_part(name):
             continue
         if (other.size, other.crc) != (record.size, record.crc) or not record.crc:
             text = "several records bear this name: use torch.load, which takes one of them"
@@ -96,6 +97,11 @@ def _is_placed(source: Source, record: RecordEntry) -> bool:
     raw = source.read_at(record.header_offset, LOCAL.size + len(record.full_name))
     header = parse_local_header(raw, record.name)
     return record.header_offset + header.length == record.data_offset
+
+
+def is_part(name: str) -> bool:
+    """Return whether a record of this name is part of a checkpoint: torch reads it, or may."""
+    return name in _PARTS or name.startswith("data/")
 
 
 def storage_records(directory: Directory) -> list[RecordEntry]:
