@@ -172,9 +172,8 @@ class FastSavePlanner(DefaultSavePlanner):
     def _found(self) -> _Own:
         """Return what this rank has, and find the plans of just that."""
         kept, settings = list(_own.items()), self._settings()
-        last = kept[-1][1].facts if kept else None
         state = self.state_dict
-        found = facts_of(list(state), list(state.values()), last, others=True)
+        found = facts_of(list(state), list(state.values()), others=True)
         self._as_before = {
             number: own
             for number, own in kept

@@ -275,7 +275,7 @@ class Saving:
         last = traffic.kept.get("save")
         if not isinstance(last, _Kept):
             last = _Kept([], Table())
-        facts = facts_of(found.keys, found.values, last.facts)
+        facts = facts_of(found.keys, found.values)
         if facts is not None:
             facts.append(len(buffers))
             if facts == last.facts:
