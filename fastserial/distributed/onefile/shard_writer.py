@@ -17,6 +17,7 @@ from fastserial.distributed.ranks.exchange import (
     Elements,
     Exchange,
     Gathered,
+    Slice,
     held_in_box,
     held_in_range,
     view_in_box,
@@ -284,23 +285,11 @@ class ShardWriter:
         return self._sizes[piece.record] if piece.record != CONTAINER else self._plan.nbytes
 
 
-class _Shifted:
-    """A memory from a byte on."""
-
-    def __init__(self, memory: Memory, start: int) -> None:
-        self.nbytes = memory.nbytes - start
-        self._memory = memory
-        self._start = start
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        self._memory.copy_to(address, self._start + start, length)
-
-
 def _from(memory: Memory, start: int) -> Memory:
     """Return a memory from a byte on, which may lie before it."""
     if isinstance(memory, HostMemory):
         return HostMemory(memory.address + start, memory.nbytes - start, memory.owner)
-    return _Shifted(memory, start)
+    return Slice(memory, start, memory.nbytes - start)
 
 
 def _cut(extents: Iterable[Extent], block: int) -> Iterator[Extent]:

@@ -16,7 +16,7 @@ import torch
 
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.sharding.boxes import Box, Overlap, boxes_of_range, run_of
-from fastserial.memory.storages import memmove
+from fastserial.memory.storages import Memory, memmove
 
 __all__ = [
     "INTEGERS",
@@ -24,6 +24,7 @@ __all__ = [
     "Exchange",
     "Gathered",
     "Run",
+    "Slice",
     "as_integers",
     "held_in_box",
     "held_in_range",
@@ -274,3 +275,15 @@ class Gathered:
             else:
                 target[at:end].copy_(piece.contiguous().flatten().view(torch.uint8))
             at = end
+
+
+class Slice:
+    """A memory from a byte on, which may lie before its first."""
+
+    def __init__(self, memory: Memory, start: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory, self._start = memory, start
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        self._memory.copy_to(address, self._start + start, length)
