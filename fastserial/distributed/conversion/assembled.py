@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fastserial.distributed.dcp.tensor_bytes import outermost_first
+from fastserial.distributed.ranks.exchange import Slice
 from fastserial.distributed.sharding.boxes import Box, boxes_of_range, intersect, run_of
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.storages import contiguous_stride
@@ -153,7 +154,7 @@ class Assembled:
         found = self._sources.get(storage.data_ptr())
         if found is None or (start == 0 and nbytes == found.nbytes):
             return found
-        return _Part(found, start, nbytes)
+        return Slice(found, start, nbytes)
 
     def close(self) -> None:
         """Give the addresses back; no tensor may be used any more. Idempotent."""
@@ -163,16 +164,3 @@ class Assembled:
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
         """Return where the bytes of a tensor come from, in the order of its elements."""
         return self._rows.get(tensor.untyped_storage().data_ptr())
-
-
-class _Part:
-    """Some of a memory's bytes."""
-
-    def __init__(self, whole: Memory, start: int, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._whole = whole
-        self._start = start
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        """Copy bytes [start, start + length) to host memory at `address`."""
-        self._whole.copy_to(address, self._start + start, length)

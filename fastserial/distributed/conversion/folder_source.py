@@ -153,19 +153,13 @@ class FolderSource:
             raise ConvertError(
                 f"entry {item.name!r} went through an extension: load it with dcp.load"
             )
-        known, nbytes = item.known, item.nbytes or 0
         shape = item.chunk.sizes if item.chunk is not None else ()
-        if known is not None and known.start is not None:
-            if known.start + nbytes > item.length:
-                raise self._damaged(item.name, "it has not as many bytes as its shape says")
-            strides = known.strides or contiguous_stride(shape)
-            return Content(known.start, nbytes, dtype, shape, strides, known.crc)
 
         def peek(first: int, count: int) -> bytes:
             return os.pread(fd, min(count, item.length - first), item.offset + first)
 
         try:
-            found = self._structures.content(peek, item.length, dtype, shape)
+            found = self._structures.content(peek, item.length, dtype, shape, item.known)
         except CorruptCheckpointError as error:
             raise self._damaged(item.name, error.message) from error
         except UnreadableCheckpointError as error:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed.tensor  # else `weights_only` loads no DTensors
 
 from fastserial.checkpoints.convert import part_of
 from fastserial.checkpoints.mapped_source import MappedSource

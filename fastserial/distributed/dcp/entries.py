@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -34,6 +35,7 @@ __all__ = [
     "kind_of",
     "parts_of",
     "replicas_of",
+    "same_key",
     "write_items",
 ]
 
@@ -88,13 +90,18 @@ def replicas_of(entries: Mapping[str, Entry]) -> list[str]:
     ]
 
 
+def same_key(key: str) -> str:
+    """Return the same object for equal keys: it is pickled once."""
+    return sys.intern(key) if type(key) is str else key
+
+
 def write_items(entries: Mapping[str, Entry], parts: Iterable[Part]) -> list[WriteItem]:
     """Return what stock calls parts of what a rank has."""
     found: list[WriteItem] = []
     alike: dict[Any, tuple[WriteItemType, TensorWriteData]] = {}
     for key, box, hint in parts:
         if box is None:
-            found.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+            found.append(WriteItem(MetadataIndex(same_key(key)), WriteItemType.BYTE_IO))
             continue
         entry = entries[key]
         known = alike.get((id(entry), box))
@@ -107,7 +114,7 @@ def write_items(entries: Mapping[str, Entry], parts: Iterable[Part]) -> list[Wri
             data = TensorWriteData(chunk, properties, torch.Size(entry.size))
             known = alike[id(entry), box] = type_, data
         type_, data = known
-        index = MetadataIndex(key, data.chunk.offsets, hint)
+        index = MetadataIndex(same_key(key), data.chunk.offsets, hint)
         found.append(WriteItem(index=index, type=type_, tensor_data=data))
     return found
 

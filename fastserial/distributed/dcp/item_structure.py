@@ -18,7 +18,9 @@ from fastserial.errors import (
     TruncatedCheckpointError,
     UnreadableCheckpointError,
 )
+from fastserial.formats.dcp import Known
 from fastserial.formats.source import BytesSource
+from fastserial.formats.storages import contiguous_stride
 from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip.directory import Directory
 from fastserial.formats.zip.records import all_checksums, read_places, read_record
@@ -57,18 +59,30 @@ class Structures:
         self._seen: dict[tuple[int, torch.dtype, tuple[int, ...]], list[tuple[bytes, Content]]] = {}
 
     def content(
-        self, peek: Peek, length: int, dtype: torch.dtype, shape: tuple[int, ...]
+        self,
+        peek: Peek,
+        length: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        known: Known | None = None,
     ) -> Content | None:
         """Return the tensor in an item, None if `torch.load` has to read it.
 
         Args:
-            peek: returns bytes of the item: (first, how many).
+            peek: returns bytes of the item: (first, how many), or fewer at its end.
             length: bytes of the item.
             dtype, shape: what `.metadata` says of the tensor.
+            known: what our writer says of it there.
 
         Raises:
             CorruptCheckpointError: what surrounds the data is damaged.
         """
+        if known is not None and known.start is not None:
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            if known.start + nbytes > length:
+                raise CorruptCheckpointError("it has not as many bytes as its shape says")
+            strides = known.strides or contiguous_stride(shape)
+            return Content(known.start, nbytes, dtype, shape, strides, known.crc)
         alike = self._seen.setdefault((length, dtype, shape), [])
         for head, content in alike:
             if peek(0, len(head)) == head:

@@ -9,7 +9,7 @@ import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from fastserial.distributed.dcp.entries import (
     kind_of,
     parts_of,
     replicas_of,
+    same_key,
     write_items,
 )
 from fastserial.distributed.dcp.global_plan import Told, global_plan, told_of
@@ -49,7 +50,7 @@ class _Message(NamedTuple):
     """What a rank tells the coordinator.
 
     Attributes:
-        numbers: of the kept plans that were made of just what it has, the latest last.
+        numbers: of the kept plans that were made of just what it has.
         told: the pickle of what it has (`Told`).
         sums: checksums of its plain tensors that may be cut.
     """
@@ -85,20 +86,18 @@ class _Own:
     items: Sequence[WriteItem] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _OfAll:
+class _Planned(NamedTuple):
     """A plan, as the coordinator keeps it: who gets the metadata may change it, in any depth.
 
     Attributes:
-        told: by all ranks, as it came.
-        apart: see `global_plan`.
-        keys: as they are: those of the index are the same objects, and pickled once.
-        entries: a pickle of the metadata's.
+        number: of the plan, a random one.
+        parts: what each rank writes.
+        keys, entries: of the metadata; a pickle of the latter.
         paths: where in the nested state the keys are.
     """
 
-    told: list[bytes]
-    apart: frozenset[str]
+    number: int
+    parts: list[list[Part]]
     keys: list[str]
     entries: bytes
     paths: dict[str, Any] | None
@@ -109,17 +108,27 @@ class _OfAll:
         return SentMetadata(entries, planner_data=None if self.paths is None else dict(self.paths))
 
 
-# Plans of this process by a random number that is the same on all ranks, those used last behind.
+@lru_cache(maxsize=_MOST)
+def _planned(told: tuple[bytes, ...], lowest: bool, apart: frozenset[str]) -> _Planned:
+    """Return the plan of what all ranks tell, given as pickles; see `global_plan`."""
+    with paused_collection():
+        parts, metadata = global_plan(list(map(pickle.loads, told)), lowest, apart)
+        entries = metadata.state_dict_metadata
+        pickled = pickle.dumps(list(entries.values()))
+    keys = list(map(same_key, entries))
+    return _Planned(secrets.randbits(62), parts, keys, pickled, metadata.planner_data)
+
+
+# Plans of this process by their numbers, those used last behind.
 _own: dict[int, _Own] = {}
-_of_all: dict[int, _OfAll] = {}
 
 
-def _keep(kept: dict[int, Any], number: int, value: Any) -> None:
+def _keep(number: int, own: _Own) -> None:
     """Keep a plan, or count it as new; other threads may do so, too."""
-    kept.pop(number, None)
-    kept[number] = value
-    for oldest in list(kept)[:-_MOST]:
-        kept.pop(oldest, None)
+    _own.pop(number, None)
+    _own[number] = own
+    for oldest in list(_own)[:-_MOST]:
+        _own.pop(oldest, None)
 
 
 class FastSavePlanner(DefaultSavePlanner):
@@ -172,9 +181,8 @@ class FastSavePlanner(DefaultSavePlanner):
     def _found(self) -> _Own:
         """Return what this rank has, and find the plans of just that."""
         kept, settings = list(_own.items()), self._settings()
-        last = kept[-1][1].facts if kept else None
         state = self.state_dict
-        found = facts_of(list(state), list(state.values()), last, others=True)
+        found = facts_of(list(state), list(state.values()), others=True)
         self._as_before = {
             number: own
             for number, own in kept
@@ -218,42 +226,18 @@ class FastSavePlanner(DefaultSavePlanner):
             if not isinstance(plan.planner_data, _Message):
                 raise ValueError(_other_planner(rank))
         messages: list[_Message] = [plan.planner_data for plan in all_plans]
-        texts = [message.told for message in messages]
-        number = _number_of_all(messages)
-        found = _of_all.get(number)
-        if found is not None and found.told != texts:
-            found = None
-        if found is not None:
-            _keep(_of_all, number, found)
         mixed = differing([message.sums for message in messages])
-        parts: Sequence[list[Part] | None] = [None] * len(all_plans)
-        if found is None or not mixed.keys() <= found.apart:
+        texts = tuple(message.told for message in messages)
+        planned = _planned(texts, self.dedup_save_to_lowest_rank, frozenset(mixed))
+        known = all(planned.number in message.numbers for message in messages)
+        if not known:
             _warn(mixed)
-            apart = frozenset(mixed) | (found.apart if found is not None else frozenset())
-            told = self._unpickled(texts)
-            with paused_collection():
-                parts, metadata = global_plan(told, self.dedup_save_to_lowest_rank, apart)
-                entries = metadata.state_dict_metadata
-                pickled = pickle.dumps(list(entries.values()))
-            paths = metadata.planner_data
-            found = _OfAll(texts, apart, list(entries), pickled, paths)
-            number = secrets.randbits(62)
-            _keep(_of_all, number, found)
         plans = [
-            replace(plan, planner_data=_Orders(number, part))
-            for plan, part in zip(all_plans, parts, strict=True)
+            replace(plan, planner_data=_Orders(planned.number, None if known else parts))
+            for plan, parts in zip(all_plans, planned.parts, strict=True)
         ]
-        self.metadata = found.metadata()
+        self.metadata = planned.metadata()
         return plans, self.metadata
-
-    def _unpickled(self, texts: Sequence[bytes]) -> list[Told]:
-        """Return what the ranks tell; of this one, alone, what it has: keys are pickled once."""
-        mine = self._mine
-        with paused_collection():
-            return [
-                mine.told if mine is not None and mine.pickled is text else pickle.loads(text)
-                for text in texts
-            ]
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return what this rank writes.
@@ -273,7 +257,7 @@ class FastSavePlanner(DefaultSavePlanner):
             with paused_collection():
                 mine = replace(mine, items=write_items(mine.told.entries, orders.parts))
         if mine.facts is not None:
-            _keep(_own, orders.number, mine)
+            _keep(orders.number, mine)
         self.plan = replace(new_plan, items=list(mine.items), planner_data=self.mappings)
         return self.plan
 
@@ -313,12 +297,6 @@ class FastSavePlanner(DefaultSavePlanner):
 def _other_planner(rank: int | None) -> str:
     whose = "the coordinator" if rank is None else f"rank {rank}"
     return f"{whose} has another kind of planner; use FastSavePlanner on all ranks, or on none"
-
-
-def _number_of_all(messages: Sequence[_Message]) -> int:
-    """Return the latest plan that is right for all ranks, -1 if there is none."""
-    common = set(messages[0].numbers).intersection(*(message.numbers for message in messages))
-    return next((number for number in reversed(messages[0].numbers) if number in common), -1)
 
 
 def _warn(mixed: Mapping[str, list[int]]) -> None:

@@ -26,7 +26,6 @@ from fastserial.errors import (
     UnreadableCheckpointError,
 )
 from fastserial.formats.source import read_exactly
-from fastserial.formats.storages import contiguous_stride
 from fastserial.loading.reader import FastFileReader
 
 __all__ = ["ShardReader", "Wanted"]
@@ -164,20 +163,14 @@ class ShardReader:
         length, dtype, shape = wanted.place.length, wanted.dtype, wanted.shape
         if dtype is None:
             return None
-        known = known_of(wanted.place)
-        if known is not None and known.start is not None:
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            if known.start + nbytes > length:
-                raise self._damaged(wanted, "it has not as many bytes as its shape says")
-            strides = known.strides or contiguous_stride(shape)
-            return Content(known.start, nbytes, dtype, shape, strides, known.crc)
 
         def peek(first: int, count: int) -> bytes:
             offset = wanted.place.offset + first
             return os.pread(self._reader.fd, min(count, length - first), offset)
 
         try:
-            return self._structures.content(peek, length, dtype, shape)
+            known = known_of(wanted.place)
+            return self._structures.content(peek, length, dtype, shape, known)
         except UnreadableCheckpointError as error:
             error.path, error.record = self._reader.name, wanted.name
             raise

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fastserial.checkpoints.tensor_read import is_dense
-from fastserial.distributed.state.memories import Gathered
+from fastserial.distributed.ranks.exchange import Gathered
 from fastserial.memory.storages import HostMemory, Memory, memmove
 
 __all__ = ["TensorBytes", "bytes_of", "outermost_first"]

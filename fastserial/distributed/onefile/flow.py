@@ -19,7 +19,7 @@ from fastserial.distributed.plan.owners import NeedMap, Share
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.reading.grid import Grid, grid_of
-from fastserial.distributed.reading.part_reader import LARGEST_WINDOW, PartReader
+from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.reading.windows import (
     Piece,
     Target,
@@ -38,7 +38,7 @@ from fastserial.loading.reader import FastFileReader
 
 __all__ = ["Flow", "grids_of", "need_of", "read_odd", "targets_of"]
 
-_LARGEST_WINDOW = LARGEST_WINDOW  # two of them are in memory
+_LARGEST_WINDOW = 8 * 1024 * 1024  # bytes; two of them are in memory
 _SENT_AT_ONCE = 24 * 1024 * 1024  # bytes by a rank, as many received, and as many to be converted
 _PAGE = 4096
 

@@ -33,7 +33,7 @@ from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.sharding.pieces import TensorSpec
-from fastserial.distributed.state.agreement import Agreement, blame
+from fastserial.distributed.state.agreement import Agreement
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
@@ -241,7 +241,7 @@ class Saving:
             state = merged(state, traffic)
         found = leaves(state)
         kept = self._known(found, buffers_of(modules))
-        agreement = Agreement(found, kept.table.copies, traffic, self.config, kept.table.odd)
+        agreement = Agreement(found, kept.table, traffic, self.config)
         if traffic.rank == 0:
             kept.stand_ins = kept.stand_ins or StandIns(kept.table, found.values)
             self._laid_out = kept.stand_ins.lay_out(self._archive(), state, found.values)
@@ -251,10 +251,8 @@ class Saving:
             agreement.likeness(),
         )
         orders: Orders = pickle.loads(traffic.consult(pickle.dumps(told), self._decide))
-        if not orders.alike:
-            blame(table, traffic)
-        if not orders.agreed:
-            agreement.settle()
+        if not (orders.alike and orders.agreed):
+            agreement.settle(orders.alike)
         if orders.plan is not None and self._makes_file:
             kept.name, kept.plan = orders.name, orders.plan
             kept.specs = table.completed(orders.ranges, orders.grids)
@@ -269,7 +267,7 @@ class Saving:
         last = traffic.kept.get("save")
         if not isinstance(last, _Kept):
             last = _Kept([], Table())
-        facts = facts_of(found.keys, found.values, last.facts)
+        facts = facts_of(found.keys, found.values)
         if facts is not None:
             facts.append(len(buffers))
             if facts == last.facts:

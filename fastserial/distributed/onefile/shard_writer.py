@@ -16,12 +16,13 @@ from fastserial.distributed.plan.schedule import CONTAINER, FilePlan, Move, Piec
 from fastserial.distributed.ranks.exchange import (
     Elements,
     Exchange,
+    Gathered,
+    Slice,
     held_in_box,
     held_in_range,
     view_in_box,
 )
 from fastserial.distributed.sharding.boxes import Box, Overlap
-from fastserial.distributed.state.memories import Gathered, Memories
 from fastserial.distributed.state.tables import Sources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
 from fastserial.memory.held_settings import paused_collection
@@ -63,7 +64,6 @@ class ShardWriter:
         self._sources = sources
         self._container = container
         self._checksums = checksums
-        self._memories: dict[int, Memories] = {}
         self._taken: dict[Move | Piece, Memory] = {}  # what was taken of the state
         self._ends = {record: offset + size for record, _, offset, size in plan.records}
         sizes = [0] * (max(self._ends, default=-1) + 1)
@@ -91,7 +91,6 @@ class ShardWriter:
             parts += map(self._part, pieces)
             self._taken = dict(zip((*moves, *pieces), taken.take(parts), strict=True))
         self._sources.release()
-        self._memories.clear()
         taken.begin()
 
     def write(
@@ -269,18 +268,12 @@ class ShardWriter:
     def _memory(self, piece: Piece) -> Memory:
         if piece.source < 0 and self._container is not None:
             return self._container.memory(piece.source)
-        return self._memories_of(piece).at(piece.start)
+        return self._sources[piece.source].memory(piece.start)
 
     def _part(self, piece: Piece) -> Part:
         if piece.source < 0 and self._container is not None:
             return self._container.part(piece.source, piece.start, piece.length)
-        return self._memories_of(piece).part(piece.start, piece.length)
-
-    def _memories_of(self, piece: Piece) -> Memories:
-        memories = self._memories.get(piece.source)
-        if memories is None:
-            memories = self._memories[piece.source] = Memories(self._sources[piece.source])
-        return memories
+        return self._sources[piece.source].part(piece.start, piece.length)
 
     def _extent(self, piece: Piece, memory: Memory) -> Extent:
         record = piece.record if self._checksums and piece.record != CONTAINER else None
@@ -291,23 +284,11 @@ class ShardWriter:
         return self._sizes[piece.record] if piece.record != CONTAINER else self._plan.nbytes
 
 
-class _Shifted:
-    """A memory from a byte on."""
-
-    def __init__(self, memory: Memory, start: int) -> None:
-        self.nbytes = memory.nbytes - start
-        self._memory = memory
-        self._start = start
-
-    def copy_to(self, address: int, start: int, length: int) -> None:
-        self._memory.copy_to(address, self._start + start, length)
-
-
 def _from(memory: Memory, start: int) -> Memory:
     """Return a memory from a byte on, which may lie before it."""
     if isinstance(memory, HostMemory):
         return HostMemory(memory.address + start, memory.nbytes - start, memory.owner)
-    return _Shifted(memory, start)
+    return Slice(memory, start, memory.nbytes - start)
 
 
 def _cut(extents: Iterable[Extent], block: int) -> Iterator[Extent]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from fastserial.nests import Path, is_container, sequence_like, walk
 
 __all__ = ["Job", "Match", "Path", "file_leaves", "path_name", "unused"]
 
-_Put = Callable[[Any], None]
 _LISTS = (list, tuple)
 
 
@@ -67,7 +67,10 @@ class Match:
             )
         self.nest = into
         self.modules = [one for one in live(into) if isinstance(one, torch.nn.Module)]
-        self._compare(into, there, (), None)
+        new = self._compare(into, there, ())
+        if isinstance(into, tuple) and new is not into:
+            for index, (item, other) in enumerate(zip(into, new, strict=True)):
+                self._take(into, index, item, other, (index,))
 
     def finish(self) -> None:
         """Put in place what is not a tensor's memory, once the bytes are there."""
@@ -82,7 +85,8 @@ class Match:
 
     # -- key by key ------------------------------------------------------------------------------
 
-    def _compare(self, into: Any, there: Any, path: Path, put: _Put | None) -> None:
+    def _compare(self, into: Any, there: Any, path: Path) -> Any:
+        """Compare a value with the file's; return what stands in its place once it is loaded."""
         if is_live(into):
             live = LiveState(into, self.modules, self.nest)
             self._live.append(live)
@@ -91,22 +95,28 @@ class Match:
             self.used.add(path)
             self._compare_tensor(into, there, path)
         elif path and _are_values(into, there):
-            self._replace(into, there, path, put)
+            self.used.add(path)
+            return self._replaced(into, there)
         elif isinstance(into, Mapping):
             self._compare_mapping(into, there, path)
         elif isinstance(into, list | tuple):
-            self._compare_sequence(into, there, path, put)
+            return self._compare_sequence(into, there, path)
         else:
             self.used.add(path)
-            if put is not None:
-                value = self._made(there, path)
-                self._puts.append(lambda: put(value))
-            elif not _alike(into, there):
-                self.problems.append(f"{path_name(path)}: a value in a tuple cannot be replaced")
+            return self._made(there, path)
+        return into
 
-    def _replace(self, into: Any, there: Any, path: Path, put: _Put | None) -> None:
+    def _take(self, into: Any, key: Any, item: Any, new: Any, path: Path) -> None:
+        """Let a container have something in the place of an item, if that is another one."""
+        if new is item:
+            return
+        if isinstance(into, MutableMapping | list):
+            self._puts.append(lambda: into.__setitem__(key, new))
+        elif _holds_tensors((new,)) or type(item) is not type(new) or item != new:
+            self.problems.append(f"{path_name(path)}: a value in a tuple cannot be replaced")
+
+    def _replaced(self, into: Any, there: Any) -> Any:
         """Take the file's container as it is, whatever is in ours; it stays the same object."""
-        self.used.add(path)
         if isinstance(into, list):
             self._puts.append(lambda: into.__setitem__(slice(None), there))
         elif isinstance(into, MutableMapping):
@@ -117,15 +127,13 @@ class Match:
                     into[key] = item
 
             self._puts.append(refill)
-        elif put is not None:
-            value = tuple(there) if type(into) is tuple else there
-            self._puts.append(lambda: put(value))
-        elif not _alike(into, there):
-            self.problems.append(f"{path_name(path)}: a value in a tuple cannot be replaced")
+        else:
+            return tuple(there) if type(into) is tuple else there
+        return into
 
     def _compare_live(self, live: LiveState, there: Any, path: Path) -> None:
         if not live.is_optimizer:
-            self._compare(live.entries, there, path, None)
+            self._compare(live.entries, there, path)
             return
         if not isinstance(there, Mapping) or not {"state", "param_groups"} <= set(there):
             self.problems.append(f"{path_name(path)}: the file holds no optimizer's state")
@@ -156,7 +164,7 @@ class Match:
                 self.missing.append(f"{path_name((*path, 'param_groups'))} (settings of {name})")
             state = there["state"][key]
             if name in live.entries or (not _fits(live.parameters[name], state) and live.make()):
-                self._compare(live.entries[name], state, where, None)
+                self._compare(live.entries[name], state, where)
             else:
                 self.used.add(where)
                 live.entries[name] = self._made(state, where, live.parameters[name])
@@ -169,44 +177,29 @@ class Match:
             self.used.add(path)
         for key, item in into.items():
             if key in there:
-                self._compare(item, there[key], (*path, key), _setter(into, key))
+                new = self._compare(item, there[key], (*path, key))
+                self._take(into, key, item, new, (*path, key))
             else:
                 self.missing.append(path_name((*path, key)))
 
-    def _compare_sequence(self, into: Any, there: Any, path: Path, put: _Put | None) -> None:
+    def _compare_sequence(self, into: Any, there: Any, path: Path) -> Any:
         if not isinstance(there, list | tuple):
             self._mismatch(path, "a list", there)
-            return
+            return into
         if not there:
             self.used.add(path)
-        new = list(into)  # a tuple is replaced, if something in it is
-        changed = False
-
-        def setter(index: int) -> _Put | None:
-            if isinstance(into, list):
-                return lambda value: into.__setitem__(index, value)
-            if put is None:
-                return None
-
-            def change(value: Any) -> None:
-                nonlocal changed
-                new[index] = value
-                changed = True
-
-            return change
-
+        news = list(into)
         for index, item in enumerate(into):
-            if index < len(there):
-                self._compare(item, there[index], (*path, index), setter(index))
-            else:
-                self.missing.append(path_name((*path, index)))
-        if isinstance(into, tuple) and put is not None:
-
-            def replace() -> None:
-                if changed:
-                    put(sequence_like(into, new))
-
-            self._puts.append(replace)
+            where = (*path, index)
+            if index >= len(there):
+                self.missing.append(path_name(where))
+                continue
+            news[index] = self._compare(item, there[index], where)
+            if isinstance(into, list):
+                self._take(into, index, item, news[index], where)
+        if isinstance(into, list) or all(map(is_, news, into)):
+            return into
+        return sequence_like(into, news)
 
     def _compare_tensor(self, into: Any, there: Any, path: Path) -> None:
         name = path_name(path)
@@ -310,16 +303,6 @@ def _fits(parameter: torch.Tensor, state: Any) -> bool:
         return True
     tensors = [found for _, found in file_leaves(state) if isinstance(found, FileTensor)]
     return bool(parameter.shape) and all(found.shape in ((), parameter.shape) for found in tensors)
-
-
-def _setter(into: Mapping[Any, Any], key: Any) -> _Put | None:
-    if not isinstance(into, MutableMapping):
-        return None
-    return lambda value: into.__setitem__(key, value)
-
-
-def _alike(into: Any, there: Any) -> bool:
-    return type(into) is type(there) and bool(into == there)
 
 
 def _objection(held: Holding, there: FileTensor, cast: bool) -> str | None:

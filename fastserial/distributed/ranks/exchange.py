@@ -8,19 +8,23 @@ caller's budget: the exchange needs a buffer for what it sends and one for what 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from fastserial.distributed.ranks.group import Traffic
-from fastserial.distributed.sharding.boxes import Box, Overlap, run_of
-from fastserial.memory.storages import memmove
+from fastserial.distributed.sharding.boxes import Box, Overlap, boxes_of_range, run_of
+from fastserial.memory.storages import Memory, memmove
 
 __all__ = [
+    "INTEGERS",
     "Elements",
     "Exchange",
+    "Gathered",
     "Run",
+    "Slice",
     "as_integers",
     "held_in_box",
     "held_in_range",
@@ -30,7 +34,8 @@ __all__ = [
 ]
 
 _ALIGN = 16  # bytes of the largest elements
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+# By bytes of an element: types that every copy leaves as they are.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Run(NamedTuple):
@@ -57,7 +62,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
     (16 bytes have no integer; complex numbers are copied as they are, too.)
     """
-    kind = _INTEGERS[tensor.element_size()]
+    kind = INTEGERS[tensor.element_size()]
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = tensor.resolve_conj()
@@ -242,3 +247,43 @@ def _view(part: Elements, like: torch.Tensor) -> torch.Tensor:
     found = torch.empty(0, dtype=torch.uint8, device="cpu")
     found.set_(storage, part.address - storage.data_ptr(), (part.nbytes,), (1,))
     return found.view(like.dtype).view(like.shape)
+
+
+class Gathered:
+    """A view on a device, or in strides, whose bytes are copied together as they are asked for."""
+
+    def __init__(self, view: torch.Tensor, base: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._view = as_integers(view)
+        self._base = base
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        item = self._view.element_size()
+        begin = (start - self._base) // item
+        target = torch.frombuffer(
+            (ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8
+        )
+        shape = tuple(self._view.shape)
+        whole = Box((0,) * len(shape), shape)
+        at = 0
+        for box in boxes_of_range(shape, begin, begin + length // item):
+            end = at + box.numel * item
+            piece = self._view[box.slices(whole)]
+            if at % item == 0 and address % item == 0:
+                target[at:end].view(piece.dtype).view(piece.shape).copy_(piece)
+            else:
+                target[at:end].copy_(piece.contiguous().flatten().view(torch.uint8))
+            at = end
+
+
+class Slice:
+    """A memory from a byte on, which may lie before its first."""
+
+    def __init__(self, memory: Memory, start: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory, self._start = memory, start
+
+    def copy_to(self, address: int, start: int, length: int) -> None:
+        """Copy bytes [start, start + length) to host memory at `address`."""
+        self._memory.copy_to(address, self._start + start, length)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fastserial.checksums import CrcLedger
+from fastserial.config.performance import SCATTERED_CHUNK
 from fastserial.distributed.reading.windows import (
     Piece,
     Range,
@@ -31,9 +32,8 @@ from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host, is_plain
 
-__all__ = ["LARGEST_WINDOW", "PartReader"]
+__all__ = ["PartReader"]
 
-LARGEST_WINDOW = 8 * 1024 * 1024  # bytes
 _BETWEEN = 512 * 1024 * 1024  # bytes that are read at a stretch, unless one extent has more
 _NEAR = 64 * 1024  # bytes nobody wants that are read rather than split a read in two
 
@@ -98,7 +98,7 @@ class PartReader:
         """
         straight, rest = self._divided(targets, runs)
         self._read_straight(straight)
-        windows = windows_of(rest, LARGEST_WINDOW)
+        windows = windows_of(rest, SCATTERED_CHUNK)
         buffer = buffer_for(windows)
         for window, pieces in zip(windows, by_window(targets, windows), strict=True):
             self._between()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fastserial.checkpoints.tensor_read import resolved
+from fastserial.distributed.ranks.exchange import INTEGERS
 from fastserial.distributed.reading.grid import Grid
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.memory.storages import is_plain
@@ -36,13 +37,6 @@ __all__ = [
 _TAIL = 64  # bytes behind a range that its buffer has: an element may only begin in the range
 _ALIGN = 16  # bytes of the largest elements
 _MOST_RANGES = 4096  # of a window
-_LIKE = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}  # by bytes of an element: types that can be copied, for those that may not
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +160,7 @@ def found_in(window: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return a piece as a window's buffer has it, as integers, in the shape of its box."""
     grid, sizes, at = piece.target.grid, piece.box.sizes, piece.source
     item = grid.tensor.itemsize
-    like = _LIKE[item]
+    like = INTEGERS[item]
     if at % item == 0:
         return window.view(like).as_strided(sizes, grid.steps, at // item)
     steps = [step * item for step in grid.steps]
@@ -193,7 +187,7 @@ def landing(piece: Piece) -> torch.Tensor | None:
 def own_memory(piece: Piece) -> torch.Tensor:
     """Return new memory for a piece's elements, in the shape of its box."""
     return torch.empty(
-        piece.box.sizes, dtype=_LIKE[piece.target.grid.tensor.itemsize], device="cpu"
+        piece.box.sizes, dtype=INTEGERS[piece.target.grid.tensor.itemsize], device="cpu"
     )
 
 
@@ -207,7 +201,7 @@ def deliver(piece: Piece, found: torch.Tensor) -> None:
     elif into.is_complex():
         into.copy_(found.view(tensor.dtype))
     else:
-        into.view(_LIKE[tensor.itemsize]).copy_(found)
+        into.view(INTEGERS[tensor.itemsize]).copy_(found)
 
 
 def _part(piece: Piece) -> torch.Tensor:

@@ -12,17 +12,17 @@ import marshal
 import pickle
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastserial.config import Config
-from fastserial.distributed.ranks.copies import Copies, Copy, Ranks, differing, ranks_in_words
+from fastserial.distributed.ranks.copies import Copies, Ranks, differing, ranks_in_words
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.state.merging import leaf_of
 from fastserial.distributed.state.tables import Table, difference
 from fastserial.distributed.state.walk import Leaves
 from fastserial.errors import DistributedError
 
-__all__ = ["Agreement", "Likeness", "are_alike", "blame"]
+__all__ = ["Agreement", "Likeness", "are_alike"]
 
 _SHOWN = 5
 _PARTS = (
@@ -54,35 +54,30 @@ class Likeness(NamedTuple):
 
 
 class _Details(NamedTuple):
-    """What a rank tells if something differs; see `Copies` and `Leaves`."""
+    """What a rank tells if something differs; see `Copies`, `Leaves` and `Table`."""
 
     compare: str
     odd: str
     sums: dict[int, int]
     others: list[tuple[str, list[str]]]
+    rows: list[tuple[Any, ...]]
 
 
 class Agreement:
     """This rank's side of it."""
 
-    def __init__(
-        self,
-        found: Leaves,
-        copies: Sequence[Copy],
-        traffic: Traffic,
-        config: Config,
-        odd: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, found: Leaves, table: Table, traffic: Traffic, config: Config) -> None:
         """Take the checksums of the tensors.
 
         Args:
             found: the leaves of the state.
-            copies, odd: see `Table`.
+            table: of them.
         """
         self._found, self._traffic, self._compare = found, traffic, config.compare
-        self._odd = odd[0] if odd else ""
-        self._shared = {copy.leaf for copy in copies if copy.shared}
-        copies = copies if traffic.size > 1 else ()
+        self._table = table
+        self._odd = table.odd[0] if table.odd else ""
+        self._shared = {copy.leaf for copy in table.copies if copy.shared}
+        copies = table.copies if traffic.size > 1 else ()
         leaves = [found.values[copy.leaf] for copy in copies]
         self._copies = Copies(
             copies, list(map(leaf_of, leaves)), config.compare == "all", traffic.alive
@@ -93,17 +88,26 @@ class Agreement:
         keys = hashlib.sha256(marshal.dumps(self._found.others, 2)).digest()
         return Likeness(self._compare, self._copies.digests(), keys, self._odd)
 
-    def settle(self) -> None:
+    def settle(self, alike: bool) -> None:
         """Raise, or warn on rank 0, now that something is known to differ. Collective.
+
+        Args:
+            alike: the ranks' tables are.
 
         Raises:
             DistributedError: the file would lack something, or mix what different ranks have.
         """
-        mine = _Details(self._compare, self._odd, self._copies.sums, self._found.others)
-        _refuse(self._traffic.consult(pickle.dumps(mine), self._judge))
+        rows = [] if alike else self._table.rows
+        mine = _Details(self._compare, self._odd, self._copies.sums, self._found.others, rows)
+        answer = self._traffic.consult(pickle.dumps(mine), self._judge)
+        if answer:  # all raise it alike, and the connections stay as they are
+            raise DistributedError(*pickle.loads(answer))
 
     def _judge(self, messages: list[bytes]) -> bytes:
         told: list[_Details] = [pickle.loads(text) for text in messages]
+        for rank, one in enumerate(told):
+            if (text := difference(told[0].rows, one.rows)) is not None:
+                return pickle.dumps((rank, text))
         for rank, one in enumerate(told):
             if one.compare != told[0].compare:
                 text = f'its option compare is "{one.compare}", that of rank 0 "{told[0].compare}"'
@@ -160,32 +164,6 @@ def are_alike(told: Sequence[Likeness]) -> bool:
         and all(first.setdefault(ranks, digest) == digest for ranks, digest in one.copies.items())
         for one in told
     )
-
-
-def blame(table: Table, traffic: Traffic) -> None:
-    """Say which rank's table differs from rank 0's, and where. Collective.
-
-    Raises:
-        DistributedError: one does.
-    """
-
-    def judge(messages: list[bytes]) -> bytes:
-        rows = [marshal.loads(text) for text in messages]
-        found = ((rank, difference(rows[0], other)) for rank, other in enumerate(rows))
-        return pickle.dumps(next((one for one in found if one[1] is not None), None))
-
-    _refuse(traffic.consult(marshal.dumps(table.rows, 2), judge))
-
-
-def _refuse(answer: bytes) -> None:
-    """Raise on all ranks alike what rank 0 found; the connections stay as they are.
-
-    Args:
-        answer: a pickle of the rank and the cause; of None, or nothing: there is none.
-    """
-    found = pickle.loads(answer) if answer else None
-    if found is not None:
-        raise DistributedError(*found)
 
 
 def _named(keys: Sequence[str]) -> str:

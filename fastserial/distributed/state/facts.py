@@ -9,9 +9,8 @@ import functools
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter, is_
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,17 +30,11 @@ _sharding_of = attrgetter("mesh", "placements", "tensor_meta")
 _requires_grad = attrgetter("requires_grad")
 
 
-def facts_of(
-    keys: Sequence[Any],
-    values: Sequence[Any],
-    last: Sequence[Any] | None = None,
-    others: bool = False,
-) -> list[Any] | None:
+def facts_of(keys: Sequence[Any], values: Sequence[Any], others: bool = False) -> list[Any] | None:
     """Return what decides the plan of a state, to be compared with `==`.
 
     Args:
         keys, values: of the state, flattened.
-        last: those of an earlier save, if there are any.
         others: there may be values that are no tensors, whose types count.
 
     Returns:
@@ -53,7 +46,7 @@ def facts_of(
     sharded = _dtensor_type()
     for kind, some in _by_type(values, types).items():
         if kind is sharded:
-            sharding = shardings(some, last)
+            sharding = shardings(some)
             if sharding is None:
                 return None
             found += [sharding, _devices(some, sharding.meshes)]
@@ -79,77 +72,62 @@ def _by_type(values: Sequence[Any], types: list[type]) -> dict[type, list[Any]]:
     return found
 
 
-@dataclass(slots=True)
-class Shardings:
+class Shardings(NamedTuple):
     """What decides which part of DTensors each rank holds, by columns.
 
     Attributes:
-        specs: references to theirs, which are not to be kept alive: nor are process groups. Empty
-            if they do not say all.
-        columns: what the specs say.
+        meshes, of_mesh: the meshes that there are, and which is that of each DTensor.
+        placements, metas: what their specs say; of the same specs it is the same objects.
+        factors: of strided shards, where torch takes them for equal to plain ones.
         dtypes, strides: of the local tensors.
         sizes: elements of the local tensors, where these do not follow from the specs.
         grads: whether they require gradients.
     """
 
-    specs: list[weakref.ref[Any]] = field(compare=False)
-    columns: list[list[Any]]
+    meshes: list[weakref.ref[Any]]
+    of_mesh: list[int]
+    placements: list[Any]
+    metas: list[Any]
+    factors: list[list[int]]
     dtypes: list[torch.dtype]
     strides: list[tuple[int, ...]]
-    sizes: list[int] | None = None
-    grads: list[bool] = field(default_factory=list)
-
-    @property
-    def meshes(self) -> list[Any]:
-        """The meshes that there are, None for one that is gone."""
-        return [mesh() for mesh in self.columns[0]]
+    sizes: list[int]
+    grads: list[bool]
 
 
-def shardings(leaves: Sequence[Any], last: Sequence[Any] | None = None) -> Shardings | None:
-    """Return what decides which part of DTensors each rank holds; None: of one it is not known.
-
-    Args:
-        last: earlier facts. A spec does not change: what the same ones say is taken from there.
-    """
-    specs = list(map(weakref.ref, map(_spec_of, leaves)))
-    before = next((one for one in last or () if isinstance(one, Shardings)), None)
-    if (
-        before is not None
-        and len(before.specs) == len(specs)
-        and all(map(is_, before.specs, specs))
-    ):
-        columns = before.columns
-    else:
-        columns, complete = _columns(leaves)
-        if not complete:
-            specs = []
+def shardings(leaves: Sequence[Any]) -> Shardings | None:
+    """Return what decides which part of DTensors each rank holds; None: of one it is not known."""
     shards = list(map(_local_of, leaves))
     if set(map(type, shards)) != {torch.Tensor}:
         return None
-    strides = list(map(torch.Tensor.stride, shards))
-    found = Shardings(specs, columns, list(map(_dtype_of, shards)), strides)
-    if any(mesh is None or mesh.ndim > 1 for mesh in found.meshes):
-        # Shards may have been made from the left dimension of the mesh to the right, or back.
-        found.sizes = list(map(torch.Tensor.numel, shards))
-    with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
-        found.grads = list(map(_requires_grad, leaves))
-    return found
-
-
-def _columns(leaves: Sequence[Any]) -> tuple[list[list[Any]], bool]:
-    """Return what specs of DTensors say, and whether they say all.
-
-    The tensors' own properties are many times slower.
-    """
-    rows = map(_sharding_of, map(_spec_of, leaves))
-    meshes, placements, metas = map(list, zip(*rows, strict=True))
-    complete = None not in metas
-    if not complete:
+    meshes, placements, metas = map(
+        list, zip(*map(_sharding_of, map(_spec_of, leaves)), strict=True)
+    )
+    if None in metas:
         metas = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    found: list[list[Any]] = [*_meshes(meshes), placements, metas]
-    if not _strides_are_compared():
-        found.append([[getattr(one, "split_factor", 1) for one in row] for row in placements])
-    return found, complete
+    ids = list(map(id, meshes))
+    several: dict[Any, int] = {}  # equal ones once
+    numbers = {
+        one: several.setdefault(mesh, len(several))
+        for one, mesh in dict(zip(ids, meshes, strict=True)).items()
+    }
+    # Shards of a mesh of several dimensions may have been made from the left or from the right.
+    turns = any(mesh.ndim > 1 for mesh in several)
+    with torch._C.DisableTorchFunctionSubclass():  # asking for overrides takes long
+        grads = list(map(_requires_grad, leaves))
+    return Shardings(
+        meshes=[weakref.ref(mesh) for mesh in several],
+        of_mesh=[numbers[one] for one in ids] if len(several) > 1 else [],
+        placements=placements,
+        metas=metas,
+        factors=[]
+        if _strides_are_compared()
+        else [[getattr(one, "split_factor", 1) for one in row] for row in placements],
+        dtypes=list(map(_dtype_of, shards)),
+        strides=list(map(torch.Tensor.stride, shards)),
+        sizes=list(map(torch.Tensor.numel, shards)) if turns else [],
+        grads=grads,
+    )
 
 
 @functools.cache
@@ -160,21 +138,10 @@ def _strides_are_compared() -> bool:
     return strided(0, split_factor=2) not in (types.Shard(0), strided(0, split_factor=4))
 
 
-def _meshes(meshes: list[Any]) -> list[list[Any]]:
-    """Return the meshes that there are, equal ones once, and which is that of each DTensor."""
-    ids = list(map(id, meshes))
-    several: dict[Any, int] = {}
-    places = {
-        number: several.setdefault(mesh, len(several))
-        for number, mesh in dict(zip(ids, meshes, strict=True)).items()
-    }
-    refs = [weakref.ref(mesh) for mesh in several]
-    return [refs, [places[number] for number in ids] if len(refs) > 1 else []]
-
-
-def _devices(leaves: Sequence[Any], meshes: Sequence[Any]) -> list[Any] | None:
+def _devices(leaves: Sequence[Any], meshes: Sequence[weakref.ref[Any]]) -> list[Any] | None:
     """Return where DTensors on meshes are, None if they are on the host."""
-    if all(mesh is not None and mesh.device_type == "cpu" for mesh in meshes):
+    found = [mesh() for mesh in meshes]
+    if all(mesh is not None and mesh.device_type == "cpu" for mesh in found):
         return None
     return [leaf._local_tensor.device for leaf in leaves]
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from fastserial.distributed.ranks.copies import Copy
-from fastserial.distributed.sharding.boxes import Box
+from fastserial.distributed.ranks.exchange import Gathered, is_as_it_lies
+from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import (
     Flat,
@@ -30,7 +33,8 @@ from fastserial.distributed.sharding.pieces import (
 )
 from fastserial.distributed.state.merging import Joined, leaf_of
 from fastserial.errors import ConfigError
-from fastserial.memory.storages import synchronize
+from fastserial.memory.storages import HostMemory, Memory, synchronize
+from fastserial.overlap.snapshot import Part
 
 __all__ = [
     "SHARED_FROM",
@@ -69,6 +73,7 @@ class Source:
     leaf: Any
     rank: int
     _parts: list[tuple[Box, torch.Tensor]] | None = None
+    _runs: list[tuple[int, torch.Tensor]] | None = None
 
     @property
     def parts(self) -> list[tuple[Box, torch.Tensor]]:
@@ -87,6 +92,38 @@ class Source:
             else:
                 self._parts = views(self.spec, self.rank, local_of(leaf, self.key), self.key)
         return self._parts
+
+    def memory(self, start: int) -> Memory:
+        """Return the memory that has byte `start` of the whole, and what this rank has around it.
+
+        It begins at the whole's first byte, so that a place in the whole is one in the memory.
+        """
+        view, base = self._run_at(start)
+        if view.device.type == "cpu" and is_as_it_lies(view):
+            return HostMemory(view.data_ptr() - base, self.spec.nbytes, view)
+        return Gathered(view, base, self.spec.nbytes)
+
+    def part(self, start: int, length: int) -> Part:
+        """Return bytes [start, start + length) of the whole as what a snapshot takes."""
+        view, base = self._run_at(start)
+        if not is_as_it_lies(view):
+            return Part(Gathered(view, base, self.spec.nbytes), start, length)
+        first = int(view.storage_offset()) * view.element_size() + start - base
+        return Part(view.untyped_storage(), first, length)
+
+    def _run_at(self, start: int) -> tuple[torch.Tensor, int]:
+        """Return the view that has a byte of the whole, and its own first byte there."""
+        if self._runs is None:
+            if isinstance(self.leaf, FlatShard):
+                self._runs = [(self.leaf.start, local_of(self.leaf, self.key))]
+            else:
+                runs = ((run_of(self.spec.shape, box), view) for box, view in self.parts)
+                found = [(run[0], view) for run, view in runs if run is not None]
+                self._runs = sorted(found, key=itemgetter(0))
+        item = self.spec.dtype.itemsize
+        index = bisect_right(self._runs, start // item, key=itemgetter(0)) - 1
+        first, view = self._runs[index]
+        return view, first * item
 
 
 class Sources:

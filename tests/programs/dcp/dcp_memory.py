@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from support.peaks import peak
 from support.ranks import join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -21,13 +22,6 @@ from fastserial.distributed import (
     FastStorageReader,
     FastStorageWriter,
 )
-
-
-def status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise KeyError(name)
 
 
 def state_of(mesh: DeviceMesh, mib: int, value: float, turned: bool) -> dict[str, Any]:
@@ -50,14 +44,6 @@ def state_of(mesh: DeviceMesh, mib: int, value: float, turned: bool) -> dict[str
         "all": torch.full((rows // 2, 1024), value),
         "step": value,
     }
-
-
-def peak(call: Any) -> int:
-    """Return how much more memory a call took than there was in use."""
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    call()
-    return status("VmHWM") - before
 
 
 def main() -> None:

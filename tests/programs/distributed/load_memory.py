@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.peaks import peak
 from support.ranks import join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, ones
@@ -20,11 +21,6 @@ from fastserial.distributed import load
 
 _MiB = 2**20
 _TENSORS = 4
-
-
-def status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def main() -> None:
@@ -45,10 +41,7 @@ def main() -> None:
                 for n in range(_TENSORS)
             }
             dist.barrier()
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-            before = status("VmRSS")
-            load(path, into, cast=True)
-            taken[f"{name} {dtype}"] = status("VmHWM") - before
+            taken[f"{name} {dtype}"] = peak(lambda into=into: load(path, into, cast=True))
             wanted = torch.arange(shape[1], dtype=torch.int32).to(dtype)
             found = into["3"].full_tensor()[0]
             assert torch.equal(found, wanted.bfloat16().to(dtype))

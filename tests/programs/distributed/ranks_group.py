@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from support.ranks import join
-from support.sharded import noise
+from support.sharded import noise, split
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fastserial import distributed, last_save_report
 from fastserial.integrations.fastpersist import fastpersist_save
@@ -28,10 +28,7 @@ def main() -> None:
         if rank:
             full = noise([301, 400], torch.float32, turn)
             mesh = DeviceMesh.from_group(group, "cpu")
-            local = full.chunk(2)[rank - 1].contiguous()
-            leaf = DTensor.from_local(
-                local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
-            )
+            leaf = split(full, mesh, [Shard(0)])
             path = folder / "file.pt"
             distributed.save({"w": leaf, "turn": turn}, path, group=group, timeout=30)
             if rank == 1:  # which is rank 0 of the group

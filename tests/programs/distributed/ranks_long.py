@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.ranks import join
-from support.sharded import noise, same_bytes, strided
+from support.sharded import noise, same_bytes, split, strided
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -33,14 +33,14 @@ def group_state(ranks: list[int], group: Any, seed: int) -> tuple[dict[str, Any]
     flat = noise([90_000], torch.bfloat16, seed + 1)
     mesh = DeviceMesh.from_group(group, "cpu")
     at = ranks.index(dist.get_rank())
-    local = list(full.chunk(len(ranks)))[at].contiguous()
     step = -(-90_000 // len(ranks))
     first, stop = at * step, min((at + 1) * step, 90_000)
     shard = FlatShard((90_000,), flat.dtype, first, stop - first, flat[first:stop].clone())
-    rows = DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
-    )
-    return {"w": rows, "f": shard, "n": seed}, {"w": full, "f": flat, "n": seed}
+    return {"w": split(full, mesh, [Shard(0)]), "f": shard, "n": seed}, {
+        "w": full,
+        "f": flat,
+        "n": seed,
+    }
 
 
 def check(path: Path, whole: dict[str, Any]) -> None:
@@ -134,21 +134,10 @@ def dtypes(folder: Path) -> None:
         for shape in ([13, 9], [700, 500]):
             full = noise(shape, dtype, len(whole))
             for dim in (0, 1):
-                local = list(full.chunk(count, dim))
-                local += [full.narrow(dim, 0, 0)] * (count - len(local))
-                state[f"{shape} {dim}"] = DTensor.from_local(
-                    local[rank].contiguous(),
-                    line,
-                    [Shard(dim)],
-                    run_check=False,
-                    shape=full.shape,
-                    stride=full.stride(),
-                )
+                state[f"{shape} {dim}"] = split(full, line, [Shard(dim)])
                 whole[f"{shape} {dim}"] = full.clone()
             state[f"{shape} strided"] = strided(chance, full, square)
-            state[f"{shape} all"] = DTensor.from_local(
-                full.clone(), line, [Replicate()], run_check=False
-            )
+            state[f"{shape} all"] = split(full.clone(), line, [Replicate()])
             numel = full.numel()
             first, stop = numel * rank // count, numel * (rank + 1) // count
             part = full.flatten()[first:stop].clone()

@@ -6,18 +6,12 @@ import sys
 from pathlib import Path
 
 import torch
+from support.peaks import peak
 from support.ranks import join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fastserial import distributed
-
-
-def status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise KeyError(name)
 
 
 def main() -> None:
@@ -34,10 +28,7 @@ def main() -> None:
     }
     small = {"x": DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)], run_check=False)}
     distributed.save(small, folder / "small.pt", timeout=60)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    distributed.save(state, folder / "file.pt", timeout=60)
-    print(status("VmHWM") - before)
+    print(peak(lambda: distributed.save(state, folder / "file.pt", timeout=60)))
 
 
 main()

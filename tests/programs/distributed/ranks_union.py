@@ -12,22 +12,15 @@ from typing import Any
 
 import torch
 from support.ranks import join
-from support.sharded import noise
+from support.sharded import noise, split
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fastserial import Checkpointer, distributed
 from fastserial.distributed import FlatShard
 from fastserial.errors import DistributedError, LoadMismatchError
 
 MIB = 2**20
-
-
-def part(full: torch.Tensor, rank: int, dim: int, mesh: Any) -> DTensor:
-    local = full.chunk(2, dim)[rank % 2].contiguous()
-    return DTensor.from_local(
-        local, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride()
-    )
 
 
 def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
@@ -38,8 +31,8 @@ def stage(number: int, rank: int | None, mesh: Any) -> dict[str, Any]:
     large = noise([3 * MIB], torch.uint8, 30 + number)
     small = noise([7], torch.float64, 40 + number)
     found: dict[str, Any] = OrderedDict()
-    found[f"{number}.weight"] = weight if rank is None else part(weight, rank, 0, mesh)
-    found[f"{number}.wide"] = wide if rank is None else part(wide, rank, 1, mesh)
+    found[f"{number}.weight"] = weight if rank is None else split(weight, mesh, [Shard(0)])
+    found[f"{number}.wide"] = wide if rank is None else split(wide, mesh, [Shard(1)])
     if rank is None:
         found[f"{number}.flat"] = flat
     else:
