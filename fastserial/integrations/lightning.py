@@ -25,10 +25,9 @@ from typing import Any
 from fastserial.checkpoints.load import load
 from fastserial.checkpoints.save import write
 from fastserial.config import current
-from fastserial.errors import ConfigError
 from fastserial.files.durable import sync_folders
 from fastserial.import_hook import when_imported
-from fastserial.overlap.asynchronous import KINDS, Kind, start_save
+from fastserial.overlap.asynchronous import Kind, check_snapshot, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.patching.install import patched
 
@@ -175,10 +174,7 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             ConfigError: an argument has an impossible value.
         """
         super().__init__(verify=verify)
-        if snapshot not in KINDS:
-            raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
-        if snapshot_budget is not None and snapshot_budget < 0:
-            raise ConfigError(f"snapshot_budget must not be negative, not {snapshot_budget}")
+        check_snapshot(snapshot, snapshot_budget)
         self._kind: Kind = snapshot
         self._budget = snapshot_budget
         self._remote: Any = None

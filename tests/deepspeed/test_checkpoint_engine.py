@@ -44,15 +44,17 @@ def test_stock_files(launch: Launch, tmp_path: Path, stage: int) -> None:
 @pytest.mark.usefixtures("op")
 @pytest.mark.parametrize("section", [True, {"engine": "deepspeed", "small_file": 0}])
 def test_config_route(launch: Launch, tmp_path: Path, section: object) -> None:
-    """A section of DeepSpeed's config; its own writer section has no effect then."""
-    config = json.dumps({"fastserial": section, "checkpoint": {"writer": {"type": "fast"}}})
+    """A section of DeepSpeed's config; of its own sections what has no counterpart is named."""
+    writer = {"type": "python", "io_buffer_size": 8 << 20, "bufer": 3}
+    config = json.dumps({"fastserial": section, "checkpoint": {"writer": writer}})
     at = ["--stage", 1, "--folder", tmp_path, "--via", "config", "--config", config]
     said = launch(1, *SHORT, *at)
     check_exit(said)
     (saved,) = having(said, "saved")
     assert (saved["by"], saved["container"]) == ("FastserialCheckpointEngine", "zip")
     assert len(files(tmp_path)) == 5
-    assert "checkpoint.writer.type has no effect" in having(said, "stderr")[0]["stderr"]
+    expected = "checkpoint.writer.type, checkpoint.writer.bufer has no effect"
+    assert expected in having(said, "stderr")[0]["stderr"]
 
 
 def test_config_route_by_the_environment(
@@ -160,9 +162,16 @@ def test_overlapped_one_rank_cannot_save(launch: Launch, tmp_path: Path, full: i
     assert losses(said) == losses(plain)
 
 
-def test_overlap_by_config(launch: Launch, tmp_path: Path) -> None:
-    config = json.dumps({"fastserial": {"overlap": True}})
-    at = ["--stage", 2, "--folder", tmp_path, "--via", "config", "--config", config, "--destroy"]
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fastserial": {"overlap": True}},
+        {"fastserial": True, "checkpoint": {"writer": {"type": "fast", "decoupled": True}}},
+    ],
+)
+def test_overlap_by_config(launch: Launch, tmp_path: Path, config: dict[str, object]) -> None:
+    text = json.dumps(config)
+    at = ["--stage", 2, "--folder", tmp_path, "--via", "config", "--config", text, "--destroy"]
     said = launch(1, "--bf16", "--steps", 1, "--save-at", 1, *at)
     check_exit(said)
     assert [line["latest"] for line in having(said, "saved")] == [None]
