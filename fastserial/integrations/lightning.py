@@ -18,8 +18,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastserial.checkpoints.load import load
@@ -135,15 +133,6 @@ class FastCheckpointIO:
         return self._stock
 
 
-@dataclass(slots=True)
-class _Started:
-    """A save that was started; `old` are the files to be removed once it is in place."""
-
-    save: PendingSave | None = None
-    written: bool = False
-    old: list[str] = field(default_factory=list)
-
-
 class FastAsyncCheckpointIO(FastCheckpointIO):
     """Saves beside training, as Lightning's `AsyncCheckpointIO` does.
 
@@ -181,13 +170,13 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         self._begin()
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()
-        self._started: list[_Started] = []
+        self._saves: list[PendingSave] = []  # of whose ends nobody was told
+        self._going: dict[str, PendingSave] = {}  # files to be removed once a save is in place
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a spawned process needs: what is under way stays here."""
-        here = ("_lock", "_started", "_pid", "_remote", "_stock")
+        here = ("_saves", "_going", "_pid", "_remote", "_stock")
         return {name: value for name, value in vars(self).items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -217,9 +206,8 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
     ) -> Any:
         """Return what a checkpoint holds, once the saves under way have ended; as there."""
         self._begin_in_child()
-        for started in self._started:
-            if started.save is not None:
-                started.save.exception()
+        for save in self._saves:
+            save.exception()
         return super().load_checkpoint(path, map_location, weights_only, state=state)
 
     def remove_checkpoint(self, path: Path) -> None:
@@ -230,12 +218,22 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         """
         self._begin_in_child()
         place = local_path(path)
-        with self._lock:
-            last = self._started[-1] if self._started else None
-            if place is not None and last is not None and not last.written:
-                last.old.append(place)  # and if it failed, there it ends
-                return
-        super().remove_checkpoint(path)
+        last = self._saves[-1] if self._saves else None
+        if place is None or last is None or last.report is not None:
+            super().remove_checkpoint(path)
+        else:
+            self._going[place] = last
+            last.add_done_callback(self._remove_old)
+
+    def _remove_old(self, _: object) -> None:
+        """Remove what was to go once a save is in place; if that failed, it stays."""
+        for place, save in list(self._going.items()):
+            if not save.done() or self._going.pop(place, None) is None or save.report is None:
+                continue
+            try:
+                _remove(place)
+            except OSError as error:
+                _log.warning("%s: an old checkpoint stays: %s", place, error)
 
     def teardown(self) -> None:
         """Wait for all saves.
@@ -245,12 +243,13 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         """
         self._begin_in_child()
         first: BaseException | None = None
-        all_started, self._started = self._started, []
-        for one in all_started:
-            error = one.save.exception() if one.save is not None else None
+        saves, self._saves = self._saves, []
+        for save in saves:
+            error = save.exception()
             if error is not None and first is not None:
                 _log.error("a checkpoint was not saved: %s", error)
             first = first or error
+        self._remove_old(None)
         remote, self._remote = self._remote, None
         if remote is not None:
             remote.teardown()
@@ -258,35 +257,13 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             raise first
 
     def _write(self, checkpoint: dict[str, Any], place: str) -> None:
-        started = _Started()
-        with self._lock:
-            for earlier in self._started:  # it was to go, and is wanted again
-                earlier.old = [old for old in earlier.old if old != place]
-            self._started.append(started)
+        self._going.pop(place, None)  # it was to go, and is wanted again
         try:
-            started.save = start_save(
-                checkpoint,
-                place,
-                self._kind,
-                self._budget,
-                then=lambda: self._written(started),
-                prefix=_PREFIX,
-            )
-        except BaseException as error:
-            with self._lock:
-                self._started.remove(started)
-                self._started = [one for one in self._started if not _ended_by(one, error)]
+            save = start_save(checkpoint, place, self._kind, self._budget, prefix=_PREFIX)
+        except BaseException as error:  # that of an earlier save to this place, perhaps
+            self._saves = [one for one in self._saves if not _ended_by(one, error)]
             raise
-
-    def _written(self, started: _Started) -> None:
-        with self._lock:
-            started.written = True
-            old, started.old = started.old, []
-        for place in old:
-            try:
-                _remove(place)
-            except OSError as error:
-                _log.warning("%s: an old checkpoint stays: %s", place, error)
+        self._saves.append(save)
 
     def _begin_in_child(self) -> None:
         """Forget, in a forked child, what its parent started."""
@@ -295,12 +272,9 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             self._remote = None
 
     def _raise_failed(self) -> None:
-        with self._lock:
-            for started in list(self._started):
-                if started.save is None or not started.save.done():
-                    continue
-                self._started.remove(started)
-                started.save.wait()
+        for save in [one for one in self._saves if one.done()]:
+            self._saves.remove(save)
+            save.wait()
 
     def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
         if self._remote is None:
@@ -313,9 +287,8 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             raise
 
 
-def _ended_by(started: _Started, error: BaseException) -> bool:
-    save = started.save
-    return save is not None and save.done() and save.exception() is error
+def _ended_by(save: PendingSave, error: BaseException) -> bool:
+    return save.done() and save.exception() is error
 
 
 def local_path(path: Path) -> str | None:
