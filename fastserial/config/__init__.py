@@ -36,7 +36,6 @@ SUMMARY = "FASTSERIAL_SUMMARY"  # no option: see `fastserial.diagnosis.totals`
 
 Direct = Literal["auto"] | bool
 Cache = Literal["auto", "keep", "drop"]
-Priority = Literal["normal", "low"]
 Compare = Literal["sampled", "all"]
 Transfer = Literal[
     "auto", "gds", "cpu", "cpu_gpu", "cpu_async_gpu", "cpu_cached_gpu", "gpu_async", "gpu_batch"
@@ -46,7 +45,6 @@ _SIZES = ("block_size", "small_file")
 _COUNTS = ("queue_depth", "threads")
 _WORDS: dict[str, tuple[str, ...]] = {
     "cache": get_args(Cache),
-    "priority": get_args(Priority),
     "compare": get_args(Compare),
     "transfer": get_args(Transfer),
 }
@@ -83,8 +81,6 @@ class Config:
         on_load: called with the `LoadReport` after each load, in the loading thread.
         safetensors: `safetensors.torch.save_file` and `save_model` write through fastserial, too,
             where `install()` was called with it.
-        priority: of the threads that save beside the program: `"low"` gives them less CPU time and
-            lets other I/O go first.
         compare: what saves of several ranks compare of the copies that these have of one plain
             tensor: `"sampled"`: some KiB of each, `"all"`: all bytes, which each rank has to read
             for that.
@@ -112,7 +108,6 @@ class Config:
     fast_unpickler: bool = True
     on_load: Callable[[LoadReport], None] | None = None
     safetensors: bool = False
-    priority: Priority = "normal"
     compare: Compare = "sampled"
     transfer: Transfer = "auto"
 

@@ -30,6 +30,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fastserial import config
 from fastserial.checkpoints.save import write
+from fastserial.console import say
+from fastserial.engines.deepspeed.aio_op import AioSettings
+from fastserial.engines.deepspeed.engine import DeepSpeedEngine as AioEngine
 from fastserial.errors import ConfigError, FastserialError
 from fastserial.files.durable import replace_text, sync_folders
 from fastserial.integrations.deepspeed_full import load_full, save_full
@@ -387,33 +391,64 @@ def uninstall() -> None:
 
 
 def _configure(engine: Any) -> None:
-    options = _section(engine._config._param_dict.get(SECTION))
+    settings = engine._config._param_dict
+    options = _section(settings.get(SECTION))
     if options is None:
         _original(engine)
         return
-    _warn_of_unused(engine._config._param_dict)
+    unused = [*_take_writer(settings, options), *_take_aio(settings, options)]
+    if unused:
+        warnings.warn(
+            f"DeepSpeed's config has the section {SECTION!r}, in which {', '.join(unused)} has no "
+            f"effect on checkpoints: set engine, block_size, queue_depth or threads in {SECTION!r}",
+            UserWarning,
+            stacklevel=2,
+        )
     # Its writers need not be there, and must not decide which ranks save.
     engine._config.checkpoint_config = {**engine._config.checkpoint_config, "writer": None}
     _original(engine)
     enable(engine, **options)
 
 
-def _warn_of_unused(settings: Mapping[str, Any]) -> None:
-    """Warn of sections of DeepSpeed's config that say how to write, and that we do not read."""
-    unused = []
+def _take_writer(settings: Mapping[str, Any], options: dict[str, Any]) -> list[str]:
+    """Let options mean what DeepSpeed's section "checkpoint.writer" says.
+
+    Returns:
+        The keys that have no effect: others than DeepSpeed's, and values that contradict ours.
+    """
     writer = (settings.get("checkpoint") or {}).get("writer")
-    if isinstance(writer, Mapping):  # `save_full` reads who writes
-        unused += [f"checkpoint.writer.{key}" for key in writer if key != "data_parallel"]
-    swapped = "nvme" in str(settings.get("zero_optimization")).lower()  # then it is for that
-    if settings.get("aio") and not swapped:
-        unused.append("aio")
-    if unused:
-        warnings.warn(
-            f"DeepSpeed's config has the section {SECTION!r}, so {', '.join(unused)} has no effect "
-            f"on checkpoints: set engine, block_size, queue_depth or threads in {SECTION!r}",
-            UserWarning,
-            stacklevel=3,
-        )
+    if not isinstance(writer, Mapping):
+        return []
+    given = dict(writer)
+    given.pop("data_parallel", None)  # `save_full` asks for it
+    if given.pop("decoupled", False):
+        options.setdefault("overlap", True)
+    if given.pop("show_statistics", False):
+        options.setdefault("on_report", lambda report: say(str(report)))
+    size = given.pop("io_buffer_size", None)
+    if size is not None and not {"block_size", "queue_depth"} & options.keys():
+        options["queue_depth"] = max(1, int(size) // config.current().block_size)
+    same = {"type": "fast", "io_buffer_double": True, "io_multiplier": 1}
+    return [
+        f"checkpoint.writer.{key}"
+        for key, value in given.items()
+        if key not in same or str(value).lower() != str(same[key]).lower()
+    ]
+
+
+def _take_aio(settings: Mapping[str, Any], options: dict[str, Any]) -> list[str]:
+    """Let the engine `deepspeed` have the section "aio"; return the keys that have no effect."""
+    aio = settings.get("aio")
+    if not isinstance(aio, Mapping) or not aio:
+        return []
+    if options.get("engine") != AioEngine.name:
+        swapped = "nvme" in str(settings.get("zero_optimization")).lower()  # then it is for that
+        return [] if swapped else ["aio"]
+    known = {field.name for field in fields(AioSettings)}
+    chosen = AioSettings(**{key: value for key, value in aio.items() if key in known})
+    options["engine"] = functools.partial(AioEngine, settings=chosen)
+    options.setdefault("threads", chosen.intra_op_parallelism)
+    return [f"aio.{key}" for key in aio if key not in known]
 
 
 def _section(value: Any) -> dict[str, Any] | None:

@@ -142,16 +142,20 @@ def _in_force(options: FastFileWriterConfig, use_gds: bool) -> Iterator[None]:
     Raises:
         EngineUnavailableError: they cannot be used here.
     """
-    if use_gds:
-        raise EngineUnavailableError(
-            'use_gds is for handles of DeepSpeed\'s; for GPUDirect Storage set transfer="gds"'
-        )
+    _refuse_gds(use_gds)
     if options.dnvme_handle is None:
         yield
         return
     found = options_of(options)
     with config.options(**{one.name: getattr(found, one.name) for one in fields(found)}):
         yield
+
+
+def _refuse_gds(use_gds: bool) -> None:
+    if use_gds:
+        raise EngineUnavailableError(
+            'use_gds is for handles of DeepSpeed\'s; for GPUDirect Storage set transfer="gds"'
+        )
 
 
 def _statistics(
@@ -199,23 +203,15 @@ def get_pinned_buffer(
 ) -> torch.Tensor:
     """Return a byte tensor of `size_mb` MiB that stays in memory: pinned, or locked on CPU.
 
-    With `use_gds`, device memory, which `gds_handle` (DeepSpeed's) registers if it is given.
-
     Raises:
         ConfigError: `size_mb` is no whole number, or less than 1.
         EngineUnavailableError: this much memory may not be locked (`ulimit -l`), or there is
-            neither a GPU nor DeepSpeed to lock it with.
+            neither a GPU nor DeepSpeed to lock it with; or `use_gds`, as `fastpersist_save`.
     """
     if not isinstance(size_mb, int) or size_mb < 1:
         raise ConfigError(f"size_mb must be a whole number of MiB from 1 on, not {size_mb!r}")
+    _refuse_gds(use_gds or gds_handle is not None)
     nbytes = size_mb * MiB
-    if use_gds:
-        if not torch.cuda.is_available():
-            raise EngineUnavailableError("use_gds needs a CUDA device")
-        device_memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        if gds_handle is not None:
-            gds_handle.pin_device_tensor(device_memory)
-        return device_memory
     if torch.cuda.is_available():
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     if not may_lock(nbytes):

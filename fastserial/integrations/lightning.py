@@ -18,17 +18,14 @@ import logging
 import os
 import shutil
 import sys
-import threading
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastserial.checkpoints.load import load
 from fastserial.checkpoints.save import write
 from fastserial.config import current
-from fastserial.errors import ConfigError
 from fastserial.files.durable import sync_folders
 from fastserial.import_hook import when_imported
-from fastserial.overlap.asynchronous import KINDS, Kind, start_save
+from fastserial.overlap.asynchronous import Kind, check_snapshot, start_save
 from fastserial.overlap.pending import PendingSave
 from fastserial.patching.install import patched
 
@@ -144,15 +141,6 @@ class FastCheckpointIO:
         return self._stock
 
 
-@dataclass(slots=True)
-class _Started:
-    """A save that was started; `old` are the files to be removed once it is in place."""
-
-    save: PendingSave | None = None
-    written: bool = False
-    old: list[str] = field(default_factory=list)
-
-
 class FastAsyncCheckpointIO(FastCheckpointIO):
     """Saves beside training, as Lightning's `AsyncCheckpointIO` does.
 
@@ -183,23 +171,20 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             ConfigError: an argument has an impossible value.
         """
         super().__init__(verify=verify)
-        if snapshot not in KINDS:
-            raise ConfigError(f'snapshot must be "copy" or "in_place", not {snapshot!r}')
-        if snapshot_budget is not None and snapshot_budget < 0:
-            raise ConfigError(f"snapshot_budget must not be negative, not {snapshot_budget}")
+        check_snapshot(snapshot, snapshot_budget)
         self._kind: Kind = snapshot
         self._budget = snapshot_budget
         self._remote: Any = None
         self._begin()
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()
-        self._started: list[_Started] = []
+        self._saves: list[PendingSave] = []  # of whose ends nobody was told
+        self._going: dict[str, PendingSave] = {}  # files to be removed once a save is in place
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a spawned process needs: what is under way stays here."""
-        here = ("_lock", "_started", "_pid", "_remote", "_stock")
+        here = ("_saves", "_going", "_pid", "_remote", "_stock")
         return {name: value for name, value in vars(self).items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -229,9 +214,8 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
     ) -> Any:
         """Return what a checkpoint holds, once the saves under way have ended; as there."""
         self._begin_in_child()
-        for started in self._started:
-            if started.save is not None:
-                started.save.exception()
+        for save in self._saves:
+            save.exception()
         return super().load_checkpoint(path, map_location, weights_only, state=state)
 
     def remove_checkpoint(self, path: Path) -> None:
@@ -242,12 +226,22 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         """
         self._begin_in_child()
         place = local_path(path)
-        with self._lock:
-            last = self._started[-1] if self._started else None
-            if place is not None and last is not None and not last.written:
-                last.old.append(place)  # and if it failed, there it ends
-                return
-        super().remove_checkpoint(path)
+        last = self._saves[-1] if self._saves else None
+        if place is None or last is None or last.report is not None:
+            super().remove_checkpoint(path)
+        else:
+            self._going[place] = last
+            last.add_done_callback(self._remove_old)
+
+    def _remove_old(self, _: object) -> None:
+        """Remove what was to go once a save is in place; if that failed, it stays."""
+        for place, save in list(self._going.items()):
+            if not save.done() or self._going.pop(place, None) is None or save.report is None:
+                continue
+            try:
+                _remove(place)
+            except OSError as error:
+                _log.warning("%s: an old checkpoint stays: %s", place, error)
 
     def teardown(self) -> None:
         """Wait for all saves.
@@ -257,12 +251,13 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
         """
         self._begin_in_child()
         first: BaseException | None = None
-        all_started, self._started = self._started, []
-        for one in all_started:
-            error = one.save.exception() if one.save is not None else None
+        saves, self._saves = self._saves, []
+        for save in saves:
+            error = save.exception()
             if error is not None and first is not None:
                 _log.error("a checkpoint was not saved: %s", error)
             first = first or error
+        self._remove_old(None)
         remote, self._remote = self._remote, None
         if remote is not None:
             remote.teardown()
@@ -270,36 +265,20 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             raise first
 
     def _write(self, checkpoint: dict[str, Any], place: str) -> None:
-        started = _Started()
-        with self._lock:
-            for earlier in self._started:  # it was to go, and is wanted again
-                earlier.old = [old for old in earlier.old if old != place]
-            self._started.append(started)
+        self._going.pop(place, None)  # it was to go, and is wanted again
         try:
-            started.save = start_save(
+            save = start_save(
                 checkpoint,
                 place,
                 self._kind,
                 self._budget,
-                then=lambda: self._written(started),
                 prefix=_PREFIX,
                 otherwise=lambda: self._lightnings_own().save_checkpoint(checkpoint, place),
             )
-        except BaseException as error:
-            with self._lock:
-                self._started.remove(started)
-                self._started = [one for one in self._started if not _ended_by(one, error)]
+        except BaseException as error:  # that of an earlier save to this place, perhaps
+            self._saves = [one for one in self._saves if not _ended_by(one, error)]
             raise
-
-    def _written(self, started: _Started) -> None:
-        with self._lock:
-            started.written = True
-            old, started.old = started.old, []
-        for place in old:
-            try:
-                _remove(place)
-            except OSError as error:
-                _log.warning("%s: an old checkpoint stays: %s", place, error)
+        self._saves.append(save)
 
     def _begin_in_child(self) -> None:
         """Forget, in a forked child, what its parent started."""
@@ -308,12 +287,9 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             self._remote = None
 
     def _raise_failed(self) -> None:
-        with self._lock:
-            for started in list(self._started):
-                if started.save is None or not started.save.done():
-                    continue
-                self._started.remove(started)
-                started.save.wait()
+        for save in [one for one in self._saves if one.done()]:
+            self._saves.remove(save)
+            save.wait()
 
     def _save_elsewhere(self, checkpoint: dict[str, Any], path: Path, options: Any) -> None:
         if self._remote is None:
@@ -326,9 +302,8 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             raise
 
 
-def _ended_by(started: _Started, error: BaseException) -> bool:
-    save = started.save
-    return save is not None and save.done() and save.exception() is error
+def _ended_by(save: PendingSave, error: BaseException) -> bool:
+    return save.done() and save.exception() is error
 
 
 def local_path(path: Path) -> str | None:

@@ -19,11 +19,10 @@ import traceback
 from collections.abc import Callable, Generator
 from typing import Any
 
-from fastserial import config
 from fastserial.errors import FastserialError
 from fastserial.interrupts import Background
 from fastserial.memory.held_settings import Hold, quick_switches
-from fastserial.overlap import guard, priority
+from fastserial.overlap import guard
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.threads_at import at_rest
 from fastserial.reports import SaveReport
@@ -294,8 +293,6 @@ def _run(
     report: SaveReport | None = None
     error: BaseException | None = None
     try:
-        if config.current().priority == "low":
-            priority.lower()
         report = work()
     except BaseException as found:
         error = found

@@ -1,12 +1,7 @@
-"""DeepSpeed's own FastFileWriter as `f` of `torch.save`, and ours in its place.
-
-Tests named `test_upstream_*` show a fault of DeepSpeed's. One that fails means it was mended: then
-`docs/guide/deepspeed.md` is due for a change.
-"""
+"""DeepSpeed's own FastFileWriter as `f` of `torch.save`, and ours in its place."""
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -120,61 +115,3 @@ def test_our_writer_takes_their_config(
     assert set(writer.get_stats()) <= set(theirs._stats)
     assert writer.get_stats()["bytes"] == theirs._stats["bytes"]
     assert writer.get_stats()["path"] == str(path)
-
-
-# --- faults of theirs (DeepSpeed 0.19.8) ------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which has the op")
-def test_upstream_cannot_be_made_on_cpu(config: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not been implemented on CPU"):
-        FastFileWriter(file_path=str(tmp_path / "a.pt"), config=config())
-    gc.collect()
-
-
-@pytest.mark.usefixtures("buildable")
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_upstream_does_not_truncate(fmt: str, config: Callable[..., Any], tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    path.write_bytes(os.urandom(5 * MIB))
-    obj = state()
-    their_save(obj, path, config(), fmt)
-    assert path.stat().st_size > 5 * MIB
-    assert path.read_bytes() != stock_bytes(obj, fmt)
-
-
-@pytest.mark.usefixtures("buildable")
-def test_upstream_does_not_see_a_full_disk(config: Callable[..., Any], small_disk: Path) -> None:
-    """The rest of the last page finds no room and raises; a file of whole pages would not."""
-    path = small_disk / "a"
-    writer = FastFileWriter(file_path=str(path), config=config())
-    data = os.urandom(MIB)
-    for _ in range(40):
-        writer.write(data)
-    writer.close()
-    assert writer._stats["bytes"] == 40 * MIB
-    assert path.stat().st_blocks * 512 < 32 * MIB
-
-
-@pytest.mark.usefixtures("buildable")
-def test_upstream_loses_writes_on_large_sectors(
-    config: Callable[..., Any], large_sectors: Path
-) -> None:
-    obj = state(nbytes=3 * MIB + 1536)
-    their_save(obj, large_sectors / "a.pt", config(), "legacy")
-    assert (large_sectors / "a.pt").read_bytes() != stock_bytes(obj, "legacy")
-
-
-@pytest.mark.usefixtures("buildable")
-def test_upstream_shares_are_no_files(config: Callable[..., Any], tmp_path: Path) -> None:
-    """Each of n writers' files is the pickles and one n-th of the storages."""
-    obj = state()
-    del obj["empty"]  # an empty storage trips an assertion of theirs
-    paths = [tmp_path / f"a.pt-{rank}.2" for rank in range(2)]
-    for rank, path in enumerate(paths):
-        their_save(obj, path, config(num_parallel_writers=2, writer_rank=rank), "legacy")
-    whole = stock_bytes(obj, "legacy")
-    for path in paths:
-        assert path.stat().st_size < len(whole)
-        with pytest.raises((RuntimeError, EOFError)):
-            torch.load(path)

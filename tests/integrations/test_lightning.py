@@ -401,9 +401,8 @@ def test_arguments(wrong: dict[str, Any]) -> None:
 
 def fastserial_waits(io: FastAsyncCheckpointIO) -> None:
     """Wait for the saves of a plugin, and tell nobody of their errors."""
-    for started in io._started:
-        if started.save is not None:
-            started.save.exception()
+    for save in io._saves:
+        save.exception()
 
 
 def _fails(*arguments: Any, **named: Any) -> None:

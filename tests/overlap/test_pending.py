@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import copy
 import io
-import logging
 import os
 import subprocess
 import sys
@@ -283,11 +281,6 @@ def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
     assert run("leave", tmp_path / "state.pt", "fork").out.split() == ["child", "saved"]
 
 
-BLOCKING: dict[str, Any] = {
-    "the legacy container": {"_use_new_zipfile_serialization": False},
-}
-
-
 def test_what_is_saved_before_the_call_returns(tmp_path: Path, state: Any) -> None:
     saving = fastserial.save_async(state, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     assert saving.done()
@@ -358,23 +351,6 @@ def test_the_options_of_the_call_count(tmp_path: Path, state: Any) -> None:
     with fastserial.options(durable=False, small_file=0, engine=NullEngine):
         saving = fastserial.save_async(state, tmp_path / "a.pt")
     assert saving.wait().engine == "null"
-
-
-def test_deep_copies_are_not_needed(tmp_path: Path, state: Any) -> None:
-    before = copy.deepcopy(state)
-    saving = fastserial.save_async(state, tmp_path / "a.pt")
-    state.clear()
-    saving.wait()
-    found = torch.load(tmp_path / "a.pt")
-    assert all(map(torch.equal, found["weights"], before["weights"]))
-
-
-def test_nothing_is_logged_of_a_save_that_went_well(
-    tmp_path: Path, state: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        fastserial.save_async(state, tmp_path / "a.pt").wait()
-    assert not caplog.records
 
 
 def test_each_save_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

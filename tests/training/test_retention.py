@@ -88,20 +88,6 @@ def test_by_age(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 3]
 
 
-def test_a_damaged_one_does_not_count(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, {"x": torch.ones(5000)}, keep=2) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step)
-    with (tmp_path / "step-00000002.pt").open("r+b") as file:
-        file.seek(10_000)
-        file.write(b"damage")
-    with Checkpointer(tmp_path, {"x": torch.ones(5000)}, keep=1) as checkpointer:
-        with pytest.warns(RuntimeWarning, match="damaged"):
-            assert checkpointer.resume() == 1
-        checkpointer.save(3)
-    assert steps(tmp_path) == [2, 3]
-
-
 def test_metrics_have_to_have_what_is_compared(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"x": 1}, keep_best=("loss", "min")) as checkpointer:
         with pytest.raises(fastserial.ConfigError, match="metrics lack 'loss'"):
