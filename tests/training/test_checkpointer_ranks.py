@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs.ranks_optimizers import Agent, went_on
+from programs.training.ranks_optimizers import Agent, went_on
 from support import ranks
 
 import fastserial
