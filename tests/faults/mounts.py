@@ -17,7 +17,7 @@ from support import processes
 
 __all__ = ["Lab", "fill", "need", "own_mounts", "run"]
 
-_HERE = Path(__file__).parent
+_MIRROR = Path(__file__).with_name("mirror.py")
 _PACKAGES = {
     "strace": "strace",
     "mkfs.xfs": "xfsprogs",
@@ -192,16 +192,16 @@ class Lab:
         self._stack.callback(self.unmount, where)
         return where
 
-    def mirror(self, folder: Path, *options: str, program: str = "mirror.py") -> Path:
-        """Mount `mirror.py`, a FUSE file system in Python, over a folder; or `store.py`."""
+    def mirror(self, folder: Path, *options: str) -> Path:
+        """Mount `mirror.py`, a FUSE file system in Python, over a folder."""
         where = self._new("fuse")
         where.mkdir()
-        process = processes.start(_HERE / program, folder, where, *options, stdin=None, stdout=None)
+        process = processes.start(_MIRROR, folder, where, *options, stdin=None, stdout=None)
         self._stack.callback(process.wait, 30)
         self._stack.callback(self.unmount, where)
         deadline = time.monotonic() + 30
         while not os.path.ismount(where):
-            assert process.poll() is None, f"{program} ended"
-            assert time.monotonic() < deadline, f"{program} does not mount"
+            assert process.poll() is None, "mirror.py ended"
+            assert time.monotonic() < deadline, "mirror.py does not mount"
             time.sleep(0.01)
         return where

@@ -38,7 +38,7 @@ def mounted(lab: Lab, *options: str) -> Path:
     pytest.importorskip("fuse", reason="needs fusepy (pip install fusepy) and libfuse2")
     below = lab.folder / "below"
     below.mkdir()
-    return lab.mirror(below, *options, program="store.py")
+    return lab.mirror(below, *options)
 
 
 @pytest.mark.parametrize(

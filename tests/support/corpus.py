@@ -25,7 +25,6 @@ import pickle
 import random
 import re
 import tempfile
-import threading
 import types
 import uuid
 import warnings
@@ -202,8 +201,6 @@ add("bytes_3MiB_and_17", lambda: noise(3 * MIB + 17))
 add("bytes_5MB", lambda: noise(5_000_000))
 add("bytes_40MB", lambda: torch.randn(10_000_000), large=True, portable=False)
 
-add("sizes_around_4096", lambda: [noise(4096 + d) for d in range(-9, 10)], portable=False)
-
 
 def _straddle(boundary: int, delta: int) -> Any:
     """Two tensors; the first one's data ends ``delta`` bytes past the boundary in the file.
@@ -232,12 +229,6 @@ for _boundary, _deltas in {
             portable=False,
             large=_boundary > MIB,
         )
-
-
-@case("running_offsets")
-def _() -> Any:
-    # Headers land on every residue of 4096 that a multiple of 64 can have.
-    return [noise(n) for n in range(1, 9000, 131)]
 
 
 @case("mixed_sizes_20MB", large=True, portable=False)
@@ -283,21 +274,10 @@ def _() -> Any:
     return {"base": x, "row": x[2], "slice": x[1:4, 2:7], "t": x.t(), "step": x[::2, ::3]}
 
 
-@case("small_view_of_big_storage")
-def _() -> Any:
-    return torch.randn(700_000)[17:20]
-
-
 @case("same_tensor_10000_times", portable=False)
 def _() -> Any:
     x = torch.randn(5)
     return [x] * 10_000
-
-
-@case("same_storage_two_wrappers")
-def _() -> Any:
-    x = torch.randn(8)
-    return [x.detach(), x.detach(), x.view(2, 4), x.storage()]
 
 
 @case("same_memory_two_storages")
@@ -306,22 +286,10 @@ def _() -> Any:
     return [torch.from_numpy(a), torch.from_numpy(a)]
 
 
-@case("same_data_two_dtypes", raises=RuntimeError)
-def _() -> Any:
-    x = torch.ones(8)
-    return [x, x.view(torch.int32)]
-
-
 @case("same_memory_two_dtypes", raises=RuntimeError)
 def _() -> Any:
     a = np.arange(12, dtype=np.float32)
     return {"first": noise(5000), "a": torch.from_numpy(a), "b": torch.from_numpy(a.view(np.int32))}
-
-
-@case("tensor_and_untyped_storage", raises=RuntimeError)
-def _() -> Any:
-    x = torch.ones(4)
-    return [x, x.untyped_storage()]
 
 
 @case("storage_untyped", loads=("zip",))
@@ -416,36 +384,11 @@ def _() -> Any:
     return [x.conj(), x, torch.randn(5, dtype=torch.complex64).conj().imag]
 
 
-@case("backward_hooks")
-def _() -> Any:
-    x = torch.randn(4, requires_grad=True)
-    x.register_hook(print)
-    return x
-
-
-@case("named_tensor", raises=(RuntimeError, TypeError))
-def _() -> Any:
-    try:
-        return torch.zeros(3, 2, names=("a", "b"))  # type: ignore[call-overload]
-    except TypeError:  # gone since 2.13: save something else that says no
-        return (i for i in range(3))
-
-
-@case("mkldnn", raises=(NotImplementedError, RuntimeError))
-def _() -> Any:
-    return torch.ones(4).to_mkldnn() if torch.backends.mkldnn.is_available() else threading.Lock()
-
-
 @case("sparse_coo")
 def _() -> Any:
     x = torch.zeros(20, 30)
     x[3, 4] = x[5, 6] = x[19, 29] = 2.5
     return x.to_sparse()
-
-
-@case("sparse_coo_uncoalesced")
-def _() -> Any:
-    return torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
 
 
 def _sparse(layout: str, *blocks: Any) -> Any:
@@ -456,11 +399,6 @@ for _layout in ("csr", "csc"):
     add(f"sparse_{_layout}", functools.partial(_sparse, _layout))
 for _layout in ("bsr", "bsc"):
     add(f"sparse_{_layout}", functools.partial(_sparse, _layout, (2, 4)))
-
-
-@case("nested_strided", loads=("zip",), portable=False)
-def _() -> Any:
-    return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
 
 
 @case("nested_jagged", portable=False, fresh_storages=True)
@@ -640,14 +578,6 @@ add("no_byteorder", _mixed, save={"_disable_byteorder_record": True})
 add("pickle_python", _plain, save={"pickle_module": "python"}, portable=False)
 add("pickle_dill", _plain, save={"pickle_module": "dill"}, needs=("dill",), portable=False)
 add(
-    "pickle_dill_lambda",
-    lambda: {"f": lambda x: x + 1, "t": torch.ones(3)},
-    save={"pickle_module": "dill"},
-    needs=("dill",),
-    loads=(),
-    portable=False,
-)
-add(
     "protocol_5_large_bytes",
     lambda: [random.randbytes(3 * MIB), torch.ones(5), bytearray(200_000), np.arange(90_000)],
     save={"pickle_protocol": 5},
@@ -691,19 +621,7 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 add("module", _net, portable=False)
 add("module_tied", Tied, portable=False)
 add("module_state_dict", lambda: Tied().state_dict())
-add(
-    "module_parametrized",
-    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
-    raises=RuntimeError,
-)
 add("module_script", lambda: torch.jit.script(nn.Linear(3, 4)), raises=(RuntimeError, TypeError))
-
-
-@case("module_with_lambda", raises=UNPICKLABLE)
-def _() -> Any:
-    model = _net()
-    model.activation = lambda x: x  # type: ignore[assignment]
-    return model
 
 
 @case("checkpoint")
@@ -891,13 +809,6 @@ def _then_raise(error: BaseException) -> Any:
     return {"before": noise(100_000), "bad": Raising(error), "after": torch.ones(3)}
 
 
-def _local_class() -> Any:
-    class Local:
-        pass
-
-    return [torch.ones(2), Local()]
-
-
 add("reduce_counts", lambda: [Counting(torch.ones(3)), Counting(5)], portable=False, loads=())
 add(
     "reduce_changes_pickle",
@@ -925,8 +836,5 @@ add("raise_os_error", lambda: _then_raise(OSError(5, "mid")), raises=OSError)
 add("raise_memory_error", lambda: _then_raise(MemoryError()), raises=MemoryError)
 add("raise_keyboard_interrupt", lambda: _then_raise(KeyboardInterrupt()), raises=KeyboardInterrupt)
 add("raise_system_exit", lambda: _then_raise(SystemExit(3)), raises=SystemExit)
-add("raise_stop_iteration", lambda: _then_raise(StopIteration()), raises=StopIteration)
 add("unpicklable_lambda", lambda: [torch.ones(2), lambda: 0], raises=UNPICKLABLE)
-add("unpicklable_local_class", _local_class, raises=UNPICKLABLE)
-add("unpicklable_lock", lambda: [noise(9), threading.Lock()], raises=UNPICKLABLE)
 add("unpicklable_too_deep", lambda: _deep(100_000), raises=RecursionError)

@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -148,26 +148,6 @@ class EngineTests:
             assert (completion.error, completion.transferred) == (None, completion.request.length)
         assert opener.content("file") == expected
 
-    def test_beyond_the_end(
-        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
-    ) -> None:
-        """What was skipped reads as zeros."""
-        data = noise(BLOCK)
-        (completion,) = drive(engine, pool, [write(fd, 5 * BLOCK, data)])
-        assert (completion.error, completion.transferred) == (None, BLOCK)
-        self.check(opener, bytes(5 * BLOCK) + data, capabilities)
-
-    def test_into_reserved_space(
-        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
-    ) -> None:
-        """After `posix_fallocate`, as a save does it."""
-        data = noise(6 * BLOCK)
-        os.posix_fallocate(opener.buffered("file"), 0, len(data))
-        requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-        for completion in drive(engine, pool, requests):
-            assert (completion.error, completion.transferred) == (None, BLOCK)
-        self.check(opener, data, capabilities)
-
     def test_any_length(
         self, engine: Engine, pool: BufferPool, tmp_path: Path, capabilities: Capabilities
     ) -> None:
@@ -211,17 +191,6 @@ class EngineTests:
         finished = drive(engine, pool, [read(fd, 0, BLOCK), read(fd, BLOCK, BLOCK)])
         assert [c.error for c in finished] == [None, None]
         assert {c.request.offset: c.transferred for c in finished} == {0: 4106, BLOCK: 0}
-
-    def test_reads_what_it_wrote(
-        self, engine: Engine, pool: BufferPool, fd: int, capabilities: Capabilities
-    ) -> None:
-        self.needs(capabilities.moves_data, "moves_data")
-        rng = random.Random(4)
-        for size in (BLOCK, 4096, BLOCK // 2):
-            data = rng.randbytes(size)
-            drive(engine, pool, [write(fd, 2 * BLOCK, data)])
-            (completion,) = drive(engine, pool, [read(fd, 2 * BLOCK, size)])
-            assert completion.request.tag == data
 
     def test_reads_into_pieces(
         self, engine: Engine, opener: Opener, capabilities: Capabilities
@@ -316,18 +285,6 @@ class EngineTests:
         assert len(finished) == count
         assert engine.wait(1) == []
 
-    def test_submit_again_before_waiting(
-        self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
-    ) -> None:
-        """One request at a time, as long as there are buffers."""
-        count = len(pool.buffers)
-        data = noise(count * BLOCK)
-        for i in range(count):
-            part = data[i * BLOCK : (i + 1) * BLOCK]
-            engine.submit([into(pool.take(), write(fd, i * BLOCK, part))])
-        assert [c.error for c in wait_for(engine, count)] == [None] * count
-        self.check(opener, data, capabilities)
-
     # -- trouble -------------------------------------------------------------------------------
 
     def test_bad_descriptor(self, engine: Engine, pool: BufferPool, fd: int) -> None:
@@ -338,15 +295,6 @@ class EngineTests:
         (completion,) = drive(engine, pool, [write(closed, 0, bytes(BLOCK))])
         assert isinstance(completion.error, OSError)
         assert completion.error.errno == errno.EBADF
-
-    def test_not_writable(
-        self, engine: Engine, pool: BufferPool, opener: Opener, capabilities: Capabilities
-    ) -> None:
-        self.needs(capabilities.moves_data, "moves_data")
-        opener.create("file", bytes(BLOCK))
-        (completion,) = drive(engine, pool, [write(opener("file", os.O_RDONLY), 0, b"x" * BLOCK)])
-        assert isinstance(completion.error, OSError)
-        assert opener.content("file") == bytes(BLOCK)
 
     def test_no_room(
         self, engine: Engine, pool: BufferPool, opener: Opener, fd: int, capabilities: Capabilities
@@ -373,11 +321,6 @@ class EngineTests:
     # -- its life ------------------------------------------------------------------------------
 
     def test_close_twice(self, engine: Engine) -> None:
-        engine.close()
-        engine.close()
-
-    def test_close_after_use(self, engine: Engine, pool: BufferPool, fd: int) -> None:
-        drive(engine, pool, [write(fd, 0, bytes(BLOCK))])
         engine.close()
         engine.close()
 
@@ -412,27 +355,3 @@ class EngineTests:
         other.close()
         other_pool.close()
         self.check(opener, data[::-1], capabilities)
-
-    def test_many_lives(
-        self, make: Callable[[], Engine], opener: Opener, capabilities: Capabilities
-    ) -> None:
-        """Engines come and go; each file is right."""
-        for i in range(5):
-            engine = make()
-            pool = engine.allocate(2, BLOCK)
-            engine.open(pool.buffers, len(pool.buffers))
-            data = noise(3 * BLOCK, seed=i)
-            fd = opener("file")
-            os.ftruncate(opener.buffered("file"), 0)
-            parts = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-            for completion in drive(engine, pool, parts):
-                assert completion.error is None
-            engine.close()
-            pool.close()
-            self.check(opener, data, capabilities)
-
-    @pytest.fixture
-    def make(self, engine: Engine) -> Callable[[], Engine]:
-        """Makes more engines of the same kind."""
-        kind, threads = type(engine), engine.threads
-        return lambda: kind(threads)
