@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastserial.errors import FastserialError
-from fastserial.interrupts import open_file
 from fastserial.training.alone import OWN
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.retention import Retention
@@ -135,7 +134,7 @@ def _own_entry(path: str) -> Mapping[str, Any]:
     """Return a Checkpointer's own entry in a file; no tensor's bytes are read."""
     from fastserial.distributed.sharding.file_index import index_of_file  # with torch.distributed
 
-    with open_file(path) as file:
+    with open(path, "rb") as file:
         value = index_of_file(file.fileno(), path).value
     found = value.get(OWN) if isinstance(value, Mapping) else None
     return found if isinstance(found, Mapping) else {}

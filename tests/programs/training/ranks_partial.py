@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fastserial.distributed.group import traffic_of
 from support.ranks import join
 from torch import nn
 
 from fastserial import Checkpointer
-from fastserial.distributed.group import traffic_of
 from fastserial.errors import LoadMismatchError
 
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
