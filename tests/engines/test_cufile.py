@@ -19,7 +19,7 @@ import torch
 from support.cufile import FakeCuFile, _Event, _Params
 
 from fastserial.engines.gds import cufile
-from fastserial.memory.transfers import DIRECT
+from fastserial.memory.ring import DIRECT
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
