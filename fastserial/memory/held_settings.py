@@ -24,6 +24,7 @@ class _Change:
     """Shared by all who want it; sets the value back when it goes."""
 
     restore: Callable[[], object] = bool  # which does nothing
+    value: Any = None  # the first number of the setting, as it was changed
 
     # No handler runs before it is done: there is no function of Python's in it.
     __del__ = property(operator.attrgetter("restore"))
@@ -37,22 +38,18 @@ class HeldSetting:
         get: Callable[[], tuple[Any, ...]],
         put: Callable[..., object],
         wanted: Callable[..., tuple[Any, ...] | None],
-        is_wanted: Callable[..., bool],
     ) -> None:
         """Describe a setting.
 
         Args:
-            get: returns its value.
+            get: returns its value, some numbers; who changes the first one meanwhile keeps it.
             put: sets it; called with what `get` returned. A function of C.
             wanted: called with the value that it has, returns the one it is to have, or None
-                where it is to stay.
-            is_wanted: called with the value that it has, returns whether `wanted` made that. Of
-                such a one `wanted` returns None.
+                where it is to stay, as that one is.
         """
         self._get = get
         self._put = put
         self._wanted = wanted
-        self._is_wanted = is_wanted
         self._current: weakref.ref[_Change] | None = None  # the one that was begun last
         os.register_at_fork(after_in_child=self._start_over)
 
@@ -72,17 +69,18 @@ class HeldSetting:
                 hold._change = _Change()
                 hold._change.restore = partial(self._put, *value)
                 self._put(*wanted)
+                hold._change.value = self._get()[0]
                 self._current = weakref.ref(hold._change)  # now others may join
 
     def _leave(self, hold: Hold) -> None:
-        if hold._change is not None and not self._is_wanted(*self._get()):
+        if hold._change is not None and self._get()[0] != hold._change.value:
             hold._change.restore = bool  # other code has set another value
 
     def _start_over(self) -> None:
         """Forget, in a forked child, the threads that wanted it: they are not there."""
         change = self._current() if self._current is not None else None
         if change is not None:
-            if self._is_wanted(*self._get()):
+            if self._get()[0] == change.value:
                 change.restore()
             change.restore = bool
         self._current = None
@@ -140,11 +138,7 @@ def _high(first: int, *others: int) -> tuple[int, ...] | None:
     return (_HIGH, *others) if 0 < first < _HIGH else None
 
 
-def _is_high(first: int, *others: int) -> bool:
-    return first == _HIGH
-
-
-_THRESHOLDS = HeldSetting(gc.get_threshold, gc.set_threshold, _high, _is_high)
+_THRESHOLDS = HeldSetting(gc.get_threshold, gc.set_threshold, _high)
 
 
 _ROUND = 0.5e-6  # seconds. Python drops parts of microseconds: so much more, and it sets the same
@@ -168,8 +162,4 @@ def _shorter(interval: float) -> tuple[float] | None:
     return (SWITCH_INTERVAL,) if interval > SWITCH_INTERVAL + 2 * _ROUND else None
 
 
-def _is_short(interval: float) -> bool:
-    return abs(interval - SWITCH_INTERVAL) < 2 * _ROUND
-
-
-_INTERVAL = HeldSetting(_get, sys.setswitchinterval, _shorter, _is_short)
+_INTERVAL = HeldSetting(_get, sys.setswitchinterval, _shorter)

@@ -18,6 +18,7 @@ import torch
 from fastserial.config.performance import PACKED_STORAGE
 from fastserial.errors import StorageChangedError, TornSnapshotError
 from fastserial.memory.batch import Batch, batch_of
+from fastserial.memory.ring import copy_to_host
 from fastserial.memory.storages import (
     HostMemory,
     Memory,
@@ -26,7 +27,6 @@ from fastserial.memory.storages import (
     is_on_host,
     storage_memory,
 )
-from fastserial.memory.transfers import copy_to_host
 from fastserial.overlap.staging import Region, staging
 from fastserial.overlap.threads_at import at_rest, wait_until_on
 from fastserial.overlap.watch import Reached

@@ -75,7 +75,7 @@ def open_torch(where: Path | None = None) -> TorchSource:
     return TorchSource(version[2], str(where), text)
 
 
-def fitting(source: TorchSource) -> Patch:
+def fitting(source: TorchSource, folder: Path | None = None) -> Patch:
     """Return the patch that `install()` would choose for a torch.
 
     When none fits, it is the one made for its release line, or else the newest: `check` says what
@@ -84,9 +84,9 @@ def fitting(source: TorchSource) -> Patch:
     Raises:
         PatchError: there are no patches.
     """
-    patches = list(candidates(source.version))
+    patches = list(candidates(source.version, folder))
     if not patches:
-        raise PatchError(f"there are no patches in {patches_dir()}")
+        raise PatchError(f"there are no patches in {folder or patches_dir()}")
     fit = (patch for patch in patches if not any(check(source, patch).values()))
     return next(fit, patches[0])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastserial.config import Config
 from fastserial.engines import Engine
-from fastserial.memory.transfers import on_host, open_ring
+from fastserial.memory.ring import on_host, open_ring
 from fastserial.reports import Transfer
 from fastserial.saving.fill import Part, fetches, lone_memory
 

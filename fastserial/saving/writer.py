@@ -6,11 +6,12 @@ The protocol is that of DeepSpeed's FastPersist (arXiv 2406.13768): a writable f
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -187,20 +188,16 @@ class FastFileWriter:
             if length < GATHERED:
                 self._gathered += view
                 if len(self._gathered) >= GATHERED:
-                    began = perf_counter()
-                    with _Guarded(self):
+                    with _Guarded(self), self._timed("transfer"):
                         self._gather()
-                    self._add_transfer(began)
                 return length
-            began = perf_counter()
-            with _Guarded(self):
+            with _Guarded(self), self._timed("transfer"):
                 self._place.begin()
                 self._gather()
                 source = Literal(data if isinstance(data, bytes) else view)
                 self._pass_on([Extent(0, length, source)], length)
                 if not isinstance(data, bytes):
                     self._out.release_sources()
-            self._add_transfer(began)
         return length
 
     def flush(self) -> None:
@@ -275,10 +272,8 @@ class FastFileWriter:
         Raises:
             WriteError: the disk is full or failed.
         """
-        began = perf_counter()
-        with _Guarded(self):
+        with _Guarded(self), self._timed("transfer"):
             self._out.release_sources()
-        self._add_transfer(began)
 
     def close(self) -> None:
         """Write the rest, sync, and put the new file in its place. Idempotent.
@@ -296,18 +291,15 @@ class FastFileWriter:
             return
         self._needed = max(self._needed or 0, self.tell())
         with _Guarded(self):
-            began = perf_counter()
-            self._place.begin()
-            self._gather()
-            self._out.finish()
-            self._out.close()
-            self._add_transfer(began)
-            written = perf_counter()
-            self._place.sync()
-            synced = perf_counter()
-            self._place.commit()
-            self._phases["sync"] = synced - written
-            self._phases["commit"] = perf_counter() - synced
+            with self._timed("transfer"):
+                self._place.begin()
+                self._gather()
+                self._out.finish()
+                self._out.close()
+            with self._timed("sync"):
+                self._place.sync()
+            with self._timed("commit"):
+                self._place.commit()
             if isinstance(self._place, CallersFile):
                 self._place.file.seek(self._place.start + self._written)
         self._closed = True
@@ -345,21 +337,25 @@ class FastFileWriter:
 
     # -- the rest ------------------------------------------------------------------------------
 
-    def _add_transfer(self, began: float) -> None:
-        self._phases["transfer"] += perf_counter() - began
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds of the body as those of a phase."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[phase] = self._phases.get(phase, 0.0) + perf_counter() - began
 
     def _write_extents(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None
     ) -> None:
-        began = perf_counter()
         self._needed = self.tell() + nbytes
-        with _Guarded(self):
+        with _Guarded(self), self._timed("transfer"):
             self._place.begin()
             self._bar.expect(self._needed)
             self._out.expect(self._needed, self._place.start)
             self._gather()
             self._pass_on(extents, nbytes, ledger)
-        self._add_transfer(began)
 
     def _pass_on(
         self, extents: Sequence[Extent], nbytes: int, ledger: CrcLedger | None = None

@@ -30,7 +30,8 @@ from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError
 from fastserial.loading.pump import Block, OnDevice, Pump
-from fastserial.memory import batch, devices, transfers
+from fastserial.memory import batch, devices
+from fastserial.memory import ring as ring_module
 from fastserial.memory.buffers import Buffer
 from fastserial.memory.ring import Ring
 from fastserial.reports import HOST_ONLY
@@ -256,7 +257,7 @@ def test_counts(tmp_path: Path, plug: Plug, word: str, fault: Any) -> None:
         goes_on = fault == "short" or (fault == "none" and word != "gds")
         assert (saved().transfer == word) == goes_on, saved()
         fake.faults = {fake.transfers + number: fault}
-        transfers._warned.clear()
+        ring_module._warned.clear()
         with _warned(word, fault):
             found = torch.load(path, map_location=HERE)
         assert same(found, value)

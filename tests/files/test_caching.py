@@ -41,6 +41,15 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def direct(tmp_path: Path, unmeasured: None) -> Path:
+    """A folder on an unmeasured device that takes direct I/O."""
+    if not saved(tmp_path / "direct.pt", direct=True).direct:
+        pytest.skip("no direct I/O here")
+    caching._verdicts.clear()
+    return tmp_path
+
+
 def verdicts() -> list[bool]:
     """What was found out of devices, in this order."""
     return [found.fast for found in caching._verdicts.values()]
@@ -121,49 +130,43 @@ def test_on_a_slow_device_a_save_leaves_the_file_for_loads(
 
 
 def test_a_device_that_was_busy_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+    direct: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_direct(tmp_path):
-        pytest.skip("no direct I/O here")
     monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
-    assert not saved(tmp_path / "busy.pt").direct
+    assert not saved(direct / "busy.pt").direct
     monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
-    assert not saved(tmp_path / "soon.pt").direct
+    assert not saved(direct / "soon.pt").direct
     monkeypatch.setattr(caching, "SLOW_FOR", 0.0)
-    assert saved(tmp_path / "later.pt").direct  # but for the beginning
+    assert saved(direct / "later.pt").direct  # but for the beginning
     assert verdicts() == [True]
 
 
 def test_a_device_that_was_fast_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+    direct: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have used up what a cloud lends it for a while."""
-    if not has_direct(tmp_path):
-        pytest.skip("no direct I/O here")
     monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
-    assert saved(tmp_path / "fast.pt").direct
+    assert saved(direct / "fast.pt").direct
     monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
-    assert saved(tmp_path / "soon.pt").direct
+    assert saved(direct / "soon.pt").direct
     assert verdicts() == [True]
     monkeypatch.setattr(caching, "FAST_FOR", 0.0)
-    assert not saved(tmp_path / "later.pt").direct
-    assert cached(tmp_path / "later.pt") > 0.99
+    assert not saved(direct / "later.pt").direct
+    assert cached(direct / "later.pt") > 0.99
     assert verdicts() == [False]
 
 
 @pytest.mark.parametrize("speed", [0.0, float("inf")])
 def test_a_device_is_fast_as_long_as_direct_saves_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None, speed: float
+    direct: Path, monkeypatch: pytest.MonkeyPatch, speed: float
 ) -> None:
     """No save has to be on trial for that; one that is slow says nothing, it may have waited."""
-    if not has_direct(tmp_path):
-        pytest.skip("no direct I/O here")
     monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
-    assert saved(tmp_path / "fast.pt").direct
+    assert saved(direct / "fast.pt").direct
     (key, known), *_ = caching._verdicts.items()
     monkeypatch.setattr(caching, "FAST_DEVICE", speed)
-    assert saved(tmp_path / "soon.pt").direct
-    assert saved(tmp_path / "short.pt", [noise(MIB // 2)]).direct
+    assert saved(direct / "soon.pt").direct
+    assert saved(direct / "short.pt", [noise(MIB // 2)]).direct
     assert verdicts() == [True]
     assert (caching._verdicts[key].at > known.at) is (speed == 0.0)
 
@@ -212,33 +215,25 @@ def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
     assert took == [True, False]
 
 
-def test_on_a_fast_device_a_save_is_direct(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
-) -> None:
-    if not has_direct(tmp_path):
-        pytest.skip("no direct I/O here")
+def test_on_a_fast_device_a_save_is_direct(direct: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     state = [noise(3 * MIB), noise(5 * MIB)]
-    assert saved(tmp_path / "first.pt", state).direct
-    assert 0.05 < cached(tmp_path / "first.pt") < 0.5  # the trial
-    assert saved(tmp_path / "second.pt").direct
-    assert cached(tmp_path / "second.pt") < 0.1
+    assert saved(direct / "first.pt", state).direct
+    assert 0.05 < cached(direct / "first.pt") < 0.5  # the trial
+    assert saved(direct / "second.pt").direct
+    assert cached(direct / "second.pt") < 0.1
     with stock():
-        assert digest(torch.load(tmp_path / "first.pt")) == digest(state)
+        assert digest(torch.load(direct / "first.pt")) == digest(state)
 
 
-def test_saves_do_as_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
-) -> None:
-    if not has_direct(tmp_path):
-        pytest.skip("no direct I/O here")
+def test_saves_do_as_told(direct: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
-    assert saved(tmp_path / "drop.pt", cache="drop").direct
-    assert cached(tmp_path / "drop.pt") < 0.1
-    assert saved(tmp_path / "direct.pt", direct=True).direct
+    assert saved(direct / "drop.pt", cache="drop").direct
+    assert cached(direct / "drop.pt") < 0.1
+    assert saved(direct / "direct.pt", direct=True).direct
     monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
-    assert not saved(tmp_path / "keep.pt", cache="keep").direct
-    assert cached(tmp_path / "keep.pt") > 0.99
+    assert not saved(direct / "keep.pt", cache="keep").direct
+    assert cached(direct / "keep.pt") > 0.99
 
 
 @pytest.mark.parametrize("cache", ["auto", "keep"])

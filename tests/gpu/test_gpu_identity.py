@@ -17,8 +17,8 @@ from support.gpu import DEVICE, need_gpu
 from support.identity import TARGETS, both, stock
 
 from fastserial.engines.gds.memory import missing
-from fastserial.memory import transfers
-from fastserial.memory.transfers import DIRECT
+from fastserial.memory import ring as ring_module
+from fastserial.memory.ring import DIRECT
 
 need_gpu()
 SMALL: dict[str, Any] = {"small_file": 0, "durable": False}
@@ -48,7 +48,7 @@ def runnable() -> list[Any]:
 @pytest.fixture(autouse=True)
 def _warned_already(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that cuFile does not serve is said once: here warnings are compared with stock's."""
-    monkeypatch.setattr(transfers, "_warned", set(DIRECT))
+    monkeypatch.setattr(ring_module, "_warned", set(DIRECT))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fastserial
 from fastserial.cli.main import app
 from fastserial.engines.gds.memory import missing
-from fastserial.memory import transfers
+from fastserial.memory import ring as ring_module
 
 need_gpu()
 
@@ -102,7 +102,7 @@ def test_memory(tmp_path: Path, zipped: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:transfer ")
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("word", transfers.DIRECT)
+@pytest.mark.parametrize("word", ring_module.DIRECT)
 def test_past_the_host(tmp_path: Path, word: str, zipped: bool) -> None:
     """Either way the bytes are stock's. What cuFile does not serve here is told, and why."""
     wanted = state()

@@ -20,7 +20,8 @@ from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.formats.extents import Data, Extent, Literal
-from fastserial.memory import batch, devices, transfers
+from fastserial.memory import batch, devices
+from fastserial.memory import ring as ring_module
 from fastserial.memory.buffers import Buffer
 from fastserial.memory.ring import Ring, pinned_store
 from fastserial.memory.storages import StorageMemory
@@ -217,7 +218,7 @@ def test_without_cufile(
     tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cannot be had is said once, and the next best taken."""
-    monkeypatch.setattr(transfers, "_warned", set())
+    monkeypatch.setattr(ring_module, "_warned", set())
     plug(1)
     fastserial.install(**SMALL, transfer=word)
     with pytest.warns(UserWarning, match=f"transfer '{word}': .*cuFile"):
@@ -297,7 +298,7 @@ def test_saves_beside_each_other(tmp_path: Path, plug: Plug) -> None:
 
 
 def test_copies_to_other_memory(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "THROUGH_RING", 1)
+    monkeypatch.setattr(ring_module, "THROUGH_RING", 1)
     for seed in range(20):
         device = plug(seed)
         wanted = noise(100_001)
@@ -305,7 +306,7 @@ def test_copies_to_other_memory(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> 
         device.kernel(lambda tensor=tensor, wanted=wanted: tensor.copy_(wanted))
         memory = StorageMemory(tensor.untyped_storage())
         with fastserial.options(block_size=8192, queue_depth=seed % 3 + 1):
-            transfers.copy_to_host(memory, target.data_ptr() + 5, 5, 99_000)
+            ring_module.copy_to_host(memory, target.data_ptr() + 5, 5, 99_000)
         device.kernel(tensor.zero_)
         device.finish()
         assert torch.equal(target[5:99_005], wanted[5:99_005])
@@ -316,7 +317,7 @@ def test_copies_to_other_memory(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> 
 def test_snapshots(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied at the call is what the program's kernels will have made of it."""
     monkeypatch.setattr(snapshot, "is_on_host", lambda storage: False)
-    monkeypatch.setattr(transfers, "THROUGH_RING", 1)
+    monkeypatch.setattr(ring_module, "THROUGH_RING", 1)
     fastserial.install(**SMALL)
     wanted = state()
     for seed in range(5):

@@ -23,7 +23,7 @@ import torch
 
 from fastserial.engines.gds import cufile
 from fastserial.engines.gds import memory as direct_memory
-from fastserial.memory import transfers
+from fastserial.memory import ring as ring_module
 from support.devices import FakeDevice, Fault, plugged_in
 
 __all__ = ["CuFileError", "FakeCuFile", "cufile_on"]
@@ -125,7 +125,7 @@ class FakeCuFile:
         self.__init__(self.device)  # type: ignore[misc]
         cufile._drivers.clear()
         direct_memory._kept.clear()
-        transfers._warned.clear()
+        ring_module._warned.clear()
         return self
 
     # -- the driver ----------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def cufile_on(patch: pytest.MonkeyPatch, device: FakeDevice) -> FakeCuFile:
     patch.setattr(cufile.CuFile, "on", _on)
     patch.setattr(direct_memory, "_kept", [])
     patch.setattr(direct_memory, "_lost", set())
-    patch.setattr(transfers, "_warned", set())
+    patch.setattr(ring_module, "_warned", set())
     return fake
 
 

@@ -32,7 +32,7 @@ from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import devices
 from fastserial.memory import ring as rings
-from fastserial.memory.transfers import DIRECT, instead
+from fastserial.memory.ring import DIRECT, instead
 from fastserial.reports import Transfer
 
 if TYPE_CHECKING:
