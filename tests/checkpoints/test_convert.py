@@ -326,23 +326,6 @@ def test_a_tensor_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         file.get_tensor("w")
 
 
-class Custom:
-    pass
-
-
-def test_untrusted_pickles_are_not_run(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "ran",))
-
-    for fmt in TORCH_CONTAINERS:
-        for value in ([torch.ones(3), Evil()], {"a": Custom()}):
-            source = saved(tmp_path, value, fmt)
-            with pytest.raises(ConvertError, match=r"source\.pt"):
-                convert(source, tmp_path / "t.pt")
-    assert sorted(os.listdir(tmp_path)) == ["source.pt"]
-
-
 def test_damaged_sources(tmp_path: Path) -> None:
     source, target = saved(tmp_path, {"a": noise(50_000)}), tmp_path / "t.pt"
     data = bytearray(source.read_bytes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -123,16 +122,6 @@ def test_the_plain_tensor(tmp_path: Path) -> None:
     found = saved(torch.ones(3), tmp_path / "x.pt")
     assert [tensor.key for tensor in found.tensors] == [""]
     assert found.to_dict()["tensors"][0]["offset"] == found.storages[0].offset
-
-
-def test_nothing_is_executed(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    found = saved({"w": torch.ones(2), "evil": Evil()}, tmp_path / "x.pt")
-    assert os.listdir(tmp_path) == ["x.pt"]
-    assert any(name.endswith(".mkdir") for name in found.imports)
 
 
 @pytest.mark.parametrize(

@@ -467,18 +467,6 @@ def test_threads(tmp_path: Path) -> None:
     assert not wrong
 
 
-def test_no_code_is_run(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "ran",))
-
-    path = tmp_path / "f.pt"
-    torch.save({"x": torch.ones(5), "evil": Evil()}, path)
-    with open_checkpoint(path) as file:
-        assert torch.equal(file.get_tensor("x"), torch.ones(5))
-    assert not (tmp_path / "ran").exists()
-
-
 def test_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "f.safetensors"

@@ -342,18 +342,6 @@ def test_a_disk_error_is_reported_with_the_records_it_hits(
     assert [(p.kind, p.record, p.tensors) for p in report.problems] == [("read", "data/1", ("b",))]
 
 
-def test_nothing_is_executed(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    for zipped in (True, False):
-        path = tmp_path / "x.pt"
-        torch.save({"w": torch.ones(2), "e": Evil()}, path, _use_new_zipfile_serialization=zipped)
-        assert verify(path).ok
-        assert os.listdir(tmp_path) == ["x.pt"]
-
-
 def test_checkpoints_in_a_directory(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "model.pt").write_bytes(ZIP)

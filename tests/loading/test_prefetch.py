@@ -177,22 +177,6 @@ def test_other_sizes_than_the_records(path: Path) -> None:
         assert ahead.take("data/4", 3 * MIB) is None
 
 
-@pytest.mark.parametrize("name", ["data/2", "data/4"])
-def test_damage(path: Path, name: str) -> None:
-    with path.open("r+b") as file:
-        record = read_places(DescriptorSource(file.fileno())).find(name)
-        assert record is not None
-        file.seek(record.data_offset + record.size // 2)
-        file.write(b"damage")
-    with opened(path, verify=True) as (ahead, records):
-        for other, record in records.items():
-            if other == name:
-                with pytest.raises(CorruptCheckpointError, match=name):
-                    ahead.take(other, record.size)
-            else:
-                assert ahead.take(other, record.size) is not None
-
-
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("name", ["data/2", "data/4"])
 def test_local_headers_that_lie(path: Path, name: str, verify: bool) -> None:

@@ -8,6 +8,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Findings, Problem
@@ -32,7 +33,7 @@ from fastserial.formats.zip.directory import (
 )
 from fastserial.formats.zip.layout import ID_RECORD, fold
 from fastserial.formats.zip.records import PICKLE, is_part, read_record
-from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, UTF8
+from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, U32, UTF8
 
 __all__ = ["verify_zip"]
 
@@ -73,7 +74,11 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
         return
     records = directory.in_file_order()
     findings.records = len(records)
-    for problem in _check_entries(directory) if torch_made else _check_entries_loosely(directory):
+    if torch_made:
+        entries = _check_entries(directory)
+    else:
+        entries = chain(_check_entries_loosely(directory), _check_local_headers(source, directory))
+    for problem in entries:
         findings.add(problem)
     for problem in _check_end(directory, _tail(source, directory), torch_made):
         findings.add(problem)
@@ -327,6 +332,32 @@ def _check_entries_loosely(directory: Directory) -> Iterator[Problem]:
             yield Problem("directory", text, record.name)
         elif attributes & _IS_FOLDER and record.size:
             yield Problem("directory", "its entry says that it is a folder", record.name)
+
+
+def _check_local_headers(source: Source, directory: Directory) -> Iterator[Problem]:
+    """Compare the local headers that other writers made with the directory; torch reads both.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    for record in directory.records:
+        data = source.read_at(record.header_offset, record.data_offset - record.header_offset)
+        header = parse_local_header(data, record.name)
+        sizes = [header.size, header.compressed_size]
+        wide = structs.zip64_values(header.extra)
+        for index, size in enumerate(sizes):
+            if size == U32 and wide:
+                sizes[index] = wide.pop(0)
+        told = (header.crc, *sizes)
+        if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
+            text = "its local header has another compression than the directory"
+        elif header.flags & structs.HAS_DESCRIPTOR:
+            continue  # sizes and CRC follow the data
+        elif told != (record.crc, record.size, record.compressed_size):
+            text = "its local header holds other sizes or another CRC than the directory"
+        else:
+            continue
+        yield Problem("header", text, record.name, record.header_offset)
 
 
 def _check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[Problem]:

@@ -131,10 +131,16 @@ class Directory(NamedTuple):
 
 
 class LocalHeader(NamedTuple):
-    """A local header: the name in it, time and date, size with name and extra field (bytes)."""
+    """A local header; `length` is its size with name and extra field (bytes)."""
 
-    name: bytes
+    flags: int
+    method: int
     when: tuple[int, int]
+    crc: int
+    compressed_size: int
+    size: int
+    name: bytes
+    extra: bytes
     length: int
 
 
@@ -292,16 +298,19 @@ def _entry(
 
 
 def parse_local_header(data: bytes, record: str) -> LocalHeader:
-    """Return the local header that `data` starts with; what follows its name may be cut off.
+    """Return the local header that `data` starts with; name and extra field may be cut short.
 
     Raises:
         CorruptCheckpointError: there is none.
     """
     if len(data) < LOCAL.size or data[:4] != structs.LOCAL_SIGNATURE:
         raise CorruptCheckpointError("there is no local header at its place", record=record)
-    _, _, _, _, time, date, _, _, _, name_size, extra_size = LOCAL.unpack_from(data)
-    end = LOCAL.size + name_size
-    return LocalHeader(data[LOCAL.size : end], (time, date), end + extra_size)
+    fields = LOCAL.unpack_from(data)
+    _, _, flags, method, time, date, crc, packed, size, name_size, extra_size = fields
+    middle = LOCAL.size + name_size
+    stop = middle + extra_size
+    name, extra = data[LOCAL.size : middle], data[middle:stop]
+    return LocalHeader(flags, method, (time, date), crc, packed, size, name, extra, stop)
 
 
 def _placed(
