@@ -116,10 +116,9 @@ class ShardWriter:
         try:
             own = _cut(self._local_extents(), config.block_size)
             self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
-            began = perf_counter()
-            out.write(own, self.ledger)
-            out.finish()
-            self.seconds["write"] += perf_counter() - began
+            with self._timed("write"):
+                out.write(own, self.ledger)
+                out.finish()
         finally:
             out.close()
         return out.outcome
@@ -182,8 +181,7 @@ class ShardWriter:
         tiles = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         for index, number in enumerate(rounds):
             self._write(out, _first(own, share))
-            began = perf_counter()
-            with paused_collection():
+            with self._timed("exchange"), paused_collection():
                 found = self._made.round(number)
                 nbytes = _nbytes(found)
                 if tiles[index % 2].numel() < nbytes:
@@ -196,27 +194,29 @@ class ShardWriter:
                     r: [self._in_tile(move, tile) for move in moves]
                     for r, moves in found.receives.items()
                 }
-            self.seconds["exchange"] += perf_counter() - began
             self._write(out, _first(own, share))
-            began = perf_counter()
-            come = exchange.begin(sends, receives)
-            self.seconds["exchange"] += perf_counter() - began
+            with self._timed("exchange"):
+                come = exchange.begin(sends, receives)
             self._write(out, _first(own, share))
-            began = perf_counter()
-            come()
-            self.seconds["exchange"] += perf_counter() - began
+            with self._timed("exchange"):
+                come()
             if 0 < index < len(rounds) - 1:
-                began = perf_counter()
-                out.release_sources()  # the tile before is written, and free for the next round
-                self.seconds["write"] += perf_counter() - began
+                with self._timed("write"):
+                    out.release_sources()  # the tile before is written, and free for the next round
             self._write(out, self._tile_extents(found, tile))
 
     def _write(self, out: ExtentWriter, extents: Iterator[Extent]) -> None:
         """Let extents be written, and do not wait for it."""
+        with self._timed("write"):
+            out.write(extents, self.ledger)
+            out.start()
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds of the body."""
         began = perf_counter()
-        out.write(extents, self.ledger)
-        out.start()
-        self.seconds["write"] += perf_counter() - began
+        yield
+        self.seconds[phase] += perf_counter() - began
 
     def _held(self, move: Move) -> Elements:
         """Return what this rank sends of a move."""
