@@ -47,7 +47,7 @@ def test_modules_and_optimizers(count: int, kinds: tuple[str, ...], tmp_path: Pa
 
 def test_messages_of_all_lengths() -> None:
     lengths = (0, 1, 900, 1015, 1016, 1017, 1024, 2040, 70_000, 3_000_000, 5)
-    assert ranks.run("ranks_talk", 3, *lengths) == [f"{len(lengths)}\n"] * 3
+    assert ranks.run("ranks_talk", 3, "lengths", *lengths) == [f"{len(lengths)}\n"] * 3
 
 
 FAILURES = (
@@ -62,7 +62,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_comes_after_the_failure_keeps_nobody_waiting(tmp_path: Path) -> None:
-    assert ranks.run("ranks_late", 3, tmp_path, timeout=60) == ["1\n"] * 3
+    assert ranks.run("ranks_talk", 3, "late", tmp_path, timeout=60) == ["1\n"] * 3
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: no mount of its own for one rank")
@@ -71,7 +71,7 @@ def test_a_rank_that_sees_another_file_system(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_in_the_middle_of_a_message() -> None:
-    assert ranks.run("ranks_break_off", 2) == ["0 True True\n"] * 2
+    assert ranks.run("ranks_talk", 2, "broken_off") == ["0 True True\n"] * 2
 
 
 @pytest.mark.timeout(1800 if FULL else 300)

@@ -18,45 +18,7 @@ from fastserial.memory.storages import Memory, storage_memory
 from fastserial.overlap.snapshot import Part
 from fastserial.saving import torch_writer
 
-__all__ = ["Container", "Entry", "LaidOut", "Nowhere", "Places"]
-
-
-class Container:
-    """Rank 0's part of the file."""
-
-    def __init__(self, laid_out: LaidOut) -> None:
-        self._extents = laid_out.plan.extents
-        self._starts = laid_out.starts
-        self._rest = laid_out.rest
-        trailer = self._extents[-1]
-        self.trailer = trailer if isinstance(trailer.source, Trailer) else None
-
-    def memory(self, source: int) -> Memory:
-        """Return the memory of a source that only rank 0 has."""
-        return storage_memory(self._rest[-1 - source])
-
-    def part(self, source: int, start: int, length: int) -> Part:
-        """Return bytes of a source that only rank 0 has as what a snapshot takes."""
-        return Part(self._rest[-1 - source], start, length)
-
-    def bytes_at(self, offset: int, length: int) -> torch.Tensor:
-        """Return the zip's bytes at a place of the file, with 0 for checksums not known yet."""
-        text = b"".join(
-            memoryview(extent.source.data)[extent.start : extent.start + extent.length]
-            for extent in self.extents_at(offset, length)
-            if isinstance(extent.source, Literal | DescriptorPatch)
-        )
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-    def source_bytes(self, source: int, start: int, length: int) -> torch.Tensor:
-        """Return bytes of a source that only rank 0 has."""
-        return bytes_of(self._rest[-1 - source])[start : start + length]
-
-    def extents_at(self, offset: int, length: int) -> Iterator[Extent]:
-        """Return the extents that are the zip's bytes at a place of the file."""
-        first = max(bisect_right(self._starts, offset) - 1, 0)
-        stop = bisect_right(self._starts, offset + length)
-        return clip(self._extents[first:stop], offset, offset + length)
+__all__ = ["Entry", "LaidOut", "Nowhere", "Places"]
 
 
 class Entry(NamedTuple):
@@ -117,9 +79,41 @@ class LaidOut:
         return torch_writer.finish(layout)
 
     @functools.cached_property
-    def starts(self) -> list[int]:
-        """Where the extents of the layout begin, which another pickle does not change."""
+    def _starts(self) -> list[int]:
         return [extent.offset for extent in self.plan.extents]
+
+    @property
+    def trailer(self) -> Extent | None:
+        """What needs the checksums of all ranks, None if nothing does."""
+        last = self.plan.extents[-1]
+        return last if isinstance(last.source, Trailer) else None
+
+    def memory(self, source: int) -> Memory:
+        """Return the memory of a source that only rank 0 has."""
+        return storage_memory(self.rest[-1 - source])
+
+    def part(self, source: int, start: int, length: int) -> Part:
+        """Return bytes of a source that only rank 0 has as what a snapshot takes."""
+        return Part(self.rest[-1 - source], start, length)
+
+    def source_bytes(self, source: int, start: int, length: int) -> torch.Tensor:
+        """Return bytes of a source that only rank 0 has."""
+        return bytes_of(self.rest[-1 - source])[start : start + length]
+
+    def bytes_at(self, offset: int, length: int) -> torch.Tensor:
+        """Return the zip's bytes at a place of the file, with 0 for checksums not known yet."""
+        text = b"".join(
+            memoryview(extent.source.data)[extent.start : extent.start + extent.length]
+            for extent in self.extents_at(offset, length)
+            if isinstance(extent.source, Literal | DescriptorPatch)
+        )
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def extents_at(self, offset: int, length: int) -> Iterator[Extent]:
+        """Return the extents that are the zip's bytes at a place of the file."""
+        first = max(bisect_right(self._starts, offset) - 1, 0)
+        stop = bisect_right(self._starts, offset + length)
+        return clip(self.plan.extents[first:stop], offset, offset + length)
 
     @functools.cached_property
     def places(self) -> Places:
@@ -135,9 +129,8 @@ class LaidOut:
             (*source, extent.offset, extent.length)
             for source, extent in zip(sources, data, strict=True)
         ]
-        late = isinstance(extents[-1].source, Trailer)
-        nbytes = self.plan.nbytes
-        return Places(records, extents[-1].offset if late else nbytes, nbytes)
+        nbytes, trailer = self.plan.nbytes, self.trailer
+        return Places(records, trailer.offset if trailer is not None else nbytes, nbytes)
 
 
 class Places(NamedTuple):

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.finishing import finish_file
 from fastserial.distributed.onefile.full_pickle import StandIns
-from fastserial.distributed.onefile.laid_out import Container, LaidOut
+from fastserial.distributed.onefile.laid_out import LaidOut
 from fastserial.distributed.onefile.orders import Orders, Told, Writers, orders_of, writing_ranks
 from fastserial.distributed.onefile.shard_writer import ShardWriter
 from fastserial.distributed.onefile.shared_file import NewFile, OpenedFile, Place
@@ -168,8 +167,7 @@ class Saving:
         self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
-        self._laid_out: LaidOut | None = None  # on rank 0, as the next one is
-        self._container: Container | None = None
+        self._laid_out: LaidOut | None = None  # on rank 0
         self._reports: tuple[RankReport, ...] = ()
         self._makes_file = True
 
@@ -189,8 +187,6 @@ class Saving:
             found, modules, kept, orders = self._plan(obj)
             if kept.plan is None or kept.made is None:
                 raise ValueError("rank 0 sent no plan")
-            if self._laid_out is not None:
-                self._container = Container(self._laid_out)
             if self._new is None:
                 self._opened = OpenedFile(orders.place)
         planned = perf_counter()
@@ -199,7 +195,7 @@ class Saving:
         if kept.table.devices:
             synchronize_devices(found.values)
         sources = Sources(kept.table, kept.specs, found.values, traffic.rank)
-        writer = ShardWriter(kept.plan, kept.made, sources, self._container, orders.checksums)
+        writer = ShardWriter(kept.plan, kept.made, sources, self._laid_out, orders.checksums)
         self._prepared = _Prepared(writer, kept.made.nbytes, orders, phases)
         return found, modules
 
@@ -225,7 +221,7 @@ class Saving:
             done, outcome = self._write(writer, nbytes, orders, phases)
             if check is not None:
                 check()
-            traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer, orders))
+            traffic.consult(pickle.dumps(done), lambda told: self._conclude(told, writer))
         except OSError as error:
             raise self._explained(error) from error
         if self._opened is not None:
@@ -317,16 +313,18 @@ class Saving:
         )
         return _Done(writer.crcs(), report), outcome
 
-    def _conclude(self, messages: list[bytes], writer: ShardWriter, orders: Orders) -> bytes:
+    def _conclude(self, messages: list[bytes], writer: ShardWriter) -> bytes:
         """Finish the file. On rank 0."""
         done: list[_Done] = [pickle.loads(text) for text in messages]
         self._reports = tuple(found.report for found in done)
-        if self._new is None or self._laid_out is None or self._container is None:
+        if self._new is None:
             raise ValueError("only rank 0 concludes")
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
         began = perf_counter()
-        finish_file(self._new, self._laid_out, self._container, writer, orders.checksums)
+        writer.seal(self._new.fd)
+        self._new.sync()
+        self._new.commit()
         self._reports[0].phases["sync"] += perf_counter() - began
         return b""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import TypeVar
@@ -11,7 +14,7 @@ import torch
 from fastserial.checksums import CrcLedger, crc32_combine
 from fastserial.checksums import Piece as Crc
 from fastserial.config import Config
-from fastserial.distributed.onefile.laid_out import Container
+from fastserial.distributed.onefile.laid_out import LaidOut
 from fastserial.distributed.plan.schedule import CONTAINER, FilePlan, Move, Piece, Round, Schedule
 from fastserial.distributed.ranks.exchange import (
     Elements,
@@ -24,14 +27,17 @@ from fastserial.distributed.ranks.exchange import (
 )
 from fastserial.distributed.sharding.boxes import Box, Overlap
 from fastserial.distributed.state.tables import Sources
-from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal
+from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
 from fastserial.overlap.snapshot import Part, Snapshot
 from fastserial.saving.extent_writer import ExtentWriter, Outcome
+from fastserial.saving.fill import write_all
 
 __all__ = ["ShardWriter"]
 
+_CRC = struct.Struct("<I")
+_CRC_AT = 4  # in a data descriptor
 _SEALED = 8  # bytes of a data descriptor up to the end of its CRC-32
 _Cut = TypeVar("_Cut")
 
@@ -41,7 +47,6 @@ class ShardWriter:
 
     Attributes:
         ledger: the CRC-32s of what it wrote.
-        sealed: records whose data descriptor has its CRC-32.
         seconds: of the phases `exchange` and `write`.
     """
 
@@ -50,19 +55,19 @@ class ShardWriter:
         plan: FilePlan,
         made: Schedule,
         sources: Sources,
-        container: Container | None,
+        laid_out: LaidOut | None,
         checksums: bool,
     ) -> None:
         """Start with nothing written.
 
         Args:
-            container: on rank 0.
+            laid_out: the file, on rank 0.
             checksums: whether the file has CRC-32s.
         """
         self._plan = plan
         self._made = made
         self._sources = sources
-        self._container = container
+        self._laid_out = laid_out
         self._checksums = checksums
         self._taken: dict[Move | Piece, Memory] = {}  # what was taken of the state
         self._ends = {record: offset + size for record, _, offset, size in plan.records}
@@ -71,7 +76,7 @@ class ShardWriter:
             sizes[record] = nbytes
         self._sizes = sizes
         self.ledger = CrcLedger(sizes, [None if size else 0 for size in sizes])
-        self.sealed: set[int] = set()
+        self._sealed: set[int] = set()  # records whose data descriptor has its CRC-32
         self.seconds = {"exchange": 0.0, "write": 0.0}
 
     def freeze(self, taken: Snapshot) -> None:
@@ -110,10 +115,9 @@ class ShardWriter:
         try:
             own = _cut(self._local_extents(), config.block_size)
             self._write_rounds(out, exchange, own, config.block_size * config.queue_depth)
-            began = perf_counter()
-            out.write(own, self.ledger)
-            out.finish()
-            self.seconds["write"] += perf_counter() - began
+            with self._timed("write"):
+                out.write(own, self.ledger)
+                out.finish()
         finally:
             out.close()
         return out.outcome
@@ -134,6 +138,35 @@ class ShardWriter:
                 found.append(piece)
         return found
 
+    def seal(self, fd: int) -> None:
+        """Write what needs the checksums of all ranks, which are in the ledger. On rank 0.
+
+        Raises:
+            OSError: a write failed.
+        """
+        if self._laid_out is None:
+            raise ValueError("only rank 0 seals the file")
+        ledger, records = self.ledger, self._plan.records
+        if self._checksums:
+            patches = [
+                (record, offset + nbytes + _CRC_AT)
+                for record, _, offset, nbytes in records
+                if record not in self._sealed
+            ]
+            for _, at in patches:  # else each write waits until the rest of its page is read
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(fd, at, _CRC.size, os.POSIX_FADV_WILLNEED)
+            for record, at in patches:
+                os.pwrite(fd, _CRC.pack(ledger.wait(record)), at)
+        trailer = self._laid_out.trailer
+        if trailer is not None and isinstance(trailer.source, Trailer):
+            late = {record for record, _, _, _ in records}
+            crcs = [
+                ledger.wait(record) if record in late and crc is None else crc or 0
+                for record, crc in enumerate(self._laid_out.plan.crcs)
+            ]
+            write_all(fd, [memoryview(trailer.source.make(crcs))], trailer.offset)
+
     def _write_rounds(
         self, out: ExtentWriter, exchange: Exchange, own: Iterator[Extent], most: int
     ) -> None:
@@ -147,8 +180,7 @@ class ShardWriter:
         tiles = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         for index, number in enumerate(rounds):
             self._write(out, _first(own, share))
-            began = perf_counter()
-            with paused_collection():
+            with self._timed("exchange"), paused_collection():
                 found = self._made.round(number)
                 nbytes = _nbytes(found)
                 if tiles[index % 2].numel() < nbytes:
@@ -161,27 +193,29 @@ class ShardWriter:
                     r: [self._in_tile(move, tile) for move in moves]
                     for r, moves in found.receives.items()
                 }
-            self.seconds["exchange"] += perf_counter() - began
             self._write(out, _first(own, share))
-            began = perf_counter()
-            come = exchange.begin(sends, receives)
-            self.seconds["exchange"] += perf_counter() - began
+            with self._timed("exchange"):
+                come = exchange.begin(sends, receives)
             self._write(out, _first(own, share))
-            began = perf_counter()
-            come()
-            self.seconds["exchange"] += perf_counter() - began
+            with self._timed("exchange"):
+                come()
             if 0 < index < len(rounds) - 1:
-                began = perf_counter()
-                out.release_sources()  # the tile before is written, and free for the next round
-                self.seconds["write"] += perf_counter() - began
+                with self._timed("write"):
+                    out.release_sources()  # the tile before is written, and free for the next round
             self._write(out, self._tile_extents(found, tile))
 
     def _write(self, out: ExtentWriter, extents: Iterator[Extent]) -> None:
         """Let extents be written, and do not wait for it."""
+        with self._timed("write"):
+            out.write(extents, self.ledger)
+            out.start()
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds of the body."""
         began = perf_counter()
-        out.write(extents, self.ledger)
-        out.start()
-        self.seconds["write"] += perf_counter() - began
+        yield
+        self.seconds[phase] += perf_counter() - began
 
     def _held(self, move: Move) -> Elements:
         """Return what this rank sends of a move."""
@@ -208,11 +242,11 @@ class ShardWriter:
 
     def _held_alone(self, piece: Piece) -> torch.Tensor:
         """Return bytes that rank 0 alone has."""
-        if self._container is None:
+        if self._laid_out is None:
             raise ValueError(f"only rank 0 has {piece}")
         if piece.record == CONTAINER:
-            return self._container.bytes_at(piece.offset, piece.length)
-        return self._container.source_bytes(piece.source, piece.start, piece.length)
+            return self._laid_out.bytes_at(piece.offset, piece.length)
+        return self._laid_out.source_bytes(piece.source, piece.start, piece.length)
 
     def _part_of(self, piece: Piece, overlap: Overlap) -> tuple[torch.Tensor, Box]:
         """Return the part of this rank's memory that has an overlap, and which box that is."""
@@ -242,37 +276,37 @@ class ShardWriter:
         done: dict[int, int] = {}
         for piece in self._made.locals():
             if piece.record == CONTAINER:
-                yield from self._container_extents(piece, done)
+                yield from self._zip_extents(piece, done)
                 continue
             done[piece.record] = done.get(piece.record, 0) + piece.length
             taken = self._taken.get(piece)
             memory = self._memory(piece) if taken is None else _from(taken, -piece.start)
             yield self._extent(piece, memory)
 
-    def _container_extents(self, piece: Piece, done: dict[int, int]) -> Iterator[Extent]:
+    def _zip_extents(self, piece: Piece, done: dict[int, int]) -> Iterator[Extent]:
         """Return the zip's own bytes; with checksums where all of a record went before."""
-        if self._container is None:
+        if self._laid_out is None:
             raise ValueError(f"only rank 0 has {piece}")
-        for extent in self._container.extents_at(piece.offset, piece.length):
+        for extent in self._laid_out.extents_at(piece.offset, piece.length):
             source = extent.source
             if not isinstance(source, DescriptorPatch):
                 yield extent
             elif done.get(source.record) == self._sizes[source.record]:
                 if extent.start == 0 and extent.length >= _SEALED:
-                    self.sealed.add(source.record)
+                    self._sealed.add(source.record)
                 yield extent
             else:
                 part = source.data[extent.start : extent.start + extent.length]
                 yield Extent(extent.offset, extent.length, Literal(part))
 
     def _memory(self, piece: Piece) -> Memory:
-        if piece.source < 0 and self._container is not None:
-            return self._container.memory(piece.source)
+        if piece.source < 0 and self._laid_out is not None:
+            return self._laid_out.memory(piece.source)
         return self._sources[piece.source].memory(piece.start)
 
     def _part(self, piece: Piece) -> Part:
-        if piece.source < 0 and self._container is not None:
-            return self._container.part(piece.source, piece.start, piece.length)
+        if piece.source < 0 and self._laid_out is not None:
+            return self._laid_out.part(piece.source, piece.start, piece.length)
         return self._sources[piece.source].part(piece.start, piece.length)
 
     def _extent(self, piece: Piece, memory: Memory) -> Extent:
