@@ -151,7 +151,7 @@ class Alone:
             reason = report.problems[0].message if report.problems else "; ".join(report.notes)
             kind = CorruptCheckpointError if report.problems else UnreadableCheckpointError
             raise kind(reason, path=path) from error
-        if not isinstance(found, dict) or OWN not in found:
+        if not isinstance(found, dict) or not isinstance(found.get(OWN), dict):
             raise UnreadableCheckpointError("it has no entry of a Checkpointer's", path=path)
         own = found.pop(OWN)
         found = renamed(found, wanted.rename) if wanted.rename else found

@@ -496,14 +496,17 @@ class Checkpointer:
         self, step: int, wanted: Request, found: dict[str, Any], difference: Difference
     ) -> None:
         path = self._folder.file(step)
-        mine = self._of_this_rank(found.pop(OWN), path)
-        lacking = [name for name in self._per_rank if wanted.wants(name) and name not in mine]
-        if lacking and wanted.strict:
-            raise lacks_of_rank(path, lacking)
+        each = [name for name in self._per_rank if wanted.wants(name)]
+        rng = self._rng and wanted.only is None
+        with self._way.together():
+            mine = self._of_this_rank(found.pop(OWN), path, rng) if each or rng else {}
+            lacking = [name for name in each if name not in mine]
+            if lacking and wanted.strict:
+                raise lacks_of_rank(path, lacking)
         self._way.restore(wanted, found, path)
         with self._way.together():
             restore(self._per_rank, mine, path, wanted.only, wanted.strict)
-        if wanted.only is None and self._rng and "rng" in mine:
+        if rng and "rng" in mine:
             restore_generators(mine["rng"])
         missing = [*difference.missing, *map(Name, lacking)]
         self._step = step
@@ -511,18 +514,18 @@ class Checkpointer:
             step, path, tuple(map(str, missing)), tuple(map(str, difference.unused))
         )
 
-    def _of_this_rank(self, own: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def _of_this_rank(self, own: Mapping[str, Any], path: str, rng: bool) -> dict[str, Any]:
         """Return what this rank had for itself; of another number of ranks, the generators."""
         rows: Any = own.get("ranks")
         if rows is None:
             return {}
         same = len(rows) == self._way.count
-        if not same and self._rng:
+        if not same and rng:
             text = (
                 f"{path} is a checkpoint of {len(rows)} ranks, there are {self._way.count}: random "
                 "numbers will be others than in an unbroken run"
             )
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warnings.warn(text, UserWarning, stacklevel=4)  # of `resume`
         if self._way.rank >= len(rows):
             return {}
         data = rows[self._way.rank].numpy().tobytes()

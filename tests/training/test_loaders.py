@@ -37,7 +37,7 @@ def test_the_same_batches(tmp_path: Path, dice: random.Random, trials: int) -> N
         job = ranks.Job("ranks_loader", 2, folder, STEPS)
         try:
             until = time.monotonic() + 60
-            wanted = dice.randrange(5, STEPS)
+            wanted = dice.randrange(8, STEPS)  # by then the save of step 3 was waited for
             while len(batches(job.out(1))) < wanted and job.out(1).count("\n") <= STEPS:
                 assert time.monotonic() < until, "it does not train"
                 time.sleep(0.002)

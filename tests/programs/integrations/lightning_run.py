@@ -16,13 +16,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 OPTIONS: dict[str, Any] = {
     "folder": "",
-    "io": "stock",  # stock, stock_async, fast, async, in_place
+    "io": "stock",  # stock, fast, async, in_place
     "steps": 12,
     "every": 2,
     "top_k": 2,
@@ -81,8 +80,6 @@ class Model(pl.LightningModule):
 def plugin(kind: str) -> Any:
     if kind == "stock":
         return None
-    if kind == "stock_async":
-        return AsyncCheckpointIO()
     from fastserial.integrations.lightning import FastAsyncCheckpointIO, FastCheckpointIO
 
     if kind == "fast":
