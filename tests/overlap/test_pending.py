@@ -391,12 +391,6 @@ def test_a_daemon_thread_that_is_cut_off_is_told(tmp_path: Path) -> None:
     assert f"{path}: the process ends before it was saved; given up" in ended.err
 
 
-def test_a_signal_handler_may_be_the_first_to_save(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    assert run("first_access", path).out == "saved\n"
-    assert torch.load(path)["x"].eq(1).all()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_take_turns_quickly_until_the_save_ends(
     tmp_path: Path, state: Any, gate: Gate, kind: Any

@@ -68,7 +68,7 @@ def verify_rank_folder(
 
 
 def _is_empty(path: str) -> bool:
-    """Return whether a file was cut to nothing; alone, it may be no checkpoint at all."""
+    """Return whether a file was cut to nothing. (Alone, it may be no checkpoint at all.)"""
     try:
         found = os.stat(path)
     except OSError:
