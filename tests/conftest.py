@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -22,15 +21,56 @@ from fastserial.patching import install
 _MOST_INCOMPARABLE = 8
 _incomparable: list[str] = []
 
-# Folders whose tests start programs, mount file systems, or train.
-_SLOW = {"bench", "compat", "deepspeed", "faults", "gpu", "integrations", "package", "torch_suite"}
+# What `-m "not slow"` leaves out: folders, files and tests that start programs, mount file systems,
+# train, or run every object of the corpus (of these, `test_properties.py` has a sample).
+_SLOW = (
+    "bench/",
+    "checkpoints/test_bad_input.py",
+    "checkpoints/test_convert.py::test_corpus",
+    "checkpoints/test_convert.py::test_memory",
+    "checkpoints/test_hostile_pickles.py",
+    "checkpoints/test_load_into.py::test_memory",
+    "checkpoints/test_open.py::test_corpus",
+    "checkpoints/test_open.py::test_slices",
+    "cli/test_cli.py",
+    "compat/",
+    "deepspeed/",
+    "diagnosis/test_doctor.py",
+    "distributed/test_dcp_alone.py",
+    "distributed/test_dcp_ranks.py",
+    "distributed/test_dcp_runs.py",
+    "distributed/test_dcp_with_stock.py",
+    "distributed/test_distributed_",
+    "distributed/test_pieces.py",
+    "distributed/test_ranks",
+    "distributed/test_targets.py",
+    "distributed/test_unstepped.py",
+    "docs/",
+    "engines/test_io_uring.py",
+    "faults/",
+    "files/test_attributes.py",
+    "files/test_place.py::test_system_calls",
+    "gpu/",
+    "integrations/",
+    "overlap/test_hostile.py",
+    "overlap/test_memory.py",
+    "overlap/test_pending.py",
+    "package/",
+    "patching/test_install.py",
+    "saving/test_crowding.py",
+    "saving/test_identity.py",
+    "test_interrupts.py::test_while",
+    "test_surroundings.py",
+    "torch_suite/",
+    "training/test_checkpointer_",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        folders = item.path.relative_to(Path(__file__).parent).parts
-        if folders[0] in _SLOW or item.get_closest_marker("trials") is not None:
+        name = item.nodeid.partition("tests/")[2]
+        if name.startswith(_SLOW) or item.get_closest_marker("trials") is not None:
             item.add_marker(pytest.mark.slow)
 
 

@@ -165,7 +165,7 @@ class ShardWriter:
                 ledger.wait(record) if record in late and crc is None else crc or 0
                 for record, crc in enumerate(self._laid_out.plan.crcs)
             ]
-            write_all(fd, [memoryview(trailer.source.make(crcs))], trailer.offset)
+            write_all(fd, memoryview(trailer.source.make(crcs)), trailer.offset)
 
     def _write_rounds(
         self, out: ExtentWriter, exchange: Exchange, own: Iterator[Extent], most: int
