@@ -235,6 +235,16 @@ def test_what_torch_cannot_load(name: str, tmp_path: Path) -> None:
     assert report.status == "damaged", report
 
 
+def test_a_directory_on_another_disk(tmp_path: Path) -> None:
+    """What means "see the zip64 record" is a number of a disk where there is none."""
+    path = tmp_path / "x.pt"
+    data = bytearray(rewritten(checkpoint()))
+    end = data.rindex(b"PK\x05\x06")
+    data[end + 6 : end + 8] = b"\xff\xff"
+    assert check(path, data).status == "unreadable"
+    assert not loads(path)
+
+
 def test_a_storage_that_torch_cannot_read(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     path.write_bytes(NOT_LOADED["in bzip2"])

@@ -185,10 +185,11 @@ def _read_end(source: Source) -> EndRecords:
     at = size - reach + found
     _, disk, start_disk, few, count, length, offset, _ = structs.END.unpack_from(tail, found)
     trailing = size - at - structs.END.size
-    if disk not in (0, U16) or start_disk not in (0, U16) or few != count:
-        raise UnreadableCheckpointError("archives in several parts are not supported")
     stored = (count, length, offset)
     zip64 = _read_zip64_end(source, at)
+    disks = (0,) if zip64 is None else (0, U16)
+    if disk not in disks or start_disk not in disks or few != count:
+        raise UnreadableCheckpointError("archives in several parts are not supported")
     if zip64 is None:
         end = EndRecords(count, offset, length, at, trailing, True)
         limit = at
