@@ -140,7 +140,7 @@ class FastStorageReader(FileSystemReader):
             began = perf_counter()
             with FastFileReader(os.path.join(self.path, file)) as reader:
                 found = ShardReader(reader, planner, self._verify, structures)
-                with reader.translated():
+                with reader.translated(), paused_collection():
                     found.read(items)
                 report_load(
                     reader.blocks.counts,

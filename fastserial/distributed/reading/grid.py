@@ -19,7 +19,7 @@ from fastserial.distributed.sharding.file_index import FileTensor
 __all__ = ["Grid", "grid_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Grid:
     """A tensor's place in a row-major array of the file. The array may be less than a tensor.
 
@@ -57,7 +57,7 @@ class Grid:
         Returns:
             Its dimensions are the array's and then `rest`.
         """
-        for place, dim in enumerate(self.order):
+        for place, dim in enumerate(self.order if box != whole else ()):
             at = box.offsets[place] - whole.offsets[place]
             view = view.narrow(dim, at, box.sizes[place])
         view = view.permute((*self.order, *self.rest))
@@ -70,8 +70,12 @@ class Grid:
 
     def span(self, box: Box) -> tuple[int, int]:
         """Return where in the file a box begins and ends (bytes)."""
-        ends = [offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True)]
-        return self.position(box.offsets), self.position(ends) + self.tensor.itemsize
+        first = last = 0
+        for offset, size, step in zip(box.offsets, box.sizes, self.steps, strict=True):
+            first += offset * step
+            last += (offset + size - 1) * step
+        item, base = self.tensor.itemsize, self.tensor.offset
+        return base + first * item, base + (last + 1) * item
 
     def between(self, box: Box, first: int, stop: int) -> Iterator[Box]:
         """Yield the parts of a box whose elements begin in the bytes [first, stop) of the file."""

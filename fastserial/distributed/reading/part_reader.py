@@ -150,13 +150,20 @@ class PartReader:
             begin, end = target.grid.span(target.box)
             place = bisect.bisect_right(stops, begin)
             while place < len(runs) and runs[place][0] < end:
-                for box in target.grid.between(target.box, *runs[place]):
-                    low, high = target.grid.span(box)
-                    number = self._record_of(low, high) if self._whole else None
-                    if number is not None:
-                        low, high = self.records[number].offset, self._stops[number]
-                    yield _Part(low, high, target, box)
+                first, stop = runs[place]
+                if first <= begin and end <= stop:
+                    yield self._part(begin, end, target, target.box)
+                else:
+                    for box in target.grid.between(target.box, first, stop):
+                        yield self._part(*target.grid.span(box), target, box)
                 place += 1
+
+    def _part(self, low: int, high: int, target: Target, box: Box) -> _Part:
+        """Return a part of a target that lies in bytes [low, high) of the file."""
+        number = self._record_of(low, high) if self._whole else None
+        if number is not None:
+            low, high = self.records[number].offset, self._stops[number]
+        return _Part(low, high, target, box)
 
     def _straight(self, part: _Part) -> ReadExtent | None:
         """Return how a part is read to where it belongs, None if its bytes lie otherwise there."""

@@ -39,7 +39,7 @@ _ALIGN = 16  # bytes of the largest elements
 _MOST_RANGES = 4096  # of a window
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # thousands are made: frozen ones take longer
 class Target:
     """What a rank wants of a tensor.
 
@@ -118,7 +118,7 @@ def by_window(targets: Sequence[Target], windows: Sequence[Window]) -> list[list
     numbered = [(number, one) for number, window in enumerate(windows) for one in window.ranges]
     stops = [one.stop for _, one in numbered]
     found: list[list[Piece]] = [[] for _ in windows]
-    for target in targets:
+    for target in targets if windows else ():
         begin, end = target.grid.span(target.box)
         place = bisect.bisect_right(stops, begin)
         while place < len(numbered) and numbered[place][1].first < end:

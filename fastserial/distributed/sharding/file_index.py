@@ -47,7 +47,7 @@ class Record:
     crc: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class FileTensor:
     """A tensor in the file.
 
