@@ -13,13 +13,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import loading
 from support.corpus import FORMATS, LEGACY_DTYPES, Case, noise
+from support.forms import FULL
 from support.identity import TARGETS, both, digest, fast, stock
 
 import fastserial
 
 EXAMPLES = settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=1000 if FULL else 50,
+    derandomize=not FULL,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
+pytestmark = [
+    pytest.mark.timeout(3600),
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+]
 # Around those where a record begins another block or page, or is copied with others.
 SIZES = st.one_of(
     st.integers(0, 70),
