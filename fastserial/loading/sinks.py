@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fastserial.checksums import CrcLedger, crc32
@@ -21,7 +20,6 @@ __all__ = [
     "DeviceSink",
     "ExpectedSink",
     "HostSink",
-    "PartsSink",
     "ReadExtent",
     "Sink",
     "storage_sink",
@@ -168,26 +166,6 @@ class CheckedSink:
 
     def place(self, start: int, length: int) -> Buffer | None:
         return self._sink.place(start, length)
-
-
-class PartsSink:
-    """Passes on parts of an extent: (start in the extent, length, sink), in order, and no more."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[tuple[int, int, Sink]]) -> None:
-        self._parts = parts
-
-    def deliver(self, view: memoryview, address: int, start: int) -> None:
-        stop = start + len(view)
-        for at, length, sink in self._parts:
-            first, last = max(at, start), min(at + length, stop)
-            if first < last:
-                piece = view[first - start : last - start]
-                sink.deliver(piece, address + first - start, first - at)
-
-    def place(self, start: int, length: int) -> Buffer | None:
-        return None
 
 
 def storage_sink(storage: torch.UntypedStorage, ring: Ring | None = None) -> Sink:

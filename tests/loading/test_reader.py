@@ -25,7 +25,7 @@ from fastserial.files import caching, linux
 from fastserial.loading import pump
 from fastserial.loading.pump import Block, Pump
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, PartsSink, ReadExtent
+from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, ReadExtent
 from fastserial.memory.storages import new_storage
 
 SIZE = 9_456_789
@@ -116,21 +116,18 @@ def test_bytes_wanted_twice_beside_aligned_memory(path: Path, data: bytes) -> No
 
 
 def test_sinks(path: Path, data: bytes) -> None:
-    sink, storage = host(5000)
-    other, second = host(100)
+    sink, storage = host(9000)
     ledger = CrcLedger([9000], [None])
-    parts = PartsSink([(1000, 5000, sink), (5500, 100, other)])
     expected = ExpectedSink(data[20_000:20_050], "it")
     with FastFileReader(path, Config(block_size=4096, small_file=0)) as reader:
         reader.read_into(
             [
-                ReadExtent(100, 9000, CheckedSink(parts, ledger, 0)),
+                ReadExtent(100, 9000, CheckedSink(sink, ledger, 0)),
                 ReadExtent(20_000, 50, expected),
             ]
         )
         assert ledger.wait(0) == crc32(data[100:9100])
-        assert content(storage) == data[1100:6100]
-        assert content(second) == data[5600:5700]
+        assert content(storage) == data[100:9100]
         with pytest.raises(CorruptCheckpointError, match="it is not what"):
             reader.read_into([ReadExtent(20_001, 50, expected)])
 
