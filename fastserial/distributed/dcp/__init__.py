@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# torch imports it in the middle of a save. With torch 2.13 and gloo, 4 of 5 programs without DTensors
-# then ended by SIGABRT: "terminate called without an active exception".
+# torch imports it in the middle of a save: with torch 2.13 and gloo, programs without DTensors
+# ended by SIGABRT then: "terminate called without an active exception".
 import torch.distributed.tensor  # noqa: F401
 
 from fastserial.distributed.dcp.load_planner import FastLoadPlanner
