@@ -5,6 +5,7 @@ On several ranks (torchrun), commands and files are the first one's.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import subprocess
@@ -53,6 +54,7 @@ def main(page: Path, before: Path | None) -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()  # else gloo's threads may end the process by SIGABRT
+        gc.collect()  # what holds the group in a circle, too
 
 
 if __name__ == "__main__":
