@@ -55,6 +55,11 @@ PACKED_STORAGE = 64 * KiB  # a storage up to this size may be packed with others
 PACKED_BYTES = 512 * KiB  # into pieces of about this size: a few calls for hundreds of storages
 MOST_PIECES = 512  # of one `preadv`; the kernel takes 1024
 CACHED_CHUNK = 1 * MiB  # stays in cache between checksum and write
+# Of small files, storages from UNCOPIED on are written from where they are. The rest is gathered in
+# a buffer that malloc gives again and again: of 1 MiB its pages would be new in each save, and 20
+# storages of 52 KB took 2.6 ms so instead of 1.7.
+UNCOPIED = 64 * KiB
+GATHERED_CHUNK = 96 * KiB
 GATHERED = 64 * KiB  # small writes are gathered up to this size
 COPIED_RECORD = 64 * KiB  # a larger record, such as the pickle of arrays, is not copied
 # Seconds for which a thread that computes in Python keeps the interpreter's lock while a save moves

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastserial import trace
 from fastserial.checksums import CrcLedger, crc32
-from fastserial.config.performance import CACHED_CHUNK, FILL_CHUNK
+from fastserial.config.performance import CACHED_CHUNK, FILL_CHUNK, GATHERED_CHUNK, UNCOPIED
 from fastserial.engines import Request
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import (
@@ -29,7 +29,7 @@ from fastserial.formats.extents import (
     Trailer,
 )
 from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
-from fastserial.memory.storages import HostMemory, StorageMemory
+from fastserial.memory.storages import HostMemory, StorageMemory, StorageOnHost
 
 if TYPE_CHECKING:
     from fastserial.memory.ring import Ring
@@ -279,7 +279,7 @@ def write_buffered(fd: int, parts: Sequence[Part]) -> None:
     def write() -> None:
         nonlocal buffer, gathered
         if gathered > len(buffer):
-            buffer = bytearray(max(gathered, min(total, CACHED_CHUNK)))
+            buffer = bytearray(max(gathered, min(total, GATHERED_CHUNK)))
         if together:
             address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             view = memoryview(buffer)[:gathered]
@@ -290,8 +290,14 @@ def write_buffered(fd: int, parts: Sequence[Part]) -> None:
 
     total = sum([part.length for part in parts])
     for part in parts:
+        memory = _memory_to_write(part)
+        if memory is not None:
+            write()
+            _write_uncopied(fd, part, memory)
+            end = part.offset + part.length
+            continue
         for chunk in _chunks(part):
-            if chunk.offset != end or gathered + chunk.length > CACHED_CHUNK:
+            if chunk.offset != end or gathered + chunk.length > GATHERED_CHUNK:
                 write()
             together.append(chunk)
             gathered += chunk.length
@@ -302,11 +308,41 @@ def write_buffered(fd: int, parts: Sequence[Part]) -> None:
 def _chunks(part: Part) -> Iterator[Part]:
     """Cut a part up, so that little memory is taken at a time."""
     offset, source, start, length, ledger = part
-    if length <= CACHED_CHUNK or not isinstance(source, Data | Literal):
+    if length <= GATHERED_CHUNK or not isinstance(source, Data | Literal):
         yield part
         return
+    for done in range(0, length, GATHERED_CHUNK):
+        size = min(GATHERED_CHUNK, length - done)
+        yield Part(offset + done, source, start + done, size, ledger)
+
+
+def _memory_to_write(part: Part) -> HostMemory | None:
+    """Return the memory of a part that can be written from where it is, and is worth the calls."""
+    source = part.source
+    if part.length < UNCOPIED or not isinstance(source, Data):
+        return None
+    memory = source.memory
+    if not isinstance(memory, HostMemory):
+        return None
+    if isinstance(memory, StorageOnHost) and memory.shared:
+        return None  # others may change it between checksum and write, or resize it
+    return memory
+
+
+def _write_uncopied(fd: int, part: Part, memory: HostMemory) -> None:
+    offset, source, start, length, ledger = part
+    view = memoryview((ctypes.c_char * length).from_address(memory.address + start))
+    record = source.record if isinstance(source, Data) else None
+    crc = 0
     for done in range(0, length, CACHED_CHUNK):
-        yield Part(offset + done, source, start + done, min(CACHED_CHUNK, length - done), ledger)
+        piece = view[done : done + CACHED_CHUNK]
+        if ledger is not None:
+            crc = crc32(piece, crc)
+        write_all(fd, piece, offset + done)
+    if isinstance(memory, StorageOnHost):
+        memory.check()
+    if ledger is not None and record is not None:
+        ledger.add(record, start, length, crc)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
