@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from typing import Any
 
 from fastserial.checkpoints.load import load
@@ -180,11 +181,12 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
     def _begin(self) -> None:
         self._saves: list[PendingSave] = []  # of whose ends nobody was told
         self._going: dict[str, PendingSave] = {}  # files to be removed once a save is in place
+        self._removing = threading.RLock()  # a signal handler may save, too
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a spawned process needs: what is under way stays here."""
-        here = ("_saves", "_going", "_pid", "_remote", "_stock")
+        here = ("_saves", "_going", "_removing", "_pid", "_remote", "_stock")
         return {name: value for name, value in vars(self).items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -235,13 +237,17 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
 
     def _remove_old(self, _: object) -> None:
         """Remove what was to go once a save is in place; if that failed, it stays."""
-        for place, save in list(self._going.items()):
-            if not save.done() or self._going.pop(place, None) is None or save.report is None:
-                continue
-            try:
-                _remove(place)
-            except OSError as error:
-                _log.warning("%s: an old checkpoint stays: %s", place, error)
+        with self._removing:
+            for place, save in list(self._going.items()):
+                if not save.done():
+                    continue
+                del self._going[place]
+                if save.report is None:
+                    continue
+                try:
+                    _remove(place)
+                except OSError as error:
+                    _log.warning("%s: an old checkpoint stays: %s", place, error)
 
     def teardown(self) -> None:
         """Wait for all saves.
@@ -265,7 +271,8 @@ class FastAsyncCheckpointIO(FastCheckpointIO):
             raise first
 
     def _write(self, checkpoint: dict[str, Any], place: str) -> None:
-        self._going.pop(place, None)  # it was to go, and is wanted again
+        with self._removing:
+            self._going.pop(place, None)  # it was to go, and is wanted again
         try:
             save = start_save(
                 checkpoint,

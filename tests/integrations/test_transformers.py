@@ -136,7 +136,7 @@ def test_the_callback_is_adopted_in_the_middle_of_a_run(tmp_path: Path) -> None:
         assert resume_from(tmp_path) == str(twenty)
     said = [str(one.message) for one in caught]
     assert "checkpoint-40, checkpoint-30: not complete; checkpoint-20 is used" in said[0]
-    assert "checkpoint-20: it is used though it has no mark" in said[1]
+    assert "checkpoint-20: it is used although `CheckpointCallback` did not mark it" in said[1]
     before = set(os.listdir(tmp_path))
     training = Training(tmp_path, limit=1)
     for step in (21, 22):

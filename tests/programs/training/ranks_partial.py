@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastserial.distributed.group import traffic_of
 from support.ranks import join
 from torch import nn
 
 from fastserial import Checkpointer
+from fastserial.distributed.ranks.group import traffic_of
 from fastserial.errors import LoadMismatchError
 
 WIDTH = 520  # a weight has more than 1 MiB: every rank writes a part of it
@@ -44,14 +44,15 @@ def first(folder: Path, rank: int) -> dict[str, Any]:
     each = {"loader": Loader(10 + rank, 100 + rank * 5000)}
     with Checkpointer(folder, state, per_rank=each, timeout=60) as made:
         assert made.check()
-        plans = set()
+        plans: list[Any] = []
         for step in (1, 2):
             torch.randn(3)  # other states of the generators: the plan stays in force
             made.save(step)
             made.wait()
-            plans.add(id(traffic_of(None, 60).kept["save"]))
+            kept: Any = traffic_of(None, 60).kept["save"]
+            plans.append(kept.plan)
             traffic_of(None, 60).agree()
-    assert len(plans) == 1
+    assert plans[0] is plans[1]
     each = {"loader": Loader(0, 0)}
     with Checkpointer(folder, state, per_rank=each, timeout=60) as made:
         assert made.resume() == 2
