@@ -13,6 +13,7 @@ import resource
 import threading
 import time
 import tracemalloc
+import weakref
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -624,3 +625,24 @@ def test_pool_hands_out_aligned_buffers() -> None:
     assert pool.take() is buffers[0]
     del buffers
     pool.close()
+
+
+class Memory(bytearray):
+    """Can be referred to weakly."""
+
+
+@pytest.mark.parametrize("nbytes", [1000, 20_000_000])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_storages_are_free_when_the_save_returns(tmp_path: Path, nbytes: int, zipped: bool) -> None:
+    """Not at some collection of garbage later: there may be room for one state only."""
+    memory = Memory(nbytes)
+    kept = weakref.ref(memory)
+    gc.disable()
+    try:
+        with installed():
+            state = {"x": torch.frombuffer(memory, dtype=torch.uint8), "y": torch.ones(3)}
+            torch.save(state, tmp_path / "f", _use_new_zipfile_serialization=zipped)
+        del memory, state
+        assert kept() is None
+    finally:
+        gc.enable()

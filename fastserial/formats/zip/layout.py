@@ -318,13 +318,10 @@ class ZipLayout:
         else:
             self._append(make(cast("list[int]", self._crcs)))
             self._flush()
-        return ZipPlan(
-            self._extents,
-            sizes,
-            self._crcs,
-            nbytes,
-            lookalikes,
-        )
+        # The trailer refers to this layout: with the list, the storages would be in a circle, and
+        # stay in memory until a collection.
+        extents, self._extents = self._extents, []
+        return ZipPlan(extents, sizes, self._crcs, nbytes, lookalikes)
 
     # -- building ------------------------------------------------------------------------------
 
