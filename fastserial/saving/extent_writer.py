@@ -73,7 +73,6 @@ class Outcome:
     complete_seconds: list[float] = field(default_factory=list)
     engine_bytes: int = 0
     plain_bytes: int = 0
-    skipped_bytes: int = 0
 
 
 class ExtentWriter:

@@ -332,11 +332,11 @@ def _memory_to_write(part: Part) -> HostMemory | None:
 def _write_uncopied(fd: int, part: Part, memory: HostMemory) -> None:
     offset, source, start, length, ledger = part
     view = memoryview((ctypes.c_char * length).from_address(memory.address + start))
-    record = source.record if isinstance(source, Data) else None
+    record = source.record if isinstance(source, Data) and ledger is not None else None
     crc = 0
     for done in range(0, length, CACHED_CHUNK):
         piece = view[done : done + CACHED_CHUNK]
-        if ledger is not None:
+        if record is not None:
             crc = crc32(piece, crc)
         write_all(fd, piece, offset + done)
     if isinstance(memory, StorageOnHost):
