@@ -315,16 +315,8 @@ class _Told:
         self._on_report = config.current().on_report
 
     def __call__(self, report: SaveReport) -> None:
-        taken = self.taken
-        snapshot = SnapshotReport(
-            kind=self.kind,
-            stall=perf_counter() - self._began if self.stall is None else self.stall,
-            copied=taken.copied,
-            budget=self.budget,
-            late_copied=taken.late_copied,
-            held=taken.held,
-            waited=taken.waited,
-        )
+        stall = perf_counter() - self._began if self.stall is None else self.stall
+        snapshot = self.taken.report(self.kind, self.budget, stall)
         self.report = replace(report, snapshot=snapshot)
         publish_save(self.report, again=True)
         if self._on_report is not None:

@@ -30,6 +30,7 @@ from fastserial.memory.storages import (
 from fastserial.overlap.staging import Region, staging
 from fastserial.overlap.threads_at import at_rest, wait_until_on
 from fastserial.overlap.watch import Reached
+from fastserial.reports import SnapshotReport
 
 if TYPE_CHECKING:
     from torch import UntypedStorage
@@ -362,6 +363,24 @@ class Snapshot:
             self._conclude()
         if self.torn:
             raise TornSnapshotError(self.path)
+
+    def report(self, kind: str, budget: int | None, stall: float) -> SnapshotReport:
+        """Return what the report of the save says of this snapshot.
+
+        Args:
+            kind: of the snapshot; `blocking`: it was written before the call returned.
+            budget: as the caller gave it (bytes).
+            stall: how long the call took (seconds).
+        """
+        return SnapshotReport(
+            kind=kind,
+            stall=stall,
+            copied=self.copied,
+            budget=budget,
+            late_copied=self.late_copied,
+            held=self.held,
+            waited=self.waited,
+        )
 
     def end(self) -> None:
         """The save is over, however it ended: nothing is needed any more."""

@@ -20,10 +20,10 @@ from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
 from fastserial.distributed.state.merging import leaf_of
-from fastserial.errors import ConfigError, StorageChangedError, TornSnapshotError
+from fastserial.errors import StorageChangedError, TornSnapshotError
 from fastserial.memory.held_settings import quick_switches
 from fastserial.overlap import guard, pending
-from fastserial.overlap.asynchronous import KINDS, Kind
+from fastserial.overlap.asynchronous import Kind, check_snapshot
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.watch import Reached, storages_of
@@ -112,7 +112,7 @@ def start_save(
     saving: Saving | None = None
     try:
         with collective(group, timeout) as traffic, quick_switches():
-            _check(kind, budget)
+            check_snapshot(kind, budget)
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
@@ -146,13 +146,6 @@ def start_save(
         raise
     told.stall = perf_counter() - began
     return save
-
-
-def _check(kind: str, budget: int | None) -> None:
-    if kind not in KINDS:
-        raise ConfigError(f'snapshot must be "copy" or "in_place", not {kind!r}')
-    if budget is not None and budget < 0:
-        raise ConfigError(f"snapshot_budget must not be negative, not {budget}")
 
 
 def size_of(
@@ -209,16 +202,8 @@ class _Told:
     stall: float | None = None
 
     def report(self) -> SnapshotReport:
-        taken = self.taken
-        return SnapshotReport(
-            kind=self.kind,
-            stall=perf_counter() - self.began if self.stall is None else self.stall,
-            copied=taken.copied,
-            budget=self.budget,
-            late_copied=taken.late_copied,
-            held=taken.held,
-            waited=taken.waited,
-        )
+        stall = perf_counter() - self.began if self.stall is None else self.stall
+        return self.taken.report(self.kind, self.budget, stall)
 
 
 @dataclass(slots=True)
