@@ -221,6 +221,9 @@ class RankReport:
 class SaveReport(Report):
     """One finished save.
 
+        report = fastserial.save(state, "ckpt.pt")
+        print(report.bytes, report.seconds, report.phases)
+
     Attributes:
         container: `zip`, `legacy` or `raw` (a FastFileWriter used as a plain file).
         engine: `buffered` for one plain write.
@@ -267,13 +270,23 @@ def publish_save(
 
 
 def last_save_report() -> SaveReport | None:
-    """Return the report of the save that finished last in this process, or None."""
+    """Return the report of the save that finished last in this process, or None.
+
+        torch.save(state, "ckpt.pt")
+        print(fastserial.last_save_report().bandwidth, "bytes/s")
+
+    A save that torch made itself has none; `fastserial.summary()` counts it and says why.
+    """
     return _last_save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
     """One finished load.
+
+        fastserial.load("ckpt.pt")
+        report = fastserial.last_load_report()
+        print(report.bytes, report.seconds, report.fallback)
 
     Attributes:
         container: `zip`, `legacy` or `safetensors`.
@@ -325,6 +338,9 @@ def publish_load(report: LoadReport, on_load: Callable[[LoadReport], None] | Non
 
 def last_load_report() -> LoadReport | None:
     """Return the report of the load that finished last in this process, or None.
+
+        torch.load("ckpt.pt")
+        print(fastserial.last_load_report())
 
     A `BytesIO`, from which torch also unpickles tensors, makes one only with `verify_on_load`.
     """

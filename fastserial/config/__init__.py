@@ -55,6 +55,9 @@ TRANSFERS = _WORDS["transfer"][1:]  # as gdsio numbers them, from 0 on (`-x`)
 class Config:
     """How bytes reach the disk. Sizes are bytes.
 
+        config = fastserial.Config(block_size=1 << 20, queue_depth=4)
+        print(fastserial.verify("ckpt.pt", config=config))
+
     Attributes:
         engine: name of the I/O engine (`threads`, ...), or a function that makes one from the
             number of threads.
@@ -344,6 +347,9 @@ def current(**overrides: Any) -> Config:
 @contextlib.contextmanager
 def options(**values: Any) -> Iterator[Config]:
     """Set options for the saves made inside a `with` block (this thread or task only).
+
+        with fastserial.options(durable=False):
+            torch.save(state, "ckpt.pt")
 
     Raises:
         ConfigError: an option has an unknown name or an impossible value.

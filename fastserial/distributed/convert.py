@@ -35,6 +35,8 @@ def convert(
 ) -> Converted:
     """Write a checkpoint in another container; the target is replaced as a whole, or not at all.
 
+        fastserial.convert("ckpt.pt", "model.safetensors", key="model")
+
     Bytes of tensors go from file to file, a block at a time. Pickles are read under the rules of
     `weights_only`. Locations of storages become `cpu`.
 

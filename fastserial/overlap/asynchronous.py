@@ -76,6 +76,10 @@ def save_async(
 ) -> PendingSave:
     """Save as `torch.save(obj, path)` does, and return before the file is written.
 
+        saving = fastserial.save_async(state, "ckpt.pt")
+        optimizer.step()  # the file holds the state of the call
+        print(saving.wait())
+
     The file becomes what `torch.save` would have made of the object at the call, or stays as it
     was. A save to a target waits for the one before it; at most two are under way.
 

@@ -36,6 +36,9 @@ _MOST = 2  # one is written, one waits for its turn
 class PendingSave:
     """A save that may still be under way.
 
+        saving = fastserial.save_async(state, "ckpt.pt")
+        print(saving.done(), saving.result(timeout=60))
+
     It has a `concurrent.futures.Future`'s methods, but none to cancel it, and `await` works on it.
     """
 
@@ -182,6 +185,9 @@ _failed: list[PendingSave] = []  # whose errors nobody has seen
 
 def wait_all() -> None:
     """Wait for all saves under way.
+
+        fastserial.save_async(state, "ckpt.pt")
+        fastserial.wait_all()
 
     Raises:
         Exception: the error of one that failed, and that nobody has seen; the next call raises

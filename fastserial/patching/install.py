@@ -147,6 +147,9 @@ def switch_on(strict: bool = False) -> str | None:
 def uninstall() -> bool:
     """Restore torch's own functions; return whether any was replaced.
 
+        fastserial.uninstall()
+        assert not fastserial.installed()
+
     Forgets the options given to `install()`. A function that other code replaced after
     `install()` stays, with a warning; if it calls ours, that behaves as stock from now on.
     """
@@ -180,13 +183,24 @@ def uninstall() -> bool:
 
 
 def installed() -> bool:
-    """Return whether torch runs fastserial's functions."""
+    """Return whether torch runs fastserial's functions.
+
+        if not fastserial.installed():
+            print(fastserial.status().reason)
+
+    False also if other code has replaced them after `install()`.
+    """
     installation = _installation
     return installation is not None and installation.in_force()
 
 
 def status() -> PatchStatus:
-    """Return whether torch is patched, with which patch, and the reason if it is not."""
+    """Return whether torch is patched, with which patch, and the reason if it is not.
+
+        print(fastserial.status())
+
+    It does not import torch.
+    """
     # a torch halfway through its own import has no version yet
     version = str(getattr(sys.modules.get("torch"), "__version__", "")) or None
     with _lock:

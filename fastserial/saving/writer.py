@@ -49,6 +49,9 @@ __all__ = ["FastFileWriter"]
 class FastFileWriter:
     """A writable binary file, for `torch.save(obj, writer)` or by itself.
 
+        with fastserial.FastFileWriter("ckpt.pt") as file:
+            torch.save(state, file)
+
     A path is replaced as a whole when the writer is closed: until then, and after an error, the
     previous file is there. A file object of the caller's is written from its position on, and
     positioned at the end of what was written. Leaving a `with` block by an exception discards, and

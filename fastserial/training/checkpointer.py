@@ -80,6 +80,13 @@ def _is_torn(error: BaseException) -> bool:
 class Checkpointer:
     """Saves the state of a training run beside it, and finds it again.
 
+        objects = {"model": model, "optimizer": optimizer}
+        with fastserial.Checkpointer("ckpts", objects, every=100, keep=3) as checkpointer:
+            first = checkpointer.resume()
+            for step in range(first + 1, first + 201):
+                optimizer.step()
+                checkpointer.save(step)
+
     Each checkpoint is one ordinary torch file, `step-00000100.pt`, written whole or not at all.
     `save` copies the tensors, and the file is written while training goes on.
 

@@ -48,6 +48,9 @@ def load(
 ) -> LoadReport:
     """Fill what the ranks hold, in place, from one file of `torch.save`. Collective.
 
+        target = {"model": model, "step": 0}
+        distributed.load("ckpt.pt", target)  # on every rank
+
     Any file that `torch.load` reads with `weights_only=True` will do, whoever wrote it: stock
     torch or `save`, zip or legacy, whatever the placement it was saved from. Only the bytes that
     some rank needs are read, each by one rank, which sends it on.

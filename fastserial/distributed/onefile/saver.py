@@ -110,6 +110,8 @@ def save(
 ) -> SaveReport:
     """Write what `torch.save` of the whole state would write, from all ranks. Collective.
 
+        distributed.save({"model": model, "step": 7}, "ckpt.pt")  # on every rank
+
     The file is an ordinary torch file: byte for byte the one that `torch.save` on rank 0 would
     write, had it gathered the full state on the host.
 
