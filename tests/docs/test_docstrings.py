@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def example_of(docstring: str) -> str:
     """Return the first indented block that no section header such as `Args:` begins."""
     lines = inspect.cleandoc(docstring).split("\n")
     found: list[str] = []
-    for before, line in zip(lines, lines[1:], strict=False):
+    for before, line in itertools.pairwise(lines):
         if found and line and not line.startswith("    "):
             break
         if found or (line.startswith("    ") and not before.strip()):
