@@ -355,6 +355,7 @@ class Checkpointer:
             WriteError: the folder cannot be written, or is too small for `keep` + 1 checkpoints.
             ConfigError: `resume` would refuse what is in the state (`weights_only`), or another
                 process saves in this folder.
+            RemoteError: the mirror cannot be reached.
             OSError: the folder cannot be made.
             Exception: an object cannot be pickled.
         """
@@ -366,6 +367,9 @@ class Checkpointer:
                 pass
         except OSError as error:
             raise write_error(error.errno or errno.EIO, path) from error
+        with self._way.together():
+            if self._mirror is not None and self._way.tends:
+                self._mirror.steps()
         if nbytes is None:
             return None
         nbytes += expected_bytes(self._state)

@@ -81,7 +81,7 @@ class Mirror:
         """
         with self._lock:
             self._waiting.update(steps)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # in a forked child it is not
                 thread = threading.Thread(
                     target=self._run, args=(uploaded,), name="fastserial-mirror"
                 )
@@ -94,7 +94,7 @@ class Mirror:
         Raises:
             Exception: why the newest checkpoint could not be uploaded. It is in the local folder.
         """
-        while (thread := self._thread) is not None:
+        while (thread := self._thread) is not None and thread.is_alive():
             thread.join()
         failed, self._failed = self._failed, {}
         if failed and max(failed) > (-1 if self._newest is None else self._newest):
@@ -209,7 +209,9 @@ class Mirror:
         checksums.append(checksum)
 
     def _prune(self, sizes: Mapping[str, int]) -> None:
-        """Remove what no rule keeps, manifests first, and what killed uploads left.
+        """Remove what no rule keeps, manifests first.
+
+        A file without a manifest may be the user's, and stays.
 
         Args:
             sizes: of all objects in the remote folder.
@@ -220,10 +222,6 @@ class Mirror:
         """
         surplus = self._surplus(self._steps_in(sizes))
         names = [os.path.basename(self._folder.file(step)) for step in surplus]
-        for name in sizes:
-            step = self._folder.step_of(name)
-            if step is not None and step not in self._waiting and _manifest_name(name) not in sizes:
-                names.append(name)
         self._remote.remove(map(_manifest_name, names))
         self._remote.remove(names)
 
