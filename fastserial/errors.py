@@ -25,6 +25,7 @@ __all__ = [
     "LoadMismatchError",
     "PatchError",
     "PickleLimitError",
+    "RemoteError",
     "StorageChangedError",
     "TornSnapshotError",
     "TransferAbandonedError",
@@ -160,6 +161,10 @@ class WriteError(FastserialError, OSError, RuntimeError):
 
     bytes_needed: int | None = None
     bytes_free: int | None = None
+
+
+class RemoteError(FastserialError, OSError):
+    """A remote store failed, after it was tried again; names the URL."""
 
 
 class DistributedError(FastserialError, RuntimeError):

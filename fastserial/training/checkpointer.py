@@ -33,6 +33,7 @@ from fastserial.overlap.pending import PendingSave
 from fastserial.training.alone import OWN, Alone, Job
 from fastserial.training.folder import CheckpointFolder
 from fastserial.training.keeper import Keeper
+from fastserial.training.mirror import Mirror
 from fastserial.training.of_rank import generator_states, restore_generators, unpacked
 from fastserial.training.partial import (
     Difference,
@@ -105,6 +106,8 @@ class Checkpointer:
         keep_for: str | None = None,
         every: int | str | None = None,
         per_rank: Mapping[str, Any] | None = None,
+        mirror: str | None = None,
+        mirror_bandwidth: float | None = None,
         name: str = "step-{step:08d}.pt",
         on_saved: Callable[[int, str], object] | None = None,
         snapshot: Kind = "copy",
@@ -137,6 +140,11 @@ class Checkpointer:
                 at each call of `save`.
             per_rank: what each rank has for itself, by name, as data loaders and samplers: as
                 `state`, but no large tensors. It is put back on as many ranks only.
+            mirror: URL of a remote folder, such as "s3://bucket/run", to which checkpoints are
+                copied in the background once they are in place. The same rules say which stay
+                there; a local one stays until it is copied. `resume` takes the newest whole
+                checkpoint of both, and `close` waits for the copies.
+            mirror_bandwidth: most bytes per second that the copies may take.
             name: of a file.
             on_saved: called on the saving thread with step and path once a checkpoint is in place,
                 in the process that looks after the folder (rank 0). What it raises is logged.
@@ -145,7 +153,8 @@ class Checkpointer:
             rng: save and restore the random generators (Python, torch, NumPy, CUDA), each rank's.
             weights_only: as `torch.load`. Several ranks load no other files.
             group: the ranks that save together; by default all, if torch.distributed is in use.
-            timeout: seconds after which a rank that is not heard from counts as lost.
+            timeout: seconds after which a rank that is not heard from counts as lost, and for which
+                a copy to the mirror that fails is tried again.
             merge: "union": the ranks hold different keys, as the stages of a pipeline do; see
                 `distributed.save`.
 
@@ -178,7 +187,10 @@ class Checkpointer:
         self._budget = snapshot_budget
         self._rng = rng
         self._folder = CheckpointFolder(os.path.abspath(os.fsdecode(folder)), name)
-        self._keeper = Keeper(self._folder, retention, on_saved)
+        self._mirror = (
+            Mirror(mirror, self._folder, retention, mirror_bandwidth, timeout) if mirror else None
+        )
+        self._keeper = Keeper(self._folder, retention, on_saved, self._mirror)
         self._key = (os.getpid(), os.path.realpath(self._folder.path))
         self._refuse_second()
         self._way = _way(state, group, weights_only, timeout, merge)
@@ -350,6 +362,7 @@ class Checkpointer:
             WriteError: the folder cannot be written, or is too small for `keep` + 1 checkpoints.
             ConfigError: `resume` would refuse what is in the state (`weights_only`), or another
                 process saves in this folder.
+            RemoteError: the mirror cannot be reached.
             OSError: the folder cannot be made.
             Exception: an object cannot be pickled.
         """
@@ -361,6 +374,9 @@ class Checkpointer:
                 pass
         except OSError as error:
             raise write_error(error.errno or errno.EIO, path) from error
+        with self._way.together():
+            if self._mirror is not None and self._way.tends:
+                self._mirror.steps()
         if nbytes is None:
             return None
         nbytes += expected_bytes(self._state)
@@ -448,17 +464,23 @@ class Checkpointer:
             if tends:
                 self._folder.sweep()
                 self._keeper.warn_of_missing_folder()
-        there = self._way.steps(self._folder)
+                if step is None:
+                    self._keeper.fetch_newest()
+                elif not os.path.exists(self._folder.file(step)):
+                    self._keeper.fetch(step)
         if step is not None:
-            self._restore(step, wanted, *self._read(step, wanted))
+            self._restore(step, wanted, *self._read_or_fetch(step, wanted))
             with self._way.together():
                 if tends:
                     self._keeper.warn_of_later(step)
             return step
         refused: CheckpointFileError | None = None
-        for candidate in there:
+        tried: set[int] = set()
+        while there := [one for one in self._way.steps(self._folder) if one not in tried]:
+            candidate = there[0]
+            tried.add(candidate)
             try:
-                found = self._read(candidate, wanted)
+                found = self._read_or_fetch(candidate, wanted)
             except FileNotFoundError:
                 continue
             except CheckpointFileError as error:
@@ -468,6 +490,9 @@ class Checkpointer:
                 what = "is no checkpoint of a Checkpointer's" if other else "is damaged"
                 text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+                with self._way.together():
+                    if tends:
+                        self._keeper.fetch_newest(tried)
                 continue
             self._restore(candidate, wanted, *found)
             with self._way.together():
@@ -498,6 +523,18 @@ class Checkpointer:
 
     def _read(self, step: int, wanted: Request) -> tuple[dict[str, Any], Difference]:
         return self._way.read(wanted, self._folder.file(step))
+
+    def _read_or_fetch(self, step: int, wanted: Request) -> tuple[dict[str, Any], Difference]:
+        """Read a checkpoint; if it is damaged, that of the mirror in its place."""
+        try:
+            return self._read(step, wanted)
+        except CorruptCheckpointError:
+            if self._mirror is None:
+                raise
+            with self._way.together():
+                if self._way.tends:
+                    self._keeper.fetch(step)
+        return self._read(step, wanted)
 
     def _restore(
         self, step: int, wanted: Request, found: dict[str, Any], difference: Difference
@@ -553,6 +590,8 @@ class Checkpointer:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         try:
             self.wait()
+            if self._mirror is not None:
+                self._mirror.close()
         finally:
             guard.unhold(self)
             self._folder.unlock()
