@@ -23,17 +23,16 @@ from fastserial.errors import WriteError, name_in
 from fastserial.files.destination import (
     CallersFile,
     Destination,
+    Replacement,
     open_destination,
     required,
     save_error,
 )
-from fastserial.files.replacement import Replacement
 from fastserial.formats.extents import Extent, Literal
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipPlan
 from fastserial.interrupts import finish
-from fastserial.memory.batch import storage_batch
-from fastserial.memory.storages import synchronize
+from fastserial.memory.storages import storage_batch, synchronize
 from fastserial.progress import progress_bar
 from fastserial.reports import Latency, SaveReport, publish_save
 from fastserial.saving.extent_writer import ExtentWriter
