@@ -23,7 +23,7 @@ import functools
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from time import perf_counter
 from typing import Any, BinaryIO, TypeVar
 
@@ -65,6 +65,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
+_MOST_SWEPT = 64
+_swept: set[str] = set()  # targets whose temporary names this process has looked for
 _CHANGED = "during the save it got an owner or attributes that a new file cannot have; save again"
 _freeing_threads = Background()
 
@@ -74,7 +76,12 @@ TEMPORARY_NAME = r"(?s)\..+\.fastserial-\d+\.tmp"  # a pattern of all that `temp
 
 def temporary_name(name: str, slot: int) -> str:
     """Return the temporary name number `slot` of the file `name` (without its directory)."""
-    return f".{os.fsdecode(os.fsencode(name)[:_NAME_MOST])}.fastserial-{slot}.tmp"
+    return next(_temporary_names(name, range(slot, slot + 1)))
+
+
+def _temporary_names(name: str, slots: Iterable[int]) -> Iterator[str]:
+    stem = os.fsdecode(os.fsencode(name)[:_NAME_MOST])
+    return (f".{stem}.fastserial-{slot}.tmp" for slot in slots)
 
 
 @functools.cache
@@ -138,8 +145,14 @@ class Replacement:
         self._base = os.path.basename(target.path)
         try:
             self._directory = self._files.open(target.where, os.O_RDONLY | os.O_DIRECTORY)
-            # a nameless file gets a temporary name only where it replaces another
-            self._sweep(1 if target.there is None else _LOOKAHEAD)
+            # A nameless file gets a temporary name only where it replaces another. All names are
+            # looked at by the first save of a process to a target: each takes 2.5 microseconds.
+            first = target.there is not None and target.path not in _swept
+            self._sweep(_LOOKAHEAD if first else 1)
+            if first:
+                _swept.add(target.path)
+                if len(_swept) > _MOST_SWEPT:
+                    _swept.clear()
             if linux.is_append_only(self._directory):  # neither renamed nor removed, ever
                 raise CannotReplace("nothing in an append-only directory can be replaced", RENAMES)
             self._kept = self._attributes()
@@ -206,7 +219,7 @@ class Replacement:
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def _names(self, count: int = _SLOTS) -> Iterator[str]:
-        return (temporary_name(self._base, slot) for slot in range(count))
+        return _temporary_names(self._base, range(count))
 
     def _sweep(self, look: int) -> None:
         """Remove what killed processes left of this target, so that its space is free again.

@@ -14,7 +14,6 @@ import errno
 import fcntl
 import os
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,14 +73,14 @@ _STATX_MNT_ID_UNIQUE = 0x4000  # never used again: since 6.8
 _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
-_STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
+_StatFs = ctypes.c_long * 32  # more than any machine's `struct statfs`, which begins with the type
 _INTERRUPTIONS = 8  # how often reserving space is started over
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
 _statfs = _libc.statfs
-_statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+_statfs.argtypes = (ctypes.c_char_p, _StatFs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +123,8 @@ def magic_of(path: str) -> int:
 
     0 if that is unknown.
     """
-    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if _statfs(os.fsencode(path), buffer) != 0:
-        return 0
-    word = buffer.raw[: ctypes.sizeof(ctypes.c_long)]
-    return int.from_bytes(word, sys.byteorder) & 0xFFFFFFFF
+    words = _StatFs()
+    return words[0] & 0xFFFFFFFF if _statfs(os.fsencode(path), words) == 0 else 0
 
 
 def mount_of(path: str) -> int:

@@ -15,7 +15,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fastserial.config.performance import PAGE
 from fastserial.errors import REMEDIES, WriteError, write_error
@@ -347,6 +347,7 @@ _OF_THE_CONTENT = frozenset({"security.capability", "security.evm", "security.im
 # Users, administrators and the kernel rely on these; other kinds are the file system's own affair.
 _KEPT = ("user.", "security.", "system.", "btrfs.")
 _ACL = "system."
+_UNREADABLE_ATTRIBUTES = "its extended attributes cannot be read"
 _NOBODY = 65534  # what the kernel shows for an owner who is not known here
 
 
@@ -366,45 +367,35 @@ class Attributes(NamedTuple):
     extended: dict[str, bytes]
 
 
-def attributes_of(status: os.stat_result, place: int | str) -> Attributes:
+def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
     """Return the attributes of a regular file.
 
     Args:
         status: of the file.
-        place: its descriptor or path.
+        file: its descriptor or path.
 
     Raises:
         CannotReplace: an attribute may not be read.
         OSError: the disk failed, or the file is gone.
     """
-    follow = isinstance(place, int)
+    follow = isinstance(file, int)
     extended = {}
-    with _refused_as("its extended attributes cannot be read"):
-        for name in _names(place, follow):
-            if name.startswith(_KEPT) and name not in _OF_THE_CONTENT:
-                value = _value(place, name, follow)
-                if value is not None:
-                    extended[name] = value
+    try:
+        names = os.listxattr(file, follow_symlinks=follow)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            _raise_refusal(error, _UNREADABLE_ATTRIBUTES)
+        names = []
+    for name in names:
+        if not name.startswith(_KEPT) or name in _OF_THE_CONTENT:
+            continue
+        try:
+            extended[name] = os.getxattr(file, name, follow_symlinks=follow)
+        except OSError as error:
+            if error.errno != errno.ENODATA:  # removed in between
+                _raise_refusal(error, _UNREADABLE_ATTRIBUTES)
     owner = (status.st_uid, status.st_gid)
     return Attributes(stat.S_IMODE(status.st_mode), owner, extended)
-
-
-def _names(place: int | str, follow: bool) -> list[str]:
-    try:
-        return os.listxattr(place, follow_symlinks=follow)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return []
-        raise
-
-
-def _value(place: int | str, name: str, follow: bool) -> bytes | None:
-    try:
-        return os.getxattr(place, name, follow_symlinks=follow)
-    except OSError as error:
-        if error.errno == errno.ENODATA:
-            return None
-        raise
 
 
 def give(fd: int, wanted: Attributes) -> None:
@@ -454,9 +445,13 @@ def _refused_as(text: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        raise CannotReplace(text) from error
+        _raise_refusal(error, text)
+
+
+def _raise_refusal(error: OSError, text: str) -> NoReturn:
+    if error.errno not in _REFUSED:
+        raise error
+    raise CannotReplace(text) from error
 
 
 def _set_extended(fd: int, name: str, value: bytes | None) -> None:
