@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import ClassVar
 
-from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.threads import completed
 from fastserial.memory.buffers import Buffer
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from fastserial import trace
 from fastserial.config.performance import FEW_CORES
-from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.errors import EngineError
 from fastserial.files.linux import preadv
 from fastserial.interrupts import Background, finish

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from fastserial.config import Config
 from fastserial.config.performance import ALWAYS_FITS, FAST_DEVICE, FAST_FOR, SLOW_FOR, TRIAL
-from fastserial.files.meminfo import available_bytes
+from fastserial.files.linux import available_bytes
 
 __all__ = [
     "Timing",

@@ -1,8 +1,10 @@
-"""The few Linux calls Python has no function for, and what a file system takes.
+"""What Linux knows of files, devices and memory, and calls that Python has no function for.
 
-Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) gives the alignment direct I/O needs;
+Facts used: `statx(STATX_DIOALIGN)` (Linux 6.1) gives the alignment that direct I/O needs.
 `fallocate(2)` fails where the file system cannot reserve space, unlike `posix_fallocate`, which
-then writes zeros to every block.
+then writes zeros to every block. btrfs compresses neither what is written directly nor what was
+reserved before, and reserves the full size; ZFS and bcachefs compress by settings that no mount
+option need show.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import errno
 import fcntl
 import os
 import struct
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from fastserial import trace
+from fastserial.config import Config
 from fastserial.config.performance import PAGE
+from fastserial.files import linux
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import SEE_DOCTOR, Reason
 
@@ -27,7 +31,11 @@ __all__ = [
     "PROC",
     "DirectAlignment",
     "DirectFile",
+    "available_bytes",
+    "block_node",
+    "compresses",
     "direct_alignment",
+    "first_line",
     "free_bytes",
     "is_append_only",
     "is_compressed",
@@ -37,12 +45,14 @@ __all__ = [
     "is_read_only",
     "kind_of",
     "magic_of",
+    "meminfo",
     "mount_of",
     "mounted_as",
     "open_direct",
     "preadv",
     "preallocate",
     "reopen",
+    "reserve",
     "synced",
 ]
 
@@ -63,14 +73,14 @@ _STATX_MNT_ID_UNIQUE = 0x4000  # never used again: since 6.8
 _STATX_BYTES = 256
 _ATTRIBUTES = struct.Struct("<8xQ40xQ")  # the attributes, and which of them are known
 _MASK, _MOUNT, _ALIGNMENTS = struct.Struct("=I"), struct.Struct("=144xQ"), struct.Struct("=152xII")
-_STATFS_BYTES = 256  # more than any machine's `struct statfs`, which begins with the type
+_StatFs = ctypes.c_long * 32  # more than any machine's `struct statfs`, which begins with the type
 _INTERRUPTIONS = 8  # how often reserving space is started over
 _LOCK = struct.Struct("@hhqqi4x")  # `struct flock`: type, whence, start, length, process
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statx = getattr(_libc, "statx", None)
 _statfs = _libc.statfs
-_statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+_statfs.argtypes = (ctypes.c_char_p, _StatFs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +123,8 @@ def magic_of(path: str) -> int:
 
     0 if that is unknown.
     """
-    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if _statfs(os.fsencode(path), buffer) != 0:
-        return 0
-    word = buffer.raw[: ctypes.sizeof(ctypes.c_long)]
-    return int.from_bytes(word, sys.byteorder) & 0xFFFFFFFF
+    words = _StatFs()
+    return words[0] & 0xFFFFFFFF if _statfs(os.fsencode(path), words) == 0 else 0
 
 
 def mount_of(path: str) -> int:
@@ -320,3 +327,133 @@ def open_direct(fd: int, flags: int, block_size: int, files: Descriptors) -> Dir
     except OSError as error:
         why = Reason(f"direct I/O refused: {error.strerror}", SEE_DOCTOR)
         return DirectFile(-1, alignment, why)
+
+
+_FS_IOC_GETFLAGS = 0x80086601 if struct.calcsize("P") == 8 else 0x80046601
+_FS_NOCOW_FL = 0x800000  # chattr +C: overwritten in place, thus never compressed
+
+
+def reserve(fd: int, offset: int, nbytes: int, config: Config) -> None:
+    """Reserve the space of a new file, if options and file system are for it.
+
+    Args:
+        fd: of the file.
+        offset, nbytes: which bytes are going to be written.
+        config: the options.
+
+    Raises:
+        OSError: there is not enough space.
+    """
+    wanted = config.preallocate and nbytes > config.small_file
+    if wanted and (config.direct is True or not compresses(fd)):
+        linux.preallocate(fd, offset, nbytes)
+
+
+def compresses(fd: int) -> bool:
+    """Return whether an open file is compressed, as far as that is known."""
+    if linux.is_compressed(fd):
+        return True
+    if os.major(os.fstat(fd).st_dev):  # a block device; those below have none
+        return False
+    try:
+        kind, options = linux.mounted_as(fd)
+    except (OSError, ValueError):  # no /proc
+        return False
+    if kind in ("zfs", "bcachefs"):
+        return True
+    given = {options.get("compress", "none"), options.get("compress-force", "none")}
+    return kind == "btrfs" and given != {"none"} and not _is_overwritten_in_place(fd)
+
+
+def _is_overwritten_in_place(fd: int) -> bool:
+    try:
+        flags = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(8))
+    except OSError:
+        return False
+    return bool(int.from_bytes(flags[:4], "little") & _FS_NOCOW_FL)
+
+
+_MEMINFO = "/proc/meminfo"
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 62  # bytes; version 1 reports the largest multiple of a page
+# The limit, what is used, and what of that is page cache: of version 2, and of version 1.
+_UNIFIED = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+_LEGACY = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+
+
+def meminfo() -> dict[str, int]:
+    """Return the fields of /proc/meminfo in bytes; nothing where there is no such file."""
+    try:
+        with open(_MEMINFO, encoding="ascii") as lines:
+            found = [line.split() for line in lines]
+    except OSError:
+        return {}
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in found if words[-1] == "kB"}
+
+
+def available_bytes() -> int | None:
+    """Return how much memory programs and page cache can still take, None if unknown.
+
+    What the page cache holds counts as available, as the kernel gives it up for others.
+    """
+    known = [meminfo().get("MemAvailable"), *_group_rooms()]
+    return min((nbytes for nbytes in known if nbytes is not None), default=None)
+
+
+def _group_rooms() -> Iterator[int | None]:
+    """Yield what is left in each control group around this process that has a limit."""
+    try:
+        lines = _OWN_CGROUP.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, names = _CGROUPS, _UNIFIED
+        elif "memory" in controllers.split(","):
+            base, names = _CGROUPS / "memory", _LEGACY
+        else:
+            continue
+        # In a container the path may be the host's: what is not there is passed over.
+        inner = base / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            yield _group_room(folder, *names)
+            if folder == base:
+                break
+
+
+def _group_room(folder: Path, limit: str, usage: str, cache: tuple[str, ...]) -> int | None:
+    try:
+        most = int((folder / limit).read_bytes())  # `max` is no number: no limit
+        if most >= _NO_LIMIT:
+            return None
+        used = int((folder / usage).read_bytes())
+        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return most - used + sum(int(fields.get(name, 0)) for name in cache)
+    except (OSError, ValueError):
+        return None
+
+
+_BLOCK_DEVICES = Path("/sys/dev/block")
+
+
+def block_node(number: int) -> Path | None:
+    """Return the folder in sysfs of a block device; None for what is on none (tmpfs, NFS)."""
+    link = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
+    try:
+        return link.resolve(strict=True)
+    except OSError:
+        return None
+
+
+def first_line(path: Path) -> str:
+    """Return the text of a file in sysfs, empty where there is none."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

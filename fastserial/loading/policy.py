@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastserial.engines.gds.memory import DirectMemory
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["ReadPolicy", "in_turns", "lane_of"]
 

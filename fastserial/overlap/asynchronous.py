@@ -29,8 +29,8 @@ from fastserial.errors import (
 )
 from fastserial.files.targets import StockWay
 from fastserial.formats.zip.layout import ZipPlan, archive_name
-from fastserial.memory.batch import Batch
 from fastserial.memory.held_settings import quick_switches
+from fastserial.memory.storages import Batch
 from fastserial.overlap import guard, pending
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot

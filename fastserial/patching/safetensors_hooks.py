@@ -24,8 +24,7 @@ from fastserial.formats.legacy.layout import storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.storages import ITEM_BYTES
 from fastserial.import_hook import when_imported
-from fastserial.memory.batch import batch_of
-from fastserial.memory.storages import HostMemory
+from fastserial.memory.storages import HostMemory, batch_of
 from fastserial.patching import save_hooks
 from fastserial.reports import SAVES
 from fastserial.saving.writer import FastFileWriter

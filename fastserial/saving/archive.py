@@ -13,9 +13,16 @@ from fastserial import trace
 from fastserial.checksums import crc32
 from fastserial.errors import name_in
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.memory.batch import Batch, storage_batch
 from fastserial.memory.held_settings import paused_collection
-from fastserial.memory.storages import HostMemory, Memory, host_bytes, storage_memory, synchronize
+from fastserial.memory.storages import (
+    Batch,
+    HostMemory,
+    Memory,
+    host_bytes,
+    storage_batch,
+    storage_memory,
+    synchronize,
+)
 from fastserial.saving import torch_writer
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from fastserial.formats.zip.structs import DESCRIPTOR_SIGNATURE
 from fastserial.memory.storages import HostMemory, StorageMemory, StorageOnHost
 
 if TYPE_CHECKING:
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = [
     "Block",

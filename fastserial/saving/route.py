@@ -16,8 +16,7 @@ from fastserial.config.performance import PAGE
 from fastserial.engines import Capabilities, EngineFactory, capabilities_of, load
 from fastserial.files import linux
 from fastserial.files.caching import fits, is_fast
-from fastserial.files.compression import compresses
-from fastserial.files.linux import open_direct
+from fastserial.files.linux import compresses, open_direct
 from fastserial.interrupts import Descriptors
 from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 

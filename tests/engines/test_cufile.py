@@ -19,7 +19,7 @@ from support.cufile import FakeCuFile, _Event, _Params
 from support.processes import PROGRAMS, run
 
 from fastserial.engines.gds import cufile
-from fastserial.memory.ring import DIRECT
+from fastserial.memory.buffers import DIRECT
 
 STUB = PROGRAMS / "engines" / "cufile_stub.c"
 

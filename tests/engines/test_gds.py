@@ -30,10 +30,9 @@ from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError
 from fastserial.loading.pump import Block, OnDevice, Pump
-from fastserial.memory import batch, devices
-from fastserial.memory import ring as ring_module
-from fastserial.memory.buffers import Buffer
-from fastserial.memory.ring import Ring
+from fastserial.memory import buffers as ring_module
+from fastserial.memory import devices, storages
+from fastserial.memory.buffers import Buffer, Ring
 from fastserial.reports import HOST_ONLY
 
 WORDS = ("gds", "gpu_async", "gpu_batch")
@@ -58,8 +57,8 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
         return storage.nbytes() in (0, ON_HOST)
 
     loaded_to(monkeypatch, device, is_on_host)
-    monkeypatch.setattr(batch, "is_on_host", is_on_host)
-    monkeypatch.setattr(batch, "device_types", lambda storages: {"fake"})
+    monkeypatch.setattr(storages, "is_on_host", is_on_host)
+    monkeypatch.setattr(storages, "device_types", lambda storages: {"fake"})
 
     def make(seed: int) -> FakeCuFile:
         device.renew(seed, haste=(seed % 10) / 10)

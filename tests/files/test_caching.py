@@ -14,10 +14,10 @@ from support.corpus import MIB, noise
 from support.identity import digest, fast, stock
 
 import fastserial
-from fastserial.engines.base import Completion, Request
+from fastserial.engines import Completion, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import WriteError
-from fastserial.files import caching, meminfo
+from fastserial.files import caching, linux
 from fastserial.files.caching import cached_fraction
 from fastserial.reports import last_load_report
 
@@ -294,9 +294,9 @@ def test_reading_ahead_that_fails_is_reported(path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(meminfo, "_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(meminfo, "_MOUNT", tmp_path)
-    monkeypatch.setattr(meminfo, "meminfo", lambda: {"MemAvailable": 1 << 40})
+    monkeypatch.setattr(linux, "_OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(linux, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(linux, "meminfo", lambda: {"MemAvailable": 1 << 40})
     return tmp_path
 
 
@@ -310,7 +310,7 @@ def test_the_narrowest_group_counts(groups: Path) -> None:
     (groups / "cgroup").write_text("0::/job/step\n")
     limit(groups / "job", max="1000\n", current="900\n", stat="active_file 50\ninactive_file 7\n")
     limit(groups / "job" / "step", max="max\n", current="900\n", stat="")
-    assert meminfo.available_bytes() == 157
+    assert linux.available_bytes() == 157
 
 
 def test_groups_of_version_1(groups: Path) -> None:
@@ -322,10 +322,10 @@ def test_groups_of_version_1(groups: Path) -> None:
         stat="total_active_file 1\ntotal_inactive_file 2\nactive_file 99\n",
     )
     limit(groups / "memory", limit_in_bytes=f"{2**63 - 4096}\n")
-    assert meminfo.available_bytes() == 1003
+    assert linux.available_bytes() == 1003
 
 
 def test_groups_that_are_not_there(groups: Path) -> None:
-    assert meminfo.available_bytes() == 1 << 40
+    assert linux.available_bytes() == 1 << 40
     (groups / "cgroup").write_text("0::/of/the/host\n")
-    assert meminfo.available_bytes() == 1 << 40
+    assert linux.available_bytes() == 1 << 40

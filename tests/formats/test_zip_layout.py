@@ -15,8 +15,7 @@ from fastserial.checksums import CrcLedger
 from fastserial.errors import LayoutError
 from fastserial.formats.extents import Extent, Hole, Literal, Trailer
 from fastserial.formats.zip.layout import MAX_ALIGNMENT, ZipLayout, archive_name
-from fastserial.memory.batch import Batch
-from fastserial.memory.storages import HostMemory
+from fastserial.memory.storages import Batch, HostMemory
 from fastserial.patching import self_check
 from fastserial.saving import torch_writer
 from fastserial.saving.fill import Part, staged

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fastserial
 from fastserial.cli.main import app
 from fastserial.engines.gds.memory import missing
-from fastserial.memory import ring as ring_module
+from fastserial.memory import buffers as ring_module
 
 need_gpu()
 

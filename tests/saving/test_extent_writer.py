@@ -16,12 +16,12 @@ import torch
 
 from fastserial.checksums import CrcLedger, Piece, crc32
 from fastserial.config import Config
-from fastserial.engines.base import Request
+from fastserial.engines import Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.formats.extents import Extent, clip, is_late
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
-from fastserial.memory.batch import storage_batch
+from fastserial.memory.storages import storage_batch
 from fastserial.saving import torch_writer
 from fastserial.saving.extent_writer import ExtentWriter
 

@@ -17,11 +17,10 @@ import pytest
 from support.corpus import MIB
 
 from fastserial.config import Config
-from fastserial.engines import Completion, Op, Request, capabilities_of
-from fastserial.engines.base import Capabilities
+from fastserial.engines import Capabilities, Completion, Op, Request, capabilities_of
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.files import caching, compression, linux
+from fastserial.files import caching, linux
 from fastserial.formats.extents import Extent, Literal
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import route as routes
@@ -118,14 +117,14 @@ def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(linux, "preallocate", lambda *place: reserved.append(place))
     for compresses in (False, True):
         monkeypatch.setattr(routes, "compresses", lambda fd, found=compresses: found)
-        monkeypatch.setattr(compression, "compresses", lambda fd, found=compresses: found)
+        monkeypatch.setattr(linux, "compresses", lambda fd, found=compresses: found)
         route = chosen(fd, cache="drop")
         assert route.kind == ("cached" if compresses else "direct")
         assert ("compresses" in str(route.fallback)) is compresses
         assert chosen(fd, direct=True).kind == "direct"
         for options in ({}, {"preallocate": False}, {"direct": True}):
-            compression.reserve(fd, 7, 64 * MIB, Config(**options))
-        compression.reserve(fd, 7, MIB, Config())  # a small file
+            linux.reserve(fd, 7, 64 * MIB, Config(**options))
+        linux.reserve(fd, 7, MIB, Config())  # a small file
     place = (fd, 7, 64 * MIB)
     assert reserved == [place, place, place]
 

@@ -28,7 +28,7 @@ import fastserial
 from fastserial import FastFileWriter, WriteError, config
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.files import destination, linux
-from fastserial.files.replacement import temporary_name
+from fastserial.files.destination import temporary_name
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import fill
 from fastserial.saving.archive import ZipArchive

@@ -23,7 +23,7 @@ import torch
 
 from fastserial.engines.gds import cufile
 from fastserial.engines.gds import memory as direct_memory
-from fastserial.memory import ring as ring_module
+from fastserial.memory import buffers as ring_module
 from support.devices import FakeDevice, Fault, plugged_in
 
 __all__ = ["CuFileError", "FakeCuFile", "cufile_on"]

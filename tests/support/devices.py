@@ -19,7 +19,7 @@ import torch
 
 from fastserial.checkpoints import tensor_read
 from fastserial.loading import device_records, legacy_storages, reader, sinks
-from fastserial.memory import devices, ring
+from fastserial.memory import buffers, devices
 from fastserial.memory.devices import Pinned
 from fastserial.patching import load_hooks
 
@@ -221,8 +221,10 @@ def plugged_in(patch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     patch.setattr(devices, "copy_stream", device.stream)
     patch.setattr(devices, "pin", device.pin)
     patch.setattr(devices, "unpin", lambda: None)
-    patch.setattr(ring.pinned_store, "_kept", [])
-    patch.setattr(ring.pinned_store, "_all", weakref.WeakSet())  # not what a traceback still holds
+    patch.setattr(buffers.pinned_store, "_kept", [])
+    patch.setattr(
+        buffers.pinned_store, "_all", weakref.WeakSet()
+    )  # not what a traceback still holds
     return device
 
 

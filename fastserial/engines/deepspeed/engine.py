@@ -24,7 +24,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastserial.config.performance import PAGE
-from fastserial.engines.base import Capabilities, Completion, Engine, Op, Request
+from fastserial.engines import Capabilities, Completion, Engine, Op, Request
 from fastserial.engines.deepspeed.aio_op import AioSettings, borrow_handle, give_back, missing
 from fastserial.engines.deepspeed.locked_memory import given_pool, may_lock, own_pool
 from fastserial.engines.threads import ThreadsEngine, completed

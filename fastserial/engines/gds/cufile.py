@@ -17,7 +17,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastserial.config.performance import PAGE, KiB
-from fastserial.engines.base import Op
+from fastserial.engines import Op
 from fastserial.engines.gds.host import probe_gpus
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserial.files.sysfs import first_line
+from fastserial.files.linux import first_line
 
 __all__ = ["GpuHost", "probe_gpus"]
 

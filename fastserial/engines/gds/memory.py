@@ -24,23 +24,21 @@ from typing import TYPE_CHECKING
 
 from fastserial.config import Config
 from fastserial.config.performance import PAGE, PINNED_RING
-from fastserial.engines.base import Engine, Op, Request
+from fastserial.engines import Engine, Op, Request
 from fastserial.engines.gds import cufile
 from fastserial.engines.gds.cufile import Call, CuFile, DirectTransferError, Region
 from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
 from fastserial.memory import devices
-from fastserial.memory import ring as rings
-from fastserial.memory.ring import DIRECT, instead
+from fastserial.memory.buffers import DIRECT, freed_with_it, instead
 from fastserial.reports import Transfer
 
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.memory.buffers import Buffer
+    from fastserial.memory.buffers import Buffer, Ring
     from fastserial.memory.devices import CopyStream
-    from fastserial.memory.ring import Ring
     from fastserial.memory.storages import StorageMemory
 
 __all__ = ["DirectMemory", "missing", "offer"]
@@ -178,7 +176,7 @@ def _forget_slots() -> None:
     _kept.clear()
 
 
-rings.freed_with_it.append(_free_slots)
+freed_with_it.append(_free_slots)
 os.register_at_fork(after_in_child=_forget_slots)
 
 
