@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import errno
 import fcntl
@@ -18,7 +20,6 @@ import torch
 from typer.testing import CliRunner
 
 import fastserial
-from fastserial.bench.state import small_pages
 from fastserial.cli.doctor import show
 from fastserial.cli.main import app
 from fastserial.config import Config
@@ -192,6 +193,18 @@ def test_leaves_torch_as_it_was() -> None:
     with fastserial.options(threads=2):
         option = next(o for o in examine().options if o.name == "threads")
     assert (option.value, option.source) == (2, "options()")
+
+
+@contextlib.contextmanager
+def small_pages() -> Iterator[None]:
+    """No huge pages for this process."""
+    prctl = ctypes.CDLL(None).prctl
+    before = prctl(huge_pages.PR_GET_THP_DISABLE, 0, 0, 0, 0)
+    assert prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
+    try:
+        yield
+    finally:
+        prctl(41, before, 0, 0, 0)
 
 
 def test_huge_pages_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
