@@ -29,6 +29,7 @@ from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
     FastserialError,
+    UnreadableCheckpointError,
 )
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.container import (
@@ -107,6 +108,8 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
     """
     try:
         container = open_container(fd, path)
+        if not isinstance(container, ZipContainer | LegacyContainer | SafetensorsContainer):
+            raise UnreadableCheckpointError("a folder of torch.distributed.checkpoint: no file")
         size = container.source.size
         whole = cast(
             "torch.UntypedStorage",
@@ -348,7 +351,7 @@ class MappedSource:
             return None
         fd, mapped, offset = found
         if fd not in self._checksums:
-            records = mapped.file.records
+            records = mapped.file.records if isinstance(mapped.file, ZipContainer) else ()
             self._checksums[fd] = {record.data_offset: record.crc for record in records}
         return self._checksums[fd].get(offset) or None
 
