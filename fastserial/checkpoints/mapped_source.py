@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.streaming import FileMemory, Places
+from fastserial.checkpoints.streaming import FileMemory, StorageLocator
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import (
@@ -47,7 +47,7 @@ from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage
 from fastserial.patching.install import get_original
 
-__all__ = ["INDEX", "Mapped", "MappedSource", "Source", "map_checkpoint", "open_source"]
+__all__ = ["INDEX", "ConvertSource", "Mapped", "MappedSource", "map_checkpoint", "open_source"]
 
 INDEX = ".safetensors.index.json"
 _MOST_INDEX = 1 << 30  # bytes
@@ -284,7 +284,7 @@ def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.Unt
             return unpickler.load()
 
 
-class Source(Places, Protocol):
+class ConvertSource(StorageLocator, Protocol):
     """What is converted.
 
     Attributes:

@@ -28,7 +28,7 @@ _Gpu = Annotated[bool, typer.Option("--gpu", help="The tensors are on the CUDA d
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")]
 
 
-class Container(str, Enum):
+class TorchFormat(str, Enum):
     """torch's two file formats."""
 
     zip = "zip"
@@ -50,7 +50,8 @@ def save(
     gpu: _Gpu = False,
     runs: _Runs = 5,
     formats: Annotated[
-        list[Container] | None, typer.Option("--format", help="Only this format; may be repeated.")
+        list[TorchFormat] | None,
+        typer.Option("--format", help="Only this format; may be repeated."),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Also save over an existing file.")] = True,
     loose: Annotated[bool, typer.Option(help="Also saves without a sync.")] = True,
@@ -71,7 +72,7 @@ def save(
         parse_bytes(size),
         tensors,
         gpu=gpu,
-        formats=tuple(container.value for container in dict.fromkeys(formats or Container)),
+        formats=tuple(container.value for container in dict.fromkeys(formats or TorchFormat)),
         runs=runs,
         overwriting=overwrite,
         loose=loose,

@@ -26,7 +26,7 @@ from fastserial.config import Config
 from fastserial.diagnosis import examine as examine_module
 from fastserial.diagnosis import folder as folder_module
 from fastserial.diagnosis.examine import Boot, Diagnosis, Finding, Torch, examine, judge
-from fastserial.diagnosis.folder import Folder, probe_folder
+from fastserial.diagnosis.folder import FolderFacts, probe_folder
 from fastserial.engines import EngineStatus
 from fastserial.errors import FastserialError
 from fastserial.files import linux
@@ -49,7 +49,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def healthy() -> Diagnosis:
     """A machine and a folder without a fault."""
     device = folder_module.Device("sda", "Disk", 1 << 40, "")
-    folder = Folder(
+    folder = FolderFacts(
         "/data", None, "ext4", device, 1 << 40, DirectAlignment(4, 512, True), None, True, True
     )
     patched = Torch("2.13.0", "v2.13", True, ("torch.serialization._save",))
