@@ -76,8 +76,8 @@ class HostSink(HostMemory):
 class DeviceSink:
     """Bytes of a tensor on a device, given as one-dimensional uint8.
 
-    What arrives in a buffer of the ring is being copied when `deliver` returns, and is complete when
-    the ring has settled.
+    What arrives in a buffer of the ring is still being copied when `deliver` returns, until the
+    ring has settled.
     """
 
     __slots__ = ("_bytes", "_ring")
