@@ -86,7 +86,8 @@ def faults(session: nox.Session) -> None:
         env={"FASTSERIAL_FAULTS": "full", "FASTSERIAL_FAULTS_TABLE": str(table)},
     )
     if not session.posargs:
-        session.run("python", "tests/faults/fuzz_directory.py", "-max_total_time=600")
+        for parser in ("zip", "legacy", "pickle", "safetensors", "dcp"):
+            session.run("python", "tests/faults/fuzz_parsers.py", parser, "-max_total_time=600")
 
 
 @nox.session

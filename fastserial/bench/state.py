@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import shutil
@@ -20,17 +19,14 @@ from fastserial.diagnosis.folder import folder_problem
 from fastserial.files.caching import cached_fraction
 from fastserial.files.destination import wait_until_free
 from fastserial.files.linux import available_bytes, meminfo
-from fastserial.memory.huge_pages import PR_GET_THP_DISABLE
 from fastserial.reports import format_bytes
 
 __all__ = [
     "check_memory",
     "chill",
     "fetch_free_memory",
-    "reserved_huge_bytes",
     "scratch",
     "settle",
-    "small_pages",
     "warm",
 ]
 
@@ -43,8 +39,6 @@ _CHUNK = 8 << 20
 _COLD, _WARM = 0.01, 0.99  # of a file in the page cache
 _DROP = Path("/proc/sys/vm/drop_caches")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_PR_SET_THP_DISABLE = 41
-_POOLS = Path("/sys/kernel/mm/hugepages")
 
 
 @contextlib.contextmanager
@@ -195,35 +189,3 @@ def fetch_free_memory(nbytes: int) -> None:
             except OSError:  # an older kernel, or one without huge pages
                 for start in range(0, nbytes, mmap.PAGESIZE):
                     memory[start] = 1
-
-
-def reserved_huge_bytes() -> int:
-    """Return the bytes of reserved huge pages that nobody uses (sysctl vm.nr_hugepages).
-
-    fastserial asks for huge pages, fio does not: where direct I/O is bound by requests, that alone
-    makes a difference of two. So like is compared with like: fio gets huge pages where some are
-    reserved, and else there is a row of fastserial without (`small_pages`).
-    """
-    size = meminfo().get("Hugepagesize", 0)
-    try:
-        free = (_POOLS / f"hugepages-{size // 1024}kB" / "free_hugepages").read_text()
-    except OSError:
-        return 0
-    return int(free) * size
-
-
-@contextlib.contextmanager
-def small_pages() -> Iterator[None]:
-    """Let this process get no huge pages for the memory it first touches meanwhile.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    before = prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0)
-    if before < 0 or prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "huge pages cannot be switched off for this process")
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_THP_DISABLE, before, 0, 0, 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastserial.checkpoints.mapped_source import INDEX, Source
+from fastserial.checkpoints.mapped_source import INDEX, ConvertSource
 from fastserial.checkpoints.streaming import (
     StreamWriter,
     flat_tensors,
@@ -65,7 +65,7 @@ def container_of(target: str, to: str | None, shard_nbytes: int | None) -> str:
 
 
 def write_source(
-    opened: Source,
+    opened: ConvertSource,
     path: str,
     to: str,
     *,
@@ -155,7 +155,7 @@ def _offers(value: Any) -> str:
 
 def _write_shards(
     tensors: Mapping[str, torch.Tensor],
-    source: Source,
+    source: ConvertSource,
     folder: str,
     nbytes: int,
     metadata: Mapping[str, str],

@@ -1,27 +1,20 @@
-"""Telling what a checkpoint holds without loading it, executing its pickle or needing torch."""
+"""What a checkpoint contains, found without loading it, executing its pickle or needing torch."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from math import prod
 from typing import Any
 
-from fastserial.checkpoints.dcp_folder import all_metadata, is_dcp_folder, list_folder
 from fastserial.errors import CheckpointFileError
-from fastserial.formats.container import ZipContainer, open_container
-from fastserial.formats.dcp import Stored
+from fastserial.formats.container import open_container
 from fastserial.formats.pickles import Limits
-from fastserial.formats.storages import ITEM_BYTES, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry
-from fastserial.formats.zip.records import PICKLE
 from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
 from fastserial.printable import BoundedRepr
 
 __all__ = ["Inspection", "StorageUse", "inspect"]
-
-_MOST_NOTES = 100
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -153,29 +146,19 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
 
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:
-    if is_dcp_folder(name):
-        return _inspect_folder(name)
     container = open_container(fd, name, limits, all_records=True)
     found = container.outline
-    archive, notes = None, found.notes
-    if isinstance(container, ZipContainer):
-        archive = container.directory.archive_name
-        if container.directory.find(PICKLE) is None:
-            notes = ["there is no data.pkl: no checkpoint of torch.save", *notes]
-    if not found.complete:
-        notes.append("there is more in the pickle than the limits allow to look at")
-    records = sorted(container.records, key=lambda record: record.header_offset)
     return Inspection(
         path=name,
         format=container.format,
-        bytes=container.source.size,
-        archive_name=archive,
-        records=tuple((r.name, r.data_offset, r.size) for r in records),
+        bytes=container.nbytes,
+        archive_name=container.archive_name,
+        records=tuple(container.listing()),
         tensors=tuple(found.tensors),
         storages=_storages(found),
         imports=tuple(sorted(map(str, found.globals))),
         values=found.values,
-        notes=tuple(notes),
+        notes=tuple(container.notes()),
     )
 
 
@@ -202,60 +185,3 @@ def _storages(found: Outline) -> tuple[StorageUse, ...]:
         for key, entry in found.storages.items()
     ]
     return tuple(sorted(uses, key=lambda use: (use.offset is None, use.offset or 0)))
-
-
-def _inspect_folder(path: str) -> Inspection:
-    """Return what a folder holds; nothing is unpickled, and only its `.metadata` is read.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or the save was not completed.
-        PickleLimitError: the metadata takes too long to read.
-        OSError: it cannot be read.
-    """
-    listed = list_folder(path)
-    found = all_metadata(path)
-    several = len(found) > 1
-    items = [item for metadata in found.values() for item in metadata.items]
-    needed = dict.fromkeys(item.file for item in items)
-    sizes = {name: _size(path, name) for name in (*listed.metadata, *listed.shards)}
-    notes = [f"{len(found)} ranks, each with a checkpoint of its own"] if several else []
-    notes += [f"{key}: it has no place" for one in found.values() for key in one.missing]
-    notes += [f"{name}: the file is missing" for name in needed if sizes.get(name) is None]
-    spare = [name for name in listed.shards if name not in needed]
-    notes += [f"{name}: it belongs to no checkpoint that torch loads" for name in spare]
-    tensors: list[TensorEntry] = []
-    for name, metadata in found.items():
-        of = f", in {name}" if several else ""  # ranks on their own may have the same keys
-        for key, stored in metadata.tensors.items():
-            if stored.dtype in ITEM_BYTES:
-                tensors.append(_entry(key, stored, of))
-            else:
-                text = f"torch has no dtype {stored.dtype} that is known here"
-                notes.append(f"tensor {key}{of}: {text}")
-    return Inspection(
-        path=path,
-        format="dcp",
-        bytes=sum(size or 0 for size in sizes.values()),
-        archive_name=None,
-        records=tuple((f"{item.file}: {item.name}", item.offset, item.length) for item in items),
-        tensors=tuple(tensors),
-        storages=(),
-        imports=tuple(sorted({name for one in found.values() for name in one.globals})),
-        values=sum(len(one.values) for one in found.values()),
-        notes=tuple(notes[:_MOST_NOTES]),
-    )
-
-
-def _size(path: str, name: str) -> int | None:
-    try:
-        return os.stat(os.path.join(path, name)).st_size
-    except FileNotFoundError:
-        return None
-
-
-def _entry(key: str, stored: Stored, of: str) -> TensorEntry:
-    nbytes = prod(stored.shape) * ITEM_BYTES[stored.dtype]
-    parts = len(stored.chunks)
-    kind = ("tensor" if parts == 1 else f"in {parts} parts") + of
-    strides = contiguous_stride(stored.shape)
-    return TensorEntry(key, stored.dtype, stored.shape, strides, None, 0, nbytes, kind)

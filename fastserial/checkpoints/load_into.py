@@ -56,7 +56,7 @@ class LoadedKeys(BoundedRepr):
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Fill:
     """A tensor to fill.
 
     Attributes:
@@ -123,12 +123,12 @@ def load_into(
         checked = verify and refuse_damaged(reader.name, reader.fd, config)
         with paused_collection() as pause:
             container = open_readable(reader.fd, reader.name)
-            jobs, left = _match(wanted, container, key, strict, type(target).__name__)
-            jobs = _last_of_each(jobs)
-            if reader.size > len(jobs) * FEW_BYTES:
+            fills, left = _match(wanted, container, key, strict, type(target).__name__)
+            fills = _last_of_each(fills)
+            if reader.size > len(fills) * FEW_BYTES:
                 pause.end()  # reading may take long
-            reader.attend([job.target.untyped_storage() for job in jobs])
-            _read(reader, jobs)
+            reader.attend([fill.target.untyped_storage() for fill in fills])
+            _read(reader, fills)
         report_load(
             reader.blocks.counts,
             config,
@@ -140,9 +140,9 @@ def load_into(
             fallback=reader.blocks.fallback,
             transfer=reader.transfer,
         )
-    for job in jobs:
-        if not job.target.is_inference():
-            torch.autograd.graph.increment_version(job.target)
+    for fill in fills:
+        if not fill.target.is_inference():
+            torch.autograd.graph.increment_version(fill.target)
     return left
 
 
@@ -226,7 +226,7 @@ def _match(
     prefix: str,
     strict: bool,
     name: str,
-) -> tuple[list[_Job], LoadedKeys]:
+) -> tuple[list[_Fill], LoadedKeys]:
     """Return what to read, having compared everything.
 
     Args:
@@ -251,7 +251,7 @@ def _match(
         wrong.append(f"not in the checkpoint: {_listed(missing)}")
     if strict and unexpected:
         wrong.append(f"only in the checkpoint: {_listed(unexpected)}")
-    jobs: list[_Job] = []
+    fills: list[_Fill] = []
     for key, target in wanted.items():
         if key not in there:
             continue
@@ -263,12 +263,12 @@ def _match(
         objection = _objection(target, stored)
         if objection is not None:
             wrong.append(f"{key}: {objection}")
-        jobs.append(_Job(key, target, stored, index.offset_of(stored)))
+        fills.append(_Fill(key, target, stored, index.offset_of(stored)))
     if wrong:
         more = f"\n\t... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         lines = "\n\t".join(wrong[:_SHOWN])
         raise LoadMismatchError(f"the checkpoint does not fit this {name}:\n\t{lines}{more}")
-    return jobs, LoadedKeys(missing, unexpected)
+    return fills, LoadedKeys(missing, unexpected)
 
 
 def _near(prefix: str, index: Container) -> str:
@@ -308,20 +308,20 @@ def _objection(target: torch.Tensor, stored: TensorEntry) -> str | None:
 # -- reading -------------------------------------------------------------------------------------
 
 
-def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
-    """Return the last of the jobs that fill the very same memory (tied weights): it would remain.
+def _last_of_each(fills: Sequence[_Fill]) -> list[_Fill]:
+    """Return the last of the fills that fill the very same memory (tied weights): it would remain.
 
     Raises:
         LoadMismatchError: two targets share memory otherwise.
     """
-    unique: dict[tuple[Any, ...], _Job] = {}
-    for job in jobs:
-        view = job.target
+    unique: dict[tuple[Any, ...], _Fill] = {}
+    for fill in fills:
+        view = fill.target
         if view.numel():
             spot = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
             unique.pop(spot, None)
-            unique[spot] = job
-    pair = overlapping((job.key, job.target) for job in unique.values())
+            unique[spot] = fill
+    pair = overlapping((fill.key, fill.target) for fill in unique.values())
     if pair is not None:
         raise LoadMismatchError(
             f"{pair[0]!r} and {pair[1]!r} of what is to be filled share a part of their memory: "
@@ -330,16 +330,16 @@ def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
     return list(unique.values())
 
 
-def _read(reader: FastFileReader, jobs: Sequence[_Job]) -> None:
+def _read(reader: FastFileReader, fills: Sequence[_Fill]) -> None:
     """Fill the targets."""
     plain: list[ReadExtent] = []
-    others: list[_Job] = []
-    for job in jobs:
-        extent = direct_extent(job.base, meta_of(job.stored), job.target, reader.ring)
+    others: list[_Fill] = []
+    for fill in fills:
+        extent = direct_extent(fill.base, meta_of(fill.stored), fill.target, reader.ring)
         if extent is None:
-            others.append(job)
+            others.append(fill)
         else:
             plain.append(extent)
     reader.read_into(plain)
-    for job in others:
-        read_tensor_into(reader, job.base, meta_of(job.stored), job.target)
+    for fill in others:
+        read_tensor_into(reader, fill.base, meta_of(fill.stored), fill.target)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import _weights_only_unpickler
 
-from fastserial.checkpoints.streaming import FileMemory, Places
+from fastserial.checkpoints.streaming import FileMemory, StorageLocator
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import (
@@ -29,6 +29,7 @@ from fastserial.errors import (
     ConvertError,
     CorruptCheckpointError,
     FastserialError,
+    UnreadableCheckpointError,
 )
 from fastserial.files.sources import FileStamp, stamp
 from fastserial.formats.container import (
@@ -46,7 +47,7 @@ from fastserial.loading.unpickler import unpickler_module
 from fastserial.memory.storages import Memory, new_storage
 from fastserial.patching.install import get_original
 
-__all__ = ["INDEX", "Mapped", "MappedSource", "Source", "map_checkpoint", "open_source"]
+__all__ = ["INDEX", "ConvertSource", "Mapped", "MappedSource", "map_checkpoint", "open_source"]
 
 INDEX = ".safetensors.index.json"
 _MOST_INDEX = 1 << 30  # bytes
@@ -107,6 +108,8 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
     """
     try:
         container = open_container(fd, path)
+        if not isinstance(container, ZipContainer | LegacyContainer | SafetensorsContainer):
+            raise UnreadableCheckpointError("a folder of torch.distributed.checkpoint: no file")
         size = container.source.size
         whole = cast(
             "torch.UntypedStorage",
@@ -281,7 +284,7 @@ def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.Unt
             return unpickler.load()
 
 
-class Source(Places, Protocol):
+class ConvertSource(StorageLocator, Protocol):
     """What is converted.
 
     Attributes:
@@ -348,7 +351,7 @@ class MappedSource:
             return None
         fd, mapped, offset = found
         if fd not in self._checksums:
-            records = mapped.file.records
+            records = mapped.file.records if isinstance(mapped.file, ZipContainer) else ()
             self._checksums[fd] = {record.data_offset: record.crc for record in records}
         return self._checksums[fd].get(offset) or None
 

@@ -27,7 +27,7 @@ from fastserial.saving.writer import FastFileWriter
 
 __all__ = [
     "FileMemory",
-    "Places",
+    "StorageLocator",
     "StreamWriter",
     "elements_of",
     "flat_tensors",
@@ -41,7 +41,7 @@ __all__ = [
 _PROTOCOL = 2  # torch's default
 
 
-class Places(Protocol):
+class StorageLocator(Protocol):
     """Knows where the bytes of objects are whose memory is not read."""
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
@@ -51,10 +51,10 @@ class Places(Protocol):
         """Return where the bytes of a tensor come from that is not contiguous, or None."""
 
 
-def memory_of(places: Places, storage: torch.UntypedStorage) -> Memory:
+def memory_of(locator: StorageLocator, storage: torch.UntypedStorage) -> Memory:
     """Return where a storage's bytes come from."""
     nbytes = storage.nbytes()
-    found = places.part_of(storage, 0, nbytes) if nbytes else None
+    found = locator.part_of(storage, 0, nbytes) if nbytes else None
     return storage_memory(storage) if found is None else found
 
 
@@ -117,16 +117,16 @@ def _gather(tensor: torch.Tensor, first: int, target: torch.Tensor) -> None:
 class StreamWriter(FastFileWriter):
     """A writer that takes storages from the source file, not from the mapping."""
 
-    def __init__(self, path: str, config: Config, places: Places, to: str) -> None:
+    def __init__(self, path: str, config: Config, locator: StorageLocator, to: str) -> None:
         super().__init__(path, config, container=to)
-        self.places = places
+        self.locator = locator
 
     def save_torch_storage_object_list(
         self,
         storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]],
         save_size: bool = True,
     ) -> int:
-        batch = batch_of([memory_of(self.places, storage) for storage, _ in storage_obj_list])
+        batch = batch_of([memory_of(self.locator, storage) for storage, _ in storage_obj_list])
         element_sizes = [dtype.itemsize for _, dtype in storage_obj_list]
         counts = element_counts(batch.sizes, element_sizes, save_size)
         extents = storage_extents(batch, counts)
@@ -143,19 +143,19 @@ class _StreamArchive(ZipArchive):
 
     def __init__(self, writer: StreamWriter, archive: str) -> None:
         super().__init__(writer, archive, owns_writer=False)
-        self._places = writer.places
+        self._locator = writer.locator
 
     def write_record(
         self, name: str, data: str | bytes | int | torch.UntypedStorage, size: int
     ) -> None:
         if isinstance(data, torch.UntypedStorage):
-            self._add_memory(name, memory_of(self._places, data))
+            self._add_memory(name, memory_of(self._locator, data))
         else:
             super().write_record(name, data, size)
 
     def add_storages(self, storages: Sequence[torch.UntypedStorage], names: Sequence[str]) -> None:
         for name, storage in zip(names, storages, strict=True):
-            self._add_memory(name, memory_of(self._places, storage))
+            self._add_memory(name, memory_of(self._locator, storage))
 
 
 def write_zip(value: Any, writer: StreamWriter) -> None:
@@ -219,7 +219,7 @@ def write_safetensors(
     extents: list[Extent] = []
     at = 0
     for _, tensor in order:
-        memory = elements_of(tensor, writer.places)
+        memory = elements_of(tensor, writer.locator)
         if memory.nbytes:
             extents.append(Extent(at, memory.nbytes, Data(memory, memory.nbytes, None)))
             at += memory.nbytes
@@ -296,14 +296,14 @@ def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def elements_of(tensor: torch.Tensor, places: Places) -> Memory:
+def elements_of(tensor: torch.Tensor, locator: StorageLocator) -> Memory:
     """Return a tensor's bytes in the order of its elements."""
     if not tensor.numel():
         return HostMemory(0, 0, None)
     lazy = tensor.is_conj() or tensor.is_neg()
     if lazy or not (tensor.is_contiguous() and is_dense(tensor)):
-        return places.in_order(tensor) or cast("Memory", _OrderedMemory(tensor))
+        return locator.in_order(tensor) or cast("Memory", _OrderedMemory(tensor))
     nbytes = tensor.numel() * tensor.itemsize
     start = int(tensor.storage_offset()) * tensor.itemsize
-    found = places.part_of(tensor.untyped_storage(), start, nbytes)
+    found = locator.part_of(tensor.untyped_storage(), start, nbytes)
     return HostMemory(tensor.data_ptr(), nbytes, tensor) if found is None else found

@@ -16,7 +16,7 @@ from fastserial.reports import format_bytes
 __all__ = ["convert"]
 
 
-class Target(str, Enum):
+class TargetFormat(str, Enum):
     """Containers that can be written."""
 
     zip = "zip"
@@ -35,7 +35,7 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="The new file or folder.")],
     to: Annotated[
-        Target | None, typer.Option("--to", help="Default: by the target's name, else zip.")
+        TargetFormat | None, typer.Option("--to", help="Default: by the target's name, else zip.")
     ] = None,
     key: Annotated[str, typer.Option(help="Convert this part only (`model`).")] = "",
     copy_shared: Annotated[

@@ -20,7 +20,7 @@ from typing import Any
 
 from fastserial import __version__, config, engines, startup
 from fastserial.config import Config
-from fastserial.diagnosis.folder import Folder, folder_problem, probe_folder
+from fastserial.diagnosis.folder import FolderFacts, folder_problem, probe_folder
 from fastserial.engines import EngineStatus
 from fastserial.engines.gds.host import GpuHost, probe_gpus
 from fastserial.errors import ConfigError, FastserialError, PatchError
@@ -100,7 +100,7 @@ class Diagnosis:
     options_problem: str | None
     unknown_variables: tuple[str, ...]
     small_pages: str | None
-    folder: Folder | None
+    folder: FolderFacts | None
     findings: tuple[Finding, ...] = ()
     gpus: GpuHost | None = None
 
@@ -296,7 +296,7 @@ def _about_memory(found: Diagnosis) -> Iterator[Finding]:
         )
 
 
-def _about_folder(folder: Folder, options: Config) -> Iterator[Finding]:
+def _about_folder(folder: FolderFacts, options: Config) -> Iterator[Finding]:
     if folder.problem is not None:
         yield Finding(
             f"no file can be made in {folder.path}: {folder.problem}",

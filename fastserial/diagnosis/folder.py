@@ -19,7 +19,7 @@ from fastserial.files.linux import DirectAlignment, block_node, first_line
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 
-__all__ = ["Device", "Folder", "device_of", "folder_problem", "leftovers", "probe_folder"]
+__all__ = ["Device", "FolderFacts", "device_of", "folder_problem", "leftovers", "probe_folder"]
 
 _YOUNG = 5.0  # seconds; a younger temporary file may be about to be locked by its owner
 _TRIAL_BYTES = 1 << 20
@@ -36,7 +36,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class FolderFacts:
     """What saves to a folder can use.
 
     Attributes:
@@ -60,7 +60,7 @@ class Folder:
     leftovers: tuple[str, ...] = ()
 
 
-def probe_folder(folder: Path) -> Folder:
+def probe_folder(folder: Path) -> FolderFacts:
     """Try out what a folder can do. Files made for it are gone when this returns.
 
     Raises:
@@ -74,7 +74,7 @@ def probe_folder(folder: Path) -> Folder:
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".fastserial-probe-") as file:
             fd = file.fileno()
-            return Folder(
+            return FolderFacts(
                 where,
                 None,
                 kind,
@@ -87,7 +87,7 @@ def probe_folder(folder: Path) -> Folder:
                 left,
             )
     except OSError as error:
-        return Folder(where, error.strerror or str(error), kind, device, free, leftovers=left)
+        return FolderFacts(where, error.strerror or str(error), kind, device, free, leftovers=left)
 
 
 def folder_problem(folder: Path) -> str | None:

@@ -7,12 +7,12 @@ import warnings
 from typing import Literal
 
 from fastserial.checkpoints.convert import Converted, container_of, write_source
-from fastserial.checkpoints.dcp_folder import is_dcp_folder
-from fastserial.checkpoints.mapped_source import Source, open_source
+from fastserial.checkpoints.mapped_source import ConvertSource, open_source
 from fastserial.checkpoints.rank_folder import RankFolder, find_rank_folder
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.config import Config, current
 from fastserial.errors import CheckpointFileError, ConvertError
+from fastserial.formats.container import is_dcp_folder
 from fastserial.patching.install import patched
 
 __all__ = ["Container", "Converted", "convert"]
@@ -115,7 +115,7 @@ def convert(
 
 def _opened(
     name: str, from_folder: bool, ranks: RankFolder | None, key: str, verify: bool
-) -> Source:
+) -> ConvertSource:
     if not from_folder:
         return open_source(name, verify)
     if ranks is not None:

@@ -152,9 +152,23 @@ class Metadata:
     missing: list[str]
     version: str | None
     ours: bool
-    globals: tuple[str, ...]
+    globals: frozenset[Global]
     numbers: dict[str, tuple[int, ...]] | None = None
     ties: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of tensors and values."""
+        return self.tensors.keys() | set(self.values)
+
+    def add(self, other: Metadata) -> None:
+        """Add what another rank saved by itself."""
+        self.tensors.update(other.tensors)
+        self.values += other.values
+        self.paths.update(other.paths)
+        self.items += other.items
+        self.missing += other.missing
+        self.globals |= other.globals
 
 
 def parse(source: Source, path: str) -> Metadata:
@@ -197,8 +211,9 @@ def parse(source: Source, path: str) -> Metadata:
             missing.append(key)
         else:
             items.append(Item(key, None, None, *place))
-    names = tuple(sorted(map(str, found.globals)))
-    return Metadata(tensors, values, paths, items, missing, version, ours, names, numbers, ties)
+    return Metadata(
+        tensors, values, paths, items, missing, version, ours, found.globals, numbers, ties
+    )
 
 
 _Place = tuple[str, int, int, "Known | None", bool]

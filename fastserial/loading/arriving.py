@@ -1,6 +1,6 @@
-"""Records of a zip checkpoint on their way to storages, and whether they came undamaged.
+"""Records of a zip checkpoint that are read into storages, and whether they arrived undamaged.
 
-The local header of a record is read, too: only that says where the data really begins.
+The local header of a record is read, too: only it says where the data really begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastserial.loading.sinks import Sink
     from fastserial.memory.buffers import Ring
 
-__all__ = ["Arriving", "OnDevice", "OnHost", "RecordChecks"]
+__all__ = ["Arriving", "DeviceRecord", "HostRecord", "RecordChecks"]
 
 _ALIGNMENT = 64  # of torch's own memory (bytes)
 
@@ -38,10 +38,10 @@ class Arriving(Protocol):
         """Return what to read; `ring`: what bytes for devices pass through."""
 
     def header(self) -> bytes:
-        """Return what lies between the record's beginning and its data, once all has come."""
+        """Return what lies between the record's beginning and its data, once all has arrived."""
 
 
-class OnHost:
+class HostRecord:
     """A record that lies in host memory as it does in the file: its header, then its data.
 
     Attributes:
@@ -87,7 +87,7 @@ class OnHost:
         return (ctypes.c_char * self._head).from_address(self.storage.data_ptr() - self._head).raw
 
 
-class OnDevice:
+class DeviceRecord:
     """A record whose data goes to a device."""
 
     __slots__ = ("_header", "record", "storage")
@@ -111,7 +111,7 @@ class OnDevice:
 
 
 class RecordChecks:
-    """Says whether records came as they should, and with `verify` undamaged."""
+    """Checks that records arrived as the directory describes them, and with `verify` undamaged."""
 
     def __init__(self, path: str, records: Sequence[RecordEntry], verify: bool) -> None:
         """Check records of an archive.
@@ -128,7 +128,7 @@ class RecordChecks:
         self._ledger = CrcLedger([record.size for record in checked], [None] * len(checked))
 
     def sink(self, record: RecordEntry, sink: Sink, start: int = 0) -> Sink:
-        """Return a sink that passes bytes on, and looks at the record's if it must.
+        """Return a sink that passes bytes on, and with `verify` checksums those of the record.
 
         Args:
             record: what the bytes are of.
@@ -140,13 +140,13 @@ class RecordChecks:
         return CheckedSink(sink, self._ledger, self._index[record.name], start)
 
     def give_up(self) -> None:
-        """No more bytes come: nobody is to wait for them."""
+        """End all waiting: no more bytes will arrive."""
         self._ledger.fail()
 
     def accept(self, one: Arriving, nbytes: int) -> torch.UntypedStorage | None:
-        """Return the storage of a record of `nbytes` bytes, all of which came.
+        """Return the storage of a record of `nbytes` bytes, all of which arrived.
 
-        None: torch must read it itself; it has another size, or its local header is not where it
+        None: torch must read it itself: it has another size, or its local header is not where it
         should be.
 
         Raises:

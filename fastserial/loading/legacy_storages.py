@@ -31,7 +31,7 @@ def read_storages(
         The first byte after the last storage.
 
     Raises:
-        CorruptCheckpointError: the file is not as the pickle says; torch's own way says what.
+        CorruptCheckpointError: the file is not as the pickle says; torch's own reader says what.
         UnreadableCheckpointError: storages are on devices that we do not fill.
         OSError: the disk failed.
     """

@@ -1,12 +1,12 @@
-"""From reads to blocks: the one place where what is wanted of a file is cut and put together.
+"""From reads to blocks: the only module that cuts and coalesces reads of a file.
 
 Reads are cut at multiples of a range size, and what lies near each other within such a range is
-read together: two limits, as in pyarrow's `CacheOptions` (range size, hole size). How a range is
-read, `loading.policy` says. Then
+read together: two limits, as in pyarrow's `CacheOptions` (range size, hole size). `loading.policy`
+decides how a range is read:
 
-- through the page cache, one call puts the pieces of a range each in its memory;
-- directly, only aligned bytes move: what lies in memory as it does in the file, modulo the
-  alignment, is read where it belongs, the rest comes to a staging buffer and is copied;
+- through the page cache, one call reads the parts of a range into their final memory;
+- directly, only aligned bytes move: what has the same offset in memory as in the file, modulo the
+  alignment, is read in place, the rest arrives in a staging buffer and is copied;
 - what goes to a device passes through a staging buffer, or takes the device path.
 """
 
@@ -36,7 +36,7 @@ __all__ = ["plan_blocks"]
 _UNWANTED = memoryview(bytearray(NEAR_EXTENTS))  # any thread writes here, nobody reads
 
 
-class _Piece(NamedTuple):
+class _ReadPart(NamedTuple):
     """`length` bytes at `offset` of the file: those of `sink` from `start` on."""
 
     offset: int
@@ -48,9 +48,9 @@ class _Piece(NamedTuple):
     def end(self) -> int:
         return self.offset + self.length
 
-    def part(self, first: int, stop: int) -> _Piece:
+    def part(self, first: int, stop: int) -> _ReadPart:
         """Return what of it lies at [first, stop) of the file."""
-        return _Piece(first, stop - first, self.sink, self.start + first - self.offset)
+        return _ReadPart(first, stop - first, self.sink, self.start + first - self.offset)
 
 
 def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
@@ -60,7 +60,7 @@ def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
         reads: what is wanted, in any order, all inside the file.
         pump: what is to read them.
     """
-    pieces = [_Piece(read.offset, read.length, read.sink, 0) for read in reads]
+    pieces = [_ReadPart(read.offset, read.length, read.sink, 0) for read in reads]
     pieces.sort(key=attrgetter("offset"))
     for run in _coalesced(pieces, pump.range_size):
         first, stop = run[0].offset, _end(run)
@@ -72,14 +72,14 @@ def plan_blocks(reads: Iterable[ReadExtent], pump: Pump) -> Iterator[Block]:
             yield from _cached(run, pump)
 
 
-def _coalesced(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
+def _coalesced(pieces: Iterable[_ReadPart], size: int) -> Iterator[list[_ReadPart]]:
     """Yield pieces in runs that are read together, in the order of the file.
 
     Args:
         pieces: in that order.
         size: bytes of the ranges of which no run spans two.
     """
-    run: list[_Piece] = []
+    run: list[_ReadPart] = []
     number = end = 0
     for piece in pieces:
         at, last = piece.offset, piece.offset + piece.length
@@ -97,14 +97,14 @@ def _coalesced(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
         yield run
 
 
-def _end(run: Sequence[_Piece]) -> int:
+def _end(run: Sequence[_ReadPart]) -> int:
     return max(piece.end for piece in run)
 
 
 # -- the device path -------------------------------------------------------------------------------
 
 
-def _on_device_path(run: Sequence[_Piece], pump: Pump) -> Block | None:
+def _on_device_path(run: Sequence[_ReadPart], pump: Pump) -> Block | None:
     """Return the block that goes to a device without the host; None: it is none."""
     piece, sink = run[0], run[0].sink
     if len(run) > 1 or not isinstance(sink, DeviceSink):
@@ -117,9 +117,9 @@ def _on_device_path(run: Sequence[_Piece], pump: Pump) -> Block | None:
 # -- directly --------------------------------------------------------------------------------------
 
 
-def _direct(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
+def _direct(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
     alignment = pump.policy.alignment
-    rest: list[_Piece] = []
+    rest: list[_ReadPart] = []
     for piece in run:
         found = _aligned(piece, alignment, pump.size) if pump.takes_any_memory else None
         if found is None:
@@ -137,7 +137,7 @@ def _direct(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
         yield _block(near, start, min(pump.size, end + -end % alignment), direct=True)
 
 
-def _aligned(piece: _Piece, alignment: int, size: int) -> tuple[_Piece, Buffer] | None:
+def _aligned(piece: _ReadPart, alignment: int, size: int) -> tuple[_ReadPart, Buffer] | None:
     """Return what direct I/O can read to a piece's memory, None: little, or nothing.
 
     That is all of the piece, with more around it if there is memory for that, or what lies inside.
@@ -158,17 +158,17 @@ def _aligned(piece: _Piece, alignment: int, size: int) -> tuple[_Piece, Buffer] 
 # -- through the page cache ------------------------------------------------------------------------
 
 
-def _cached(run: Sequence[_Piece], pump: Pump) -> Iterator[Block]:
+def _cached(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
     placed = ((piece, _memory_for(piece, pump)) for piece in run)
     for staged, group in groupby(placed, key=lambda one: one[1] is None):
         if not staged:
-            yield from _scattered(cast("Iterator[tuple[_Piece, Buffer]]", group))
+            yield from _scattered(cast("Iterator[tuple[_ReadPart, Buffer]]", group))
             continue
         for near in _coalesced((piece for piece, _ in group), pump.block_size):
             yield _block(near, near[0].offset, _end(near))
 
 
-def _memory_for(piece: _Piece, pump: Pump) -> Buffer | None:
+def _memory_for(piece: _ReadPart, pump: Pump) -> Buffer | None:
     """Return the memory to read a piece to; None: it comes to a staging buffer with others."""
     large = piece.length >= UNSTAGED
     if not pump.takes_any_memory or (pump.ring is not None and not large):
@@ -177,9 +177,9 @@ def _memory_for(piece: _Piece, pump: Pump) -> Buffer | None:
     return own_buffer(piece.length) if place is None and not large else place
 
 
-def _scattered(placed: Iterable[tuple[_Piece, Buffer]]) -> Iterator[Block]:
+def _scattered(placed: Iterable[tuple[_ReadPart, Buffer]]) -> Iterator[Block]:
     """Yield blocks of which each reads neighbours with one call, to the memory of each."""
-    pieces: list[_Piece] = []
+    pieces: list[_ReadPart] = []
     places: list[Buffer] = []
     views: list[memoryview] = []
     end = 0
@@ -206,12 +206,12 @@ def _scattered(placed: Iterable[tuple[_Piece, Buffer]]) -> Iterator[Block]:
 
 
 def _block(
-    pieces: Sequence[_Piece], start: int, stop: int, into: Into = STAGED, direct: bool = False
+    pieces: Sequence[_ReadPart], start: int, stop: int, into: Into = STAGED, direct: bool = False
 ) -> Block:
     return Block(start, stop - start, partial(_deliver, pieces, start), into, direct)
 
 
-def _deliver(pieces: Sequence[_Piece], begin: int, view: memoryview, address: int) -> None:
+def _deliver(pieces: Sequence[_ReadPart], begin: int, view: memoryview, address: int) -> None:
     """Deliver a block, which begins at byte `begin` of the file, to the sinks of its pieces."""
     for offset, length, sink, start in pieces:
         at = offset - begin
@@ -219,7 +219,7 @@ def _deliver(pieces: Sequence[_Piece], begin: int, view: memoryview, address: in
 
 
 def _deliver_places(
-    pieces: Sequence[_Piece], places: Sequence[Buffer], _: memoryview, __: int
+    pieces: Sequence[_ReadPart], places: Sequence[Buffer], _: memoryview, __: int
 ) -> None:
     """Deliver a scattered block: the sinks see what came to their memory."""
     for piece, place in zip(pieces, places, strict=True):

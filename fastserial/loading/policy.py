@@ -44,7 +44,7 @@ _log = logging.getLogger("fastserial")
 
 
 class ReadPolicy:
-    """Decides for one file, and has the descriptors that the decisions need.
+    """Decides for one file, and holds the descriptors that the decisions need.
 
     Attributes:
         alignment: of offset, length and memory of direct reads (bytes).
@@ -107,17 +107,17 @@ class ReadPolicy:
         return self.lanes[lane_of(offset, len(self.lanes))] if self.lanes else self._fd
 
     def refuse_direct(self) -> None:
-        """Go on through the page cache: the file system took the flag, but not the read."""
+        """Continue through the page cache: the file system accepted the flag, but not the read."""
         self._refused = True
         if self.fallback is None:
             what = "direct I/O refused at the first read: Invalid argument"
             self.fallback = Reason(what, SEE_DOCTOR)
-            _log.debug("%s; going on through the page cache", self.fallback)
+            _log.debug("%s; continuing through the page cache", self.fallback)
 
     # -- reads in the order of the file --------------------------------------------------------
 
     def open_lanes(self, first: int, stop: int, nbytes: int) -> None:
-        """Get ready for `nbytes` bytes of range [first, stop), read in the order of the file.
+        """Prepare for reading `nbytes` bytes of range [first, stop) in the order of the file.
 
         If they are not in the page cache, several descriptors share them, until `close_lanes`.
         """
@@ -130,7 +130,7 @@ class ReadPolicy:
                 self.lanes.append(linux.reopen(self._fd, os.O_RDONLY, self._lane_files))
 
     def close_lanes(self) -> None:
-        """Go back to one descriptor; nothing is in flight."""
+        """Return to one descriptor; no read is in progress."""
         self.lanes = []
         self._lane_files.close()
 
@@ -144,10 +144,10 @@ class ReadPolicy:
     def serve_devices(
         self, ring: Ring | None, places: Collection[torch.device], taken: Transfer, engine: Engine
     ) -> None:
-        """Read to devices without the host, if that was asked for and can be had.
+        """Read to devices without the host, if that was requested and is possible.
 
         Args:
-            ring: what passes through the host, if anything does.
+            ring: the staging buffers of what passes through the host, if anything does.
             places: the devices.
             taken: the transfer type of what passes through the host.
             engine: what reads.
@@ -160,7 +160,7 @@ class ReadPolicy:
         )
 
     def close(self) -> None:
-        """Close all descriptors; nothing is in flight. Idempotent."""
+        """Close all descriptors; no read is in progress. Idempotent."""
         device_path = self.device_path
         finish(
             *([device_path.close] if device_path is not None else []),
@@ -199,7 +199,7 @@ def in_turns(blocks: Iterable[_T | None], lanes: int) -> Iterator[_T]:
     """Yield blocks that come in the order of the file so that the lanes take turns.
 
     Args:
-        blocks: what is to be read; None: nothing more is known now, what is held back must come.
+        blocks: what is to be read; None: no further block is known yet, so yield those held back.
         lanes: how many there are.
     """
     held: list[deque[_T]] = [deque() for _ in range(lanes)]

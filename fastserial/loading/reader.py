@@ -34,7 +34,7 @@ class FastFileReader:
     """A regular file, open for reading at any place.
 
     Bytes that are in the page cache are read through it, others directly, both in blocks of
-    `block_size` with `queue_depth` of them on their way at once. Made for one thread at a time.
+    `block_size`, `queue_depth` of them at once. For use by one thread at a time.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class FastFileReader:
 
     @property
     def transfer(self) -> Transfer:
-        """The way to devices that was taken, and why."""
+        """The transfer type that was used for devices, and why."""
         return self.blocks.transfer
 
     @property
     def ring(self) -> Ring | None:
-        """Where bytes for devices pass through, after `attend`."""
+        """The staging buffers of bytes for devices, after `attend`."""
         return self.blocks.ring
 
     def attend(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Get ready to fill storages, some of which may be on devices.
+        """Prepare to fill storages, some of which may be on devices.
 
-        They come after what the calling thread's current streams hold now.
+        They are filled after what the calling thread's current streams hold now.
         """
         away = [storage for storage in storages if not is_on_host(storage)]
         if not away:
@@ -104,9 +104,9 @@ class FastFileReader:
         blocks.stage_in(ring, places, taken)
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
-        """Read extents, in the order of the file; returns when all are in their places.
+        """Read extents, in the order of the file; returns when all have arrived.
 
-        Raises once no read is under way any more. After a failed read the reader reads no more.
+        Raises once no read is in progress. After a failed read the reader reads no more.
 
         Raises:
             CorruptCheckpointError: an extent goes past the end, or the file changed.
@@ -114,7 +114,7 @@ class FastFileReader:
         """
         if self._closed:
             raise ValueError("I/O operation on closed file.")
-        extents = [extent for extent in extents if extent.length]  # nothing may lie anywhere
+        extents = [extent for extent in extents if extent.length]  # an empty one may lie anywhere
         for extent in extents:
             if extent.offset < 0 or extent.length < 0 or extent.offset + extent.length > self.size:
                 raise CorruptCheckpointError(
@@ -139,8 +139,8 @@ class FastFileReader:
             if self.ring is not None:
                 self.ring.settle()
         except BaseException:
-            # Nothing may be on its way to memory that others use from here on: torch, which reads
-            # into the same storages instead, or their owner.
+            # No read may be in progress into memory that others use from here on: torch, which
+            # reads into the same storages instead, or their owner.
             blocks.close()
             raise
 
@@ -157,7 +157,7 @@ class FastFileReader:
         return _translated(self.name)
 
     def close(self) -> None:
-        """Close the file, waiting only for reads under way. Idempotent."""
+        """Close the file, waiting only for reads in progress. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -172,10 +172,10 @@ class FastFileReader:
 
 
 class OccasionalReader:
-    """A regular file that is read now and then: between reads only its descriptor is kept.
+    """A regular file that is read occasionally: between reads only its descriptor is kept.
 
-    Each call reads by itself: threads, signal handlers and forked children may read at a time.
-    What is little the caller's thread reads, more a `FastFileReader` that ends with the call.
+    Calls are independent: threads, signal handlers and forked children may read at the same time.
+    Few bytes are read by the caller's thread, more by a `FastFileReader` that ends with the call.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: Config | None = None) -> None:
@@ -200,7 +200,7 @@ class OccasionalReader:
         return self._files is None
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
-        """Read extents; returns when all are in their places.
+        """Read extents; returns when all have arrived.
 
         Raises:
             CorruptCheckpointError: the file changed since it was opened.
@@ -222,7 +222,7 @@ class OccasionalReader:
         _refuse_changed(self._stamp, self.fd, self.name)
 
     def close(self) -> None:
-        """Close the file, once reads under way in other threads are done. Idempotent."""
+        """Close the file, once reads in progress in other threads are done. Idempotent."""
         self._files = None
 
 
@@ -237,7 +237,7 @@ def _read_here(fd: int, extent: ReadExtent) -> None:
 
 
 def _stamp_of_file(fd: int, name: str) -> FileStamp:
-    """Return what an open file is like.
+    """Return what identifies the present state of an open file.
 
     Raises:
         OSError: it is no regular file.
@@ -279,7 +279,7 @@ def _open(
     text = name or file_name(source, fd)
     try:
         return text, linux.reopen(fd, os.O_RDONLY, files)
-    except OSError:  # without /proc, or with rights given up: positions are never used
+    except OSError:  # without /proc, or after privileges were dropped: positions are never used
         return text, files.duplicate(fd)
 
 
@@ -291,10 +291,10 @@ def report_load(
     Args:
         counts: what was read.
         config: the options that it was read with.
-        transfer: the way to devices that was taken.
+        transfer: the transfer type that was used for devices.
         rest: the other fields of `LoadReport`.
     """
-    from fastserial.memory.buffers import on_host  # rarely wanted, and not at the start
+    from fastserial.memory.buffers import on_host  # rarely needed, and not at the start
 
     if transfer == HOST_ONLY:
         transfer = on_host(config)

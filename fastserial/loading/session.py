@@ -1,4 +1,4 @@
-"""One `torch.load`: what the hooks know of it between its first and last step."""
+"""One `torch.load`: what the hooks know of it from its first to its last step."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class LoadSession:
         self.began = perf_counter()
         self.file: BinaryIO | None = None
         self.source: FileSource | None = None
-        self.used = False  # `_load` or `_legacy_load` came by
-        self.ours = False  # torch does not read the storages itself
+        self.used = False  # `_load` or `_legacy_load` has asked for it
+        self.ours = False  # whether fastserial reads the storages, not torch
         self.container = "zip"
         self.fallback: str | None = None
         self.verified = False
@@ -64,7 +64,7 @@ class LoadSession:
         self.file = file
         self.source = file_source(file, self.config.small_file)
         if self.source is not None and self.source.size <= SHORT_LOAD:
-            # our objects beside torch's would bring a collection nearer, which may take as long
+            # our objects would bring the next garbage collection nearer, which may take as long
             self.pause.begin()
         _open.loads.append(weakref.ref(self))
         return file
@@ -97,7 +97,7 @@ class LoadSession:
             if archive is not None and archive.position is not None:
                 source.file.seek(source.start + archive.position)
         if isinstance(self.file, BytesIO) and not self.config.verify_on_load:
-            return  # unpickling a tensor comes here, too: it must not hide the load of a file
+            return  # unpickling a tensor calls this, too: it must not hide the load of a file
         self._publish()
 
     def _publish(self) -> None:

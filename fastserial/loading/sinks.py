@@ -1,4 +1,4 @@
-"""Where the bytes of a read extent go: host memory, a device, or a comparison."""
+"""Destinations of the bytes of a read extent: host memory, a device, or a comparison."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sink(Protocol):
 
 
 class ReadExtent:
-    """`length` bytes at `offset` of a file, and where they go."""
+    """`length` bytes at `offset` of a file, and their destination."""
 
     __slots__ = ("length", "offset", "sink")
 
@@ -64,7 +64,7 @@ class HostSink(HostMemory):
         self._spare = spare
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
-        if address != self.address + start:  # else it was read straight to its place
+        if address != self.address + start:  # else it was read in place
             memmove(self.address + start, address, len(view))
 
     def place(self, start: int, length: int) -> Buffer | None:
@@ -76,8 +76,8 @@ class HostSink(HostMemory):
 class DeviceSink:
     """Bytes of a tensor on a device, given as one-dimensional uint8.
 
-    What comes in a buffer of the ring is on its way when it is delivered, and there when the ring
-    has settled.
+    What arrives in a buffer of the ring is still being copied when `deliver` returns, until the
+    ring has settled.
     """
 
     __slots__ = ("_bytes", "_ring")
@@ -127,7 +127,7 @@ class BytesSink(HostSink):
 
 
 class ExpectedSink:
-    """Bytes that are known: anything else raises."""
+    """Compares bytes with those expected; a difference is an error."""
 
     __slots__ = ("_expected", "_what")
 
@@ -144,7 +144,7 @@ class ExpectedSink:
 
 
 class CheckedSink:
-    """Passes on the bytes of a record, and enters their CRC-32 in a ledger.
+    """Passes the bytes of a record on, and adds their CRC-32 to a ledger.
 
     They begin at byte `first` of the record; if that is negative, with what lies before it.
     """

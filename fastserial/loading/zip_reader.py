@@ -1,4 +1,4 @@
-"""FastZipReader: takes the place of torch's PyTorchFileReader in `_load`.
+"""FastZipReader: stands in for torch's PyTorchFileReader in `_load`.
 
 torch's own reader still serves the pickle and the small records, and every storage that is not
 as expected; the others come from the prefetch.
@@ -66,7 +66,7 @@ class FastZipReader:
             path: the file's name, for errors.
             limit: bytes that no record can exceed, whatever the file says of it.
             directory: the file's central directory; None: torch's reader is asked for sizes.
-            prefetch: storages on their way; None: torch reads them all.
+            prefetch: reads the storages ahead; None: torch reads them all.
             verify: check the CRC-32 of what torch reads, too (needs the directory).
         """
         self.stock = stock

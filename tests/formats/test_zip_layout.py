@@ -157,27 +157,6 @@ class Nothing:
         raise AssertionError
 
 
-@pytest.mark.parametrize("crc", [True, False])
-@pytest.mark.parametrize("seed", range(10))
-def test_memories_in_one_go(seed: int, crc: bool) -> None:
-    """They are laid out as one by one."""
-    rnd = random.Random(seed)
-    far = rnd.choice([0, U32 - rnd.randrange(200_000), U32])
-    memories = [Nothing(rnd.choice([0, 1, 100, 70_000, U32])) for _ in range(rnd.randrange(1, 60))]
-    names = [f"data/{index}" for index in range(len(memories))]
-    alignment = rnd.choice(ALIGNMENTS)
-    layouts = [ZipLayout("archive", alignment, crc) for _ in range(2)]
-    for layout in layouts:
-        layout.add_bytes("data.pkl", b"abc", zlib.crc32(b"abc"))
-        layout.add_hole("hole", far)
-    layouts[0].add_memories(names, memories)
-    for name, memory in zip(names, memories, strict=True):
-        layouts[1].add_memory(name, memory, b"")
-    one, other = (torch_writer.finish(layout) for layout in layouts)
-    assert one.extents[:-1] == other.extents[:-1]
-    assert (one.nbytes, one.sizes, one.crcs) == (other.nbytes, other.sizes, other.crcs)
-
-
 def test_without_checksums() -> None:
     records: list[tuple[str, bytes | int]] = [("data.pkl", b"abc"), ("data/0", b"PK\x07\x08quirk")]
     assert ours(records, 64, crc=False).pieces == theirs(records, 64, crc=False).pieces

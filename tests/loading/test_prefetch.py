@@ -113,7 +113,7 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
 
     def there(ahead: Prefetch) -> int:
         batches = [batch for batch, _ in list(ahead._places.values())]
-        return sum(batch.state is State.THERE for batch in batches)
+        return sum(batch.state is State.COMPLETE for batch in batches)
 
     def noted(self: Prefetch, *arguments: Any) -> None:
         arrived(self, *arguments)

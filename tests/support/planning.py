@@ -131,8 +131,8 @@ def plan_of(bench: PlanBench) -> tuple[FilePlan, list[TensorSpec]]:
         tensors = list(_tensors(bench))
         layout = ZipLayout("step_1000", 64)
         layout.add_bytes("data.pkl", bytes(_PICKLED * len(tensors)), 0)
-        names = [f"data/{index}" for index in range(len(tensors))]
-        layout.add_memories(names, [Nowhere(spec.nbytes) for spec in tensors])
+        for index, spec in enumerate(tensors):
+            layout.add_memory(f"data/{index}", Nowhere(spec.nbytes), b"")
         found = layout.finish("0" * 20, lambda data: 0)
         places = [
             (extent.offset, extent.length)

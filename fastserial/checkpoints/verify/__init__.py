@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 
-from fastserial.checkpoints.dcp_folder import is_dcp_folder
 from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.file_list import FILE_LIST, is_file_list, verify_file_list
 from fastserial.checkpoints.verify.folder import verify_folder
@@ -33,8 +32,9 @@ from fastserial.formats.container import (
     SafetensorsContainer,
     detect,
     format_of_head,
+    is_dcp_folder,
 )
-from fastserial.formats.source import DescriptorSource, Source
+from fastserial.formats.source import DescriptorSource
 from fastserial.interrupts import Descriptors
 
 __all__ = ["Problem", "VerifyReport", "checkpoints_in", "refuse_damaged", "verify"]
@@ -87,7 +87,7 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
             before = os.fstat(fd)
             findings.nbytes, seen = before.st_size, stamp(fd, before)
             found = detect(fd, name)
-            if found is Format.FOLDER and is_dcp_folder(name):
+            if found is Format.DCP:
                 verify_folder(name, settings, findings)
             else:
                 _verify_file(fd, name, found, settings, findings)
@@ -120,20 +120,50 @@ def _verify(name: str, opened: int | None, settings: Config, cold: bool = False)
 
 
 def _verify_file(fd: int, name: str, found: Format, settings: Config, findings: Findings) -> None:
-    source = DescriptorSource(fd)
     if found in (Format.ZIP, Format.DAMAGED_ZIP):
         verify_zip(FilePart(fd, name, settings), findings)
-    elif found is Format.LEGACY:
+    elif found in (Format.LEGACY, Format.SAFETENSORS):
         findings.format = found.value
-        findings.records = _verify_legacy(source, findings)
-    elif found is Format.SAFETENSORS:
-        findings.format = found.value
-        findings.records = _verify_safetensors(source, findings)
+        findings.note(f"{found.value} files have no checksums: structure only")
+        _verify_structure(fd, found, findings)
     elif found is Format.OTHER and is_file_list(name):
         findings.format = FILE_LIST
         findings.records = verify_file_list(fd, name, findings)
     else:
         findings.reason = _REASONS.get(found, found.value)
+
+
+def _verify_structure(fd: int, found: Format, findings: Findings) -> None:
+    """Check sections, shapes, offsets and sizes of a legacy or safetensors file.
+
+    Raises:
+        UnreadableCheckpointError: its pickles have opcodes that are not read.
+        PickleLimitError: they are larger than the limits.
+        OSError: the file cannot be read.
+    """
+    source = DescriptorSource(fd)
+    try:
+        if found is Format.SAFETENSORS:
+            findings.records = len(SafetensorsContainer(source).outline.storages)
+            return
+        container = LegacyContainer(source)
+        outline = container.outline
+    except TruncatedCheckpointError as error:
+        findings.add(Problem("truncated", error.message, error.record, error.offset))
+        return
+    except CorruptCheckpointError as error:
+        kind = (
+            "directory" if found is Format.SAFETENSORS else "storage" if error.record else "pickle"
+        )
+        findings.add(Problem(kind, error.message, error.record, error.offset))
+        return
+    for key, text in outline.problems.items():
+        findings.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
+    end = container.file.end
+    if end != source.size:
+        text = f"{source.size - end} bytes follow the last storage"
+        findings.add(Problem("unaccounted", text, None, end))
+    findings.records = len(outline.storages)
 
 
 def refuse_damaged(
@@ -193,47 +223,6 @@ def _is_checkpoint(path: str) -> bool:
             return format_of_head(DescriptorSource(fd)) is not None
     except OSError:
         return False
-
-
-def _verify_legacy(source: Source, findings: Findings) -> int:
-    """Check sections, storage table and sizes of a legacy file; return its number of storages.
-
-    Raises:
-        UnreadableCheckpointError: its pickles have opcodes that are not read.
-        PickleLimitError: they are larger than the limits.
-        OSError: the file cannot be read.
-    """
-    findings.note("the legacy format has no checksums: structure only")
-    try:
-        container = LegacyContainer(source)
-        found = container.outline
-    except CorruptCheckpointError as error:
-        kind = "truncated" if isinstance(error, TruncatedCheckpointError) else "storage"
-        if error.record is None and kind != "truncated":
-            kind = "pickle"
-        findings.add(Problem(kind, error.message, error.record, error.offset))
-        return 0
-    for key, text in found.problems.items():
-        findings.add(Problem("pickle", f"tensor {key or '(root)'}: {text}"))
-    end = container.file.end
-    if end != source.size:
-        text = f"{source.size - end} bytes follow the last storage"
-        findings.add(Problem("unaccounted", text, None, end))
-    return len(found.storages)
-
-
-def _verify_safetensors(source: Source, findings: Findings) -> int:
-    """Check header, shapes, offsets and the size of the file; return its number of tensors.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    findings.note("safetensors files have no checksums: structure only")
-    try:
-        return len(SafetensorsContainer(source).outline.storages)
-    except CorruptCheckpointError as error:
-        findings.add(Problem("directory", error.message, error.record, error.offset))
-        return 0
 
 
 def _evict(path: str) -> str | None:

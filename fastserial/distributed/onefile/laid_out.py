@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -67,15 +66,11 @@ class LaidOut:
     def plan(self) -> ZipPlan:
         """The layout. The memory of its storages is nowhere; `records` says what they are."""
         layout = ZipLayout(self.archive, torch_writer.alignment(), torch_writer.checksums_wanted())
-        for stored, entries in groupby(self.entries, lambda entry: entry.data is None):
-            if stored:
-                some = list(entries)
-                memories = [Nowhere(entry.nbytes) for entry in some]
-                layout.add_memories([entry.name for entry in some], memories)
-                continue
-            for entry in entries:
-                data = entry.data or b""
-                layout.add_bytes(entry.name, data, crc32(data))
+        for entry in self.entries:
+            if entry.data is None:
+                layout.add_memory(entry.name, Nowhere(entry.nbytes), b"")
+            else:
+                layout.add_bytes(entry.name, entry.data, crc32(entry.data))
         return torch_writer.finish(layout)
 
     @functools.cached_property

@@ -170,27 +170,6 @@ class ZipLayout:
             self._put(memory, len(self.names) - 1)
             self._close(head)
 
-    def add_memories(self, names: Sequence[str], memories: Sequence[Memory]) -> None:
-        """Add storages as `add_memory` does, none of which begins like a descriptor."""
-        record = len(self.names)
-        sizes = [memory.nbytes for memory in memories]
-        headers, texts = self._open_all(names, sizes)
-        pending, patched_by, extents = self._bytes, self._patched_by, self._extents
-        rows = zip(headers, texts, sizes, memories, strict=True)
-        for index, (header, text, size, memory) in enumerate(rows, record):
-            pending += text
-            if not size:
-                continue
-            data, place = bytes(pending), header + len(text)
-            source = (
-                Literal(data) if patched_by is None else DescriptorPatch(data, patched_by, _CRC_AT)
-            )
-            extents.append(Extent(place - len(data), len(data), source))
-            patched_by = index if self.checksums else None
-            extents.append(Extent(place, size, Data(memory, size, patched_by)))
-            pending = bytearray(self._descriptor(index, 0))
-        self._bytes, self._patched_by = pending, patched_by
-
     def add_storages(self, names: Sequence[str], batch: Batch) -> None:
         """Add storages as records called `names`; the batch's memory must stay valid."""
         record = len(self.names)
