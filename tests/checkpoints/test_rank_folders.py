@@ -20,7 +20,7 @@ from fastserial import convert, inspect, verify
 from fastserial.checkpoints.rank_folder import find_rank_folder
 from fastserial.checkpoints.verify import checkpoints_in
 from fastserial.cli.main import app
-from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
+from fastserial.errors import ConvertError, UnreadableCheckpointError
 
 
 def put(path: Path, value: Any = 3) -> Path:
@@ -98,28 +98,27 @@ def test_other_folders(name: str, tmp_path: Path) -> None:
         assert find_rank_folder(folder, by_name=True) is None
         assert [*checkpoints_in(tmp_path)] == [str(folder / one) for one in sorted(NOT_ITS[name])]
         assert verify(folder).status == "unreadable"
-        for tool in (inspect, lambda path: convert(path, tmp_path / "x.pt", ranks=True)):
+        for tool in (inspect, lambda path: convert(path, tmp_path / "x.pt")):
             with pytest.raises(UnreadableCheckpointError, match="c: a directory, and none that"):
                 tool(folder)
         said(folder, 2)
 
 
-def test_files_of_epochs_are_not_put_together(tmp_path: Path) -> None:
-    """Nothing says that they are of ranks: they would be one checkpoint that nobody saved."""
+def test_files_of_ranks_or_epochs_are_not_put_together(tmp_path: Path) -> None:
+    """Nothing says that they are one checkpoint."""
     folder = tmp_path / "c"
     folder.mkdir()
     for epoch in range(3):
         value = {"frozen": torch.ones(3), f"head {epoch}": epoch}
         torch.save(value, folder / f"epoch_{epoch}.pt")
-    with pytest.raises(ConvertError, match=r"epoch_0\.pt, epoch_1\.pt, .*ranks=True"):
+    with pytest.raises(ConvertError, match="a file for each rank"):
         convert(folder, tmp_path / "x.pt")
     assert not (tmp_path / "x.pt").exists()
     done = run("verify", folder)
     assert (done.exit_code, "3 checkpoints: 3 ok" in done.output) == (0, True)
     assert run("inspect", folder).output.count("epoch_") == 3
     assert verify(folder).status == "unreadable"
-    assert run("convert", "--ranks", folder, tmp_path / "x.pt").exit_code == 0
-    assert len(torch.load(tmp_path / "x.pt")["epoch"]) == 4
+    assert run("convert", folder, tmp_path / "x.pt").exit_code != 0
 
 
 def test_folders_of_others(tmp_path: Path) -> None:
@@ -154,8 +153,6 @@ def test_damage_is_named(tmp_path: Path) -> None:
         str(folder / "b_1.pt"): "damaged",
         str(told): "ok",
     }
-    with pytest.raises(CorruptCheckpointError, match=r"c/b_1\.pt: .*data/0"):
-        convert(folder, tmp_path / "x.pt", verify=True)
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
@@ -166,8 +163,6 @@ def test_metadata_tells_of_missing_files(ranks: int, tmp_path: Path) -> None:
     assert [(one.file, one.kind) for one in report.problems] == [("metadata.pkl", "missing")]
     expected = f"it was saved by {ranks} ranks, and there are files of 2"
     assert report.problems[0].message == expected
-    with pytest.raises(CorruptCheckpointError, match=expected):
-        convert(folder, tmp_path / "x.pt", verify=True)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +187,6 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
     assert run("verify", folder).exit_code == 0
     assert "posix.mkdir" in inspect(folder / "a_1.pt").imports
     with pytest.raises(fastserial.FastserialError, match=r"a_1\.pt"):
-        convert(folder, tmp_path / "x.pt")
+        convert(folder / "a_1.pt", tmp_path / "x.pt")
     assert not Path("/tmp/fastserial-was-run").exists()
     assert os.listdir(tmp_path) == ["c"]

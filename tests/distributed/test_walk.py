@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -18,15 +19,15 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Rank:
-    """What a rank tells rank 0, and what it hears: all states, its own among them."""
+    """A rank that hears all states so far, its own among them."""
 
     def __init__(self, rank: int, others: list[bytes]) -> None:
         self.rank, self.others = rank, others
         self.ranks: dict[int, int] = {}
 
-    def consult(self, message: bytes, decide: Any) -> Any:
-        self.others.append(message)
-        return decide(self.others)
+    def decide(self, value: Any, decision: Any) -> Any:
+        self.others.append(pickle.dumps(value))
+        return decision(list(map(pickle.loads, self.others)))
 
 
 def together(*values: Any) -> Any:

@@ -14,8 +14,8 @@ from time import process_time
 
 import torch
 
+from fastserial.distributed.onefile.decision import writing_ranks
 from fastserial.distributed.onefile.laid_out import Nowhere
-from fastserial.distributed.onefile.orders import writing_ranks
 from fastserial.distributed.onefile.saver import tile_bytes
 from fastserial.distributed.plan.schedule import FilePlan, Move, schedule
 from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec

@@ -56,19 +56,17 @@ class ShardWriter:
         made: Schedule,
         sources: Sources,
         laid_out: LaidOut | None,
-        checksums: bool,
     ) -> None:
         """Start with nothing written.
 
         Args:
             laid_out: the file, on rank 0.
-            checksums: whether the file has CRC-32s.
         """
         self._plan = plan
         self._made = made
         self._sources = sources
         self._laid_out = laid_out
-        self._checksums = checksums
+        self._checksums = plan.checksums
         self._taken: dict[Move | Piece, Memory] = {}  # what was taken of the state
         self._ends = {record: offset + size for record, _, offset, size in plan.records}
         sizes = [0] * (max(self._ends, default=-1) + 1)
@@ -93,7 +91,7 @@ class ShardWriter:
             for move in moves:
                 view = self._held_as(move, view_in_box)
                 parts.append(Part(Gathered(view, 0, view.nbytes), 0, view.nbytes))
-            parts += map(self._part, pieces)
+            parts += [self._sources[p.source].part(p.start, p.length) for p in pieces]
             self._taken = dict(zip((*moves, *pieces), taken.take(parts), strict=True))
         self._sources.release()
         taken.begin()
@@ -242,11 +240,12 @@ class ShardWriter:
 
     def _held_alone(self, piece: Piece) -> torch.Tensor:
         """Return bytes that rank 0 alone has."""
+        if piece.record != CONTAINER:
+            _, memory = self._sources[piece.source].parts[0]
+            return memory[piece.start : piece.start + piece.length]
         if self._laid_out is None:
             raise ValueError(f"only rank 0 has {piece}")
-        if piece.record == CONTAINER:
-            return self._laid_out.bytes_at(piece.offset, piece.length)
-        return self._laid_out.source_bytes(piece.source, piece.start, piece.length)
+        return self._laid_out.bytes_at(piece.offset, piece.length)
 
     def _part_of(self, piece: Piece, overlap: Overlap) -> tuple[torch.Tensor, Box]:
         """Return the part of this rank's memory that has an overlap, and which box that is."""
@@ -280,7 +279,10 @@ class ShardWriter:
                 continue
             done[piece.record] = done.get(piece.record, 0) + piece.length
             taken = self._taken.get(piece)
-            memory = self._memory(piece) if taken is None else _from(taken, -piece.start)
+            if taken is None:
+                memory = self._sources[piece.source].memory(piece.start)
+            else:
+                memory = _from(taken, -piece.start)
             yield self._extent(piece, memory)
 
     def _zip_extents(self, piece: Piece, done: dict[int, int]) -> Iterator[Extent]:
@@ -298,16 +300,6 @@ class ShardWriter:
             else:
                 part = source.data[extent.start : extent.start + extent.length]
                 yield Extent(extent.offset, extent.length, Literal(part))
-
-    def _memory(self, piece: Piece) -> Memory:
-        if piece.source < 0 and self._laid_out is not None:
-            return self._laid_out.memory(piece.source)
-        return self._sources[piece.source].memory(piece.start)
-
-    def _part(self, piece: Piece) -> Part:
-        if piece.source < 0 and self._laid_out is not None:
-            return self._laid_out.part(piece.source, piece.start, piece.length)
-        return self._sources[piece.source].part(piece.start, piece.length)
 
     def _extent(self, piece: Piece, memory: Memory) -> Extent:
         record = piece.record if self._checksums and piece.record != CONTAINER else None

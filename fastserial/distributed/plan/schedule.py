@@ -35,11 +35,13 @@ class FilePlan(NamedTuple):
         records: those with data, in file order: number, source, place in the file, bytes. A
             source below 0 is one that rank 0 alone has.
         writers: the ranks that write.
+        checksums: whether the file has CRC-32s.
     """
 
     nbytes: int
     records: list[tuple[int, int, int, int]]
     writers: list[int]
+    checksums: bool = True
 
 
 class Piece(NamedTuple):
