@@ -13,17 +13,22 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fastserial.distributed.dcp.entries import REPLICA, SHARD, kind_of, parts_of
+from fastserial.distributed.dcp.entries import (
+    REPLICA,
+    SHARD,
+    chunk_of,
+    kind_of,
+    parts_of,
+    whole_box,
+)
 from fastserial.distributed.dcp.load_sharing import SHARED_FROM, Turn, Want, Wants, pass_on, turns
 from fastserial.distributed.ranks.group import collective, node_name
-from fastserial.distributed.sharding.boxes import Box
 from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastLoadPlanner"]
@@ -178,8 +183,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         meshes: dict[int, tuple[int, ...]],
     ) -> list[ReadItem]:
         if kind == REPLICA:
-            shape = tuple(value.shape)
-            boxes = [Box((0,) * len(shape), shape)]
+            boxes = [whole_box(value.shape)]
         elif value.device_mesh.get_coordinate() is None:
             return []
         else:
@@ -187,11 +191,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
             boxes = [box for box, _ in parts]
             for box, view in parts:
                 self._views[MetadataIndex(key, box.offsets)] = view
-        chunks = [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in boxes
-        ]
-        return list(create_read_items_for_chunk_list(key, entry, chunks))
+        return list(create_read_items_for_chunk_list(key, entry, list(map(chunk_of, boxes))))
 
 
 def _ranks_of_job() -> int:

@@ -140,9 +140,7 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             }
         metadata.storage_meta = self.storage_meta()
         name = metadata_name(self._alone)
-        # who overrides this may write it to a file of its own
-        data = encoded(metadata, type(self).finish is FastStorageWriter.finish)
-        replace_bytes(os.path.join(self.path, name), data, self._durable)
+        replace_bytes(os.path.join(self.path, name), encoded(metadata), self._durable)
         folder = Folder(self.path)
         if self._alone is None:
             folder.drop_lone_metadata()
@@ -190,13 +188,12 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             return []
         name = Folder(self.path).new_shard(plan.storage_data.prefix)
         layout = self._layout(name)
-        # others may have changed items when the metadata was made already
-        planned = type(planner).finish_plan in _KEEPING_ITEMS
+        as_planned = _saves_as_planned(planner)
         with FastFileWriter(os.path.join(self.path, name), container="dcp") as out:
-            for items in _groups(plan.items, planner):
+            for items in _groups(plan.items, as_planned):
                 with paused_collection():
                     for item in items:
-                        layout.add(item, planner.resolve_data(item), planned)
+                        layout.add(item, planner.resolve_data(item), as_planned)
                     batch = layout.take()
                 synchronize(batch.storages)
                 out.write_layout(batch.extents, batch.nbytes, batch.ledger)
@@ -205,18 +202,15 @@ class FastStorageWriter(StorageWriter, AsyncStager):
             return layout.results()
 
 
-_KEEPING_ITEMS = (DefaultSavePlanner.finish_plan, FastSavePlanner.finish_plan)
-
-
 def _prefix(rank: int) -> _StoragePrefix:
     return _StoragePrefix(f"__{rank}_")
 
 
-def _groups(items: list[WriteItem], planner: SavePlanner) -> Iterator[list[WriteItem]]:
-    """Yield the items in stock's order: all at once, or as many as a planner may make copies of."""
+def _groups(items: list[WriteItem], at_once: bool) -> Iterator[list[WriteItem]]:
+    """Yield the items in stock's order: all at once, or so few that memory holds their copies."""
     ordered = [item for item in items if item.type == WriteItemType.BYTE_IO]
     ordered += [item for item in items if item.type != WriteItemType.BYTE_IO]
-    if _gives_views(planner):
+    if at_once:
         yield ordered
         return
     group: list[WriteItem] = []
@@ -233,13 +227,14 @@ def _groups(items: list[WriteItem], planner: SavePlanner) -> Iterator[list[Write
         yield group
 
 
-def _gives_views(planner: SavePlanner) -> bool:
-    """Return whether a planner returns tensors that are there, and makes none."""
+def _saves_as_planned(planner: SavePlanner) -> bool:
+    """Return whether a planner returns the tensors of the state, as its plan has them.
+
+    Others may make copies of another dtype, or change items once the metadata is made.
+    """
     kind = type(planner)
-    if not isinstance(planner, DefaultSavePlanner):
-        return False
-    resolves = (DefaultSavePlanner.resolve_data, FastSavePlanner.resolve_data)
-    return kind.resolve_data in resolves and all(
-        getattr(kind, name) is getattr(DefaultSavePlanner, name)
-        for name in ("lookup_object", "transform_object")
+    return all(
+        getattr(kind, name, None)
+        in (getattr(DefaultSavePlanner, name), getattr(FastSavePlanner, name))
+        for name in ("finish_plan", "resolve_data", "lookup_object", "transform_object")
     )
