@@ -144,7 +144,6 @@ class PendingSave:
         with at_rest():
             if not self._end.wait(timeout):
                 raise TimeoutError(f"{self._path}: not saved within {timeout} seconds")
-        guard.tidy()
         _drop(_failed, self)
         return self._error
 
@@ -191,7 +190,6 @@ def wait_all() -> None:
         for save in waiting:
             with at_rest():
                 save._end.wait()
-    guard.tidy()
     for failed in _failed:
         failed.wait()
 
@@ -204,7 +202,6 @@ def admit(target: str) -> None:
     """
     if _is_saving():
         return
-    guard.tidy()
     while before := _in_the_way(target):
         with at_rest():
             before._end.wait()
@@ -221,16 +218,22 @@ def _in_the_way(target: str) -> PendingSave | None:
 
 
 def run_beside(
-    save: PendingSave, work: Callable[[], SaveReport], first: Callable[[], object]
+    save: PendingSave,
+    work: Callable[[], SaveReport],
+    taken: Snapshot,
+    first: Callable[[], object] = bool,
 ) -> bool:
-    """Do the work of a save on a thread, after those before it; False if there is none to be had.
+    """Do the work of a save on a thread, after those before it; False if no thread can start.
 
     The interpreter waits for such threads when it exits, also after an uncaught exception.
 
     Args:
+        taken: what is saved; optimizers wait for it if it is read in place.
         first: called before the thread starts.
     """
+    in_place = taken.kind == "in_place"
     if not threading.main_thread().is_alive() or _is_saving():  # nobody waits for it
+        taken.kind = "blocking"
         return False
     run = contextvars.copy_context().run
     started: list[bool] = []
@@ -240,6 +243,8 @@ def run_beside(
         saves = list(_pending)
         before = saves[: saves.index(save)]
         first()
+        if in_place:
+            guard.protect(taken)
         name = f"fastserial: {save.path}"
         turns = quick_switches()
         turns.begin()  # the thread goes on with what holds in the call: no gap
@@ -250,12 +255,14 @@ def run_beside(
             thread.start()
         except RuntimeError:  # a limit on threads
             turns.end()
+            taken.kind = "blocking"
             _drop(_pending, save)
         else:
             started.append(True)
 
     starter = Background()  # no signal handler cuts it off halfway
     if not starter.start(start):
+        taken.kind = "blocking"
         return False
     starter.join()
     return bool(started)

@@ -35,7 +35,7 @@ from fastserial.reports import SnapshotReport
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-__all__ = ["LiveMemory", "Part", "Snapshot"]
+__all__ = ["LiveMemory", "Snapshot", "StoragePart"]
 
 _SMALL = PACKED_STORAGE  # a storage of up to so many bytes is copied at the call,
 _SMALL_TOTAL = 32 * 1024 * 1024  # up to so many bytes of them, whatever the budget
@@ -43,7 +43,7 @@ _ALIGNMENT = 64  # of copies (bytes)
 _PATIENCE = 1.0  # seconds: a thread that has not run for so long is in no operation
 
 
-class Part(NamedTuple):
+class StoragePart(NamedTuple):
     """Bytes that a save reads.
 
     Attributes:
@@ -96,7 +96,7 @@ class LiveMemory:
 
     __slots__ = ("_live", "_readers", "_snapshot", "_source", "_start", "left", "nbytes", "part")
 
-    def __init__(self, snapshot: Snapshot, part: Part) -> None:
+    def __init__(self, snapshot: Snapshot, part: StoragePart) -> None:
         self.part = part
         self.nbytes = part.nbytes
         self.left = 0
@@ -168,6 +168,8 @@ class Snapshot:
 
     Attributes:
         path: of the file.
+        kind: `copy` or `in_place`; `blocking`: all is written before the call returns.
+        stall: seconds that the call took, once it is over.
         reached: what was pickled.
         storages: identities of those that are read later.
         copied: bytes copied at the call.
@@ -181,7 +183,8 @@ class Snapshot:
         kind: str,
         budget: int | None,
         reached: Reached,
-        steady: Set[int] | None = None,
+        steady: Set[int] | None,
+        began: float,
     ) -> None:
         """Start an empty one.
 
@@ -192,6 +195,7 @@ class Snapshot:
             reached: what was pickled.
             steady: identities of storages that change in an optimizer's step only: all others
                 are copied. None: those are read in place of which a change would be noticed.
+            began: when the user's call did (`perf_counter`).
         """
         self.copied = self.late_copied = 0
         self.held = 0.0
@@ -200,7 +204,9 @@ class Snapshot:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.path = path
-        self._kind = kind
+        self.kind = kind
+        self.stall: float | None = None
+        self._began = began
         self._budget = budget
         self.reached = reached
         self._steady = steady
@@ -218,9 +224,11 @@ class Snapshot:
 
     def batch(self, storages: Sequence[UntypedStorage]) -> Batch:
         """Return the memory of storages, in the order of the file; some of it copied now."""
-        return batch_of(self.take([Part(storage, 0, storage.nbytes()) for storage in storages]))
+        return batch_of(
+            self.take([StoragePart(storage, 0, storage.nbytes()) for storage in storages])
+        )
 
-    def take(self, parts: Sequence[Part]) -> list[Memory]:
+    def take(self, parts: Sequence[StoragePart]) -> list[Memory]:
         """Return memory that has the parts as they are now; some of them are copied.
 
         Args:
@@ -253,9 +261,9 @@ class Snapshot:
         if not self._live:
             self._set_taken()
 
-    def _choose(self, parts: Sequence[Part]) -> list[bool]:
+    def _choose(self, parts: Sequence[StoragePart]) -> list[bool]:
         """Tell which parts are copied; note what is to be watched of the others."""
-        in_place = self._kind == "in_place"
+        in_place = self.kind == "in_place"
         versions: list[list[tuple[torch.Tensor, int]] | None] = [None] * len(parts)
         if in_place:
             versions = [self._watchable(part.storage) for part in parts]
@@ -290,7 +298,7 @@ class Snapshot:
             return None
         return self.reached.versions(storage)
 
-    def _copy(self, parts: Sequence[Part]) -> list[Memory]:
+    def _copy(self, parts: Sequence[StoragePart]) -> list[Memory]:
         nbytes = sum(_padded(part.nbytes) for part in parts)
         if not nbytes:
             return [HostMemory(0, 0, None) for _ in parts]
@@ -306,13 +314,14 @@ class Snapshot:
             self.copied += part.nbytes
         return made
 
-    def wait_unwatched(self) -> None:
-        """Return when all is taken whose changes nobody would notice, or that was to be copied."""
+    def end_call(self) -> None:
+        """Return when the user's call may: what nobody watches, or was to be copied, is taken."""
         if self._must_wait:
             self.wait()
+        self.stall = perf_counter() - self._began
 
     def abandon(self) -> None:
-        """The call ends with an exception: nobody goes on to wait as `wait_unwatched` does."""
+        """The call ends with an exception, and nobody waits as `end_call` does."""
         with self.lock:
             self.torn |= self._must_wait and not self.taken
 
@@ -364,19 +373,13 @@ class Snapshot:
         if self.torn:
             raise TornSnapshotError(self.path)
 
-    def report(self, kind: str, budget: int | None, stall: float) -> SnapshotReport:
-        """Return what the report of the save says of this snapshot.
-
-        Args:
-            kind: of the snapshot; `blocking`: it was written before the call returned.
-            budget: as the caller gave it (bytes).
-            stall: how long the call took (seconds).
-        """
+    def report(self) -> SnapshotReport:
+        """Return what the report of the save says of this snapshot."""
         return SnapshotReport(
-            kind=kind,
-            stall=stall,
+            kind=self.kind,
+            stall=perf_counter() - self._began if self.stall is None else self.stall,
             copied=self.copied,
-            budget=budget,
+            budget=self._budget,
             late_copied=self.late_copied,
             held=self.held,
             waited=self.waited,

@@ -187,7 +187,7 @@ class Checkpointer:
         self._answered = False  # one was, by the last call of `save`
         _live[self._key] = self
         if snapshot == "in_place":
-            guard.hold(self)
+            guard.watch_steps()
 
     def __repr__(self) -> str:
         every = "" if self._every is None else f", every={self._every}"
@@ -325,7 +325,6 @@ class Checkpointer:
             return
         if self._kind == "in_place" and _is_torn(error):
             self._kind = "copy"
-            guard.unhold(self)
             text = (
                 f"{self._folder.path}: tensors were changed while a checkpoint read them in place; "
                 'later checkpoints copy them, as with snapshot="copy"'
@@ -547,7 +546,6 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            guard.unhold(self)
             self._folder.unlock()
             self._prepared = 0
             if _live.get(self._key) is self:

@@ -59,11 +59,11 @@ class _ToRank(NamedTuple):
     parts: list[WritePart]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _planned(entries: tuple[bytes, ...], lowest: bool, apart: frozenset[str]) -> bytes:
     """Return a pickle of `global_plan`'s result: who gets the result may change it.
 
-    The plan of the save before is used again if all ranks have the same entries.
+    A plan is used again if all ranks have the entries that it was made for.
     """
     return pickle.dumps(global_plan([pickle.loads(one) for one in entries], lowest, apart))
 

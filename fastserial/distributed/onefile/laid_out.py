@@ -15,7 +15,7 @@ from fastserial.distributed.state.tables import bytes_of
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer, clip
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.memory.storages import Memory, storage_memory
-from fastserial.overlap.snapshot import Part
+from fastserial.overlap.snapshot import StoragePart
 from fastserial.saving import torch_writer
 
 __all__ = ["Entry", "LaidOut", "Nowhere", "Places"]
@@ -92,9 +92,9 @@ class LaidOut:
         """Return the memory of a source that only rank 0 has."""
         return storage_memory(self.rest[-1 - source])
 
-    def part(self, source: int, start: int, length: int) -> Part:
+    def part(self, source: int, start: int, length: int) -> StoragePart:
         """Return bytes of a source that only rank 0 has as what a snapshot takes."""
-        return Part(self.rest[-1 - source], start, length)
+        return StoragePart(self.rest[-1 - source], start, length)
 
     def source_bytes(self, source: int, start: int, length: int) -> torch.Tensor:
         """Return bytes of a source that only rank 0 has."""
