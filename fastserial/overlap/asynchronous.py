@@ -1,7 +1,7 @@
-"""`save_async`: pickled at the call, written beside the program.
+"""`save_async`: pickled at the call, written by another thread.
 
-torch pickles in the calling thread, so the pickle and everything that is no tensor are of the
-moment of the call. What is left are the storages' bytes, and a layout that says where each goes.
+torch pickles in the calling thread, so everything except the storages' bytes is fixed at the call.
+The layout says where in the file each storage is written.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ def save_async(
 ) -> PendingSave:
     """Save as `torch.save(obj, path)` does, and return before the file is written.
 
-    The file becomes what `torch.save` would have made of the object at the call, or stays as it
-    was. A save to a target waits for the one before it; at most two are under way.
+    The file becomes what `torch.save` would have written at the call, or stays as it was. A save to
+    a target waits for the one before it; at most two are pending.
 
     Args:
         obj: what to save. It is pickled at the call.
-        path: the file. What is not one that can be replaced is saved before the call returns.
+        path: the file. Where none can be replaced, the save is made before the call returns.
         snapshot: `copy`: tensors are copied, and may be changed as soon as the call returns.
-            `in_place`: they are read while the program goes on; optimizers wait before a step
-            until what they change is taken. Small tensors are copied.
+            `in_place`: they are read while the program continues; optimizer steps wait until the
+            bytes that they change are taken. Small tensors are copied.
         snapshot_budget: bytes that copies may take, of all saves together; by default half of the
             memory that is free, divided by the ranks of the node. With `copy`, what does not fit is
             written before the call returns.
@@ -96,8 +96,8 @@ def save_async(
 
     Raises:
         WriteError: the target cannot be written.
-        Exception: the object cannot be pickled, or the last save to this target failed and nobody
-            has asked.
+        Exception: the object cannot be pickled, or the last save to this target failed and no
+            caller has seen its error.
     """
     check_snapshot(snapshot, snapshot_budget)
     if unknown := torch_save_arguments.keys() - _ARGUMENTS.keys():
@@ -107,10 +107,10 @@ def save_async(
 
 
 def check_snapshot(kind: object, budget: object) -> None:
-    """Make sure that a snapshot can be taken that way, with that budget.
+    """Check the arguments of a snapshot.
 
     Raises:
-        ConfigError: the kind is unknown, or the budget is no number of bytes.
+        ConfigError: the kind is unknown, or the budget is not a number of bytes.
     """
     if kind not in KINDS:
         raise ConfigError(f'snapshot must be "copy" or "in_place", not {kind!r}')
@@ -149,7 +149,7 @@ def start_save(
     torch.serialization._check_dill_version(arguments["pickle_module"])
     name: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     target = ""
-    found: _AsyncWork | str  # what is to be done beside the program, or why nothing is
+    found: _AsyncWork | str  # the work for another thread, or why there is none
     if not isinstance(name, str):
         name, found = path, "not a path"
     else:
@@ -189,7 +189,7 @@ def _prepare(
 ) -> _AsyncWork | str:
     """Open the file and lay the object out; or return why torch has to write it."""
     on_report = config.current().on_report
-    with options(on_report=None):  # it gets the report that has the snapshot in it
+    with options(on_report=None):  # it gets the report that includes the snapshot
         found = save_hooks.zip_writer(taken.path, prefix)
     if isinstance(found, StockWay):
         return found.reason
@@ -197,7 +197,7 @@ def _prepare(
     try:
         layout = _Layout(taken.path, archive, taken)
         module = arguments["pickle_module"]
-        # Of copies nobody asks whether their tensors changed: with 20,000 that takes a tenth.
+        # Copies need no counters: with 20,000 tensors recording them takes a tenth of the call.
         watched = taken.kind == "in_place"
         with layout, noting(module, taken.reached) if watched else nullcontext(module) as module:
             _pickle(obj, layout, {**arguments, "pickle_module": module})
@@ -222,7 +222,7 @@ def _pickle(obj: object, layout: _Layout, arguments: Mapping[str, Any]) -> None:
 
 
 def size_of(obj: object, path: str) -> int | None:
-    """Return the bytes of the file that would be written, None where torch writes it.
+    """Return the size of the file that would be written (bytes), None where torch writes it.
 
     Raises:
         Exception: the object cannot be pickled.
@@ -238,7 +238,7 @@ class _Layout(ZipArchive):
     """Lays an archive out, and writes nothing.
 
     Attributes:
-        whole: torch handed all storages over together; those that it did not are not copied.
+        whole: torch passed all storages in one call; those passed by themselves are not copied.
     """
 
     def __init__(self, path: str, archive: str, taken: Snapshot | None = None) -> None:

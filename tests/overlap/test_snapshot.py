@@ -21,7 +21,7 @@ from test_pending import bytes_of
 import fastserial
 from fastserial.errors import StorageChangedError
 from fastserial.overlap import guard, snapshot
-from fastserial.overlap.staging import Region, Staging, staging
+from fastserial.overlap.staging import HostRegion, Staging, staging
 from fastserial.overlap.threads_at import wait_until_on
 
 MODES = ("foreach", "fused", "single")
@@ -346,10 +346,10 @@ def test_a_save_that_ends_waits_for_who_copies(
     taken = saving._snapshot
     assert taken is not None
     ends = threading.Thread(target=taken.end)
-    given: list[Region] = []
+    given: list[HostRegion] = []
     real = Staging.take
 
-    def take(self: Staging, nbytes: int) -> Region:
+    def take(self: Staging, nbytes: int) -> HostRegion:
         ends.start()
         assert taken.wait(60)
         ends.join(0.2)
