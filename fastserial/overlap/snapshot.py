@@ -80,7 +80,7 @@ class StoragePart(NamedTuple):
             return
         elif storage.nbytes() < start + nbytes:
             raise StorageChangedError
-        else:  # not by torch, whose threads wait for each other beside one that computes: 0.9 s, not 0.3
+        else:  # torch's own threads would wait for a computing one: 0.9 s instead of 0.3
             memory = HostMemory(storage.data_ptr(), start + nbytes, storage)
         memory.copy_to(address, start, nbytes)
 
@@ -321,7 +321,7 @@ class Snapshot:
         self.stall = perf_counter() - self._began
 
     def abandon(self) -> None:
-        """Mark the snapshot as torn where `end_call` would wait: the call ends with an exception."""
+        """Mark the snapshot as torn if `end_call` would wait: the call ends with an error."""
         with self.lock:
             self.torn |= self._must_wait and not self.taken
 

@@ -145,7 +145,7 @@ class _EntryMaker:
         found = self._made.get(same)
         if found is not None:
             return found
-        boxes = (whole_box(value.shape),)
+        boxes: tuple[Box, ...] = (whole_box(value.shape),)
         local = value
         if kind == SHARD:
             if value.device_mesh.get_coordinate() is None:
