@@ -73,7 +73,7 @@ def _too_small(path: str, keep: int, needed: int, free: int) -> WriteError:
 
 
 def _is_torn(error: BaseException) -> bool:
-    """Return whether tensors changed on this rank: a `DistributedError` may have it as its cause."""
+    """Return whether tensors changed on this rank; a `DistributedError` has that as its cause."""
     return any(isinstance(one, TornSnapshotError) for one in (error, error.__cause__))
 
 

@@ -23,7 +23,7 @@ from fastserial.training.folder import CheckpointFolder
 from fastserial.training.loadable import refused
 from fastserial.training.object_states import restore, state_of, states, steady
 from fastserial.training.partial import (
-    Difference,
+    NameDifference,
     ResumeRequest,
     difference,
     names_here,
@@ -131,7 +131,7 @@ class SingleProcess:
         """Return the steps whose files all ranks see, the last one first."""
         return folder.steps()
 
-    def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], Difference]:
+    def read(self, wanted: ResumeRequest, path: str) -> tuple[dict[str, Any], NameDifference]:
         """Return what a file holds. Of several ranks, this fills the tensors of the objects.
 
         Raises:
