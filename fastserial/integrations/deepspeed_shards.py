@@ -106,7 +106,7 @@ class EngineShards:
                 # Adding up sizes would be wrong: there is padding, and round_robin_gradients.
                 if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
                     raise ConfigError(
-                        "a parameter is not in ZeRO's flat buffer: call reload_states() first if the "
+                        "a parameter is not in ZeRO's flat buffer: call reload_states() if the "
                         "engine's states were offloaded"
                     )
                 offset = parameter.storage_offset() - flat.storage_offset()
