@@ -11,17 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = [
-    "meshes",
-    "random_dtensor",
-    "random_placements",
-    "random_tensor",
-    "same_bytes",
-    "split",
-    "split_last",
-    "strided",
-]
-
 _GRIDS = {
     1: [(1,), (1, 1)],
     2: [(2,), (2, 1), (1, 2)],
