@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -159,20 +158,6 @@ def test_damaged_first_bytes_are_damage(tmp_path: Path) -> None:
         inspect(path)
 
 
-def test_records_whose_names_differ_in_case_are_all_listed(tmp_path: Path) -> None:
-    """torch finds one of them, whichever name it is asked for."""
-    path = tmp_path / "f.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in ("data.pkl", "N."), ("code/A.py", "one"), ("code/a.py", "three"):
-            archive.writestr(f"archive/{name}", text)
-    found = inspect(path).records
-    assert [(name, size) for name, _, size in found][1:] == [("code/A.py", 3), ("code/a.py", 5)]
-    with path.open("rb") as file:
-        for _, offset, size in found:
-            file.seek(offset)
-            assert file.read(size) in (b"N.", b"one", b"three")
-
-
 def test_tensors_that_are_not_listed_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     one = torch.ones(2, dtype=torch.complex64).conj()
@@ -277,45 +262,3 @@ def test_values_that_multiply_are_cut_off() -> None:
         value = [value, value]
     found = of(value, STORAGE, limits=Limits(visits=10_000))
     assert not found.complete
-
-
-def test_values_too_deep_are_cut_off() -> None:
-    value: Any = tensor_of(STORAGE, 0, (2,), (1,))
-    for _ in range(5000):
-        value = [value]
-    found = of(value, STORAGE)
-    assert not found.complete
-    assert not found.tensors
-
-
-def doubled(depth: int) -> Any:
-    """A value that is short in a pickle and endless when written out."""
-    value: Any = None
-    for _ in range(depth):
-        value = (value, value)
-    return value
-
-
-def test_values_that_are_endless_when_written_out() -> None:
-    endless = doubled(100)
-    sized = tensor_of(STORAGE, 0, Call(endless, ((2,),)), (1,))
-    layout = Call(Global("torch.serialization", "_get_layout"), (endless,))
-    sparse = Call(Global("torch._utils", "_rebuild_sparse_tensor"), (layout, ()))
-    found = of(Mapping([("w", sized), ("s", sparse), (endless, 1), ((1, endless), 2)]), STORAGE)
-    assert len(found.problems) == 1
-    assert not found.tensors
-
-
-def test_keys_that_are_numbers_of_any_size() -> None:
-    huge = 1 << 50_000
-    tensor = tensor_of(STORAGE, 0, (2,), (1,))
-    found = of(Mapping([(huge, tensor), ((7, huge), tensor), (-3, tensor)]), STORAGE)
-    assert [one.key for one in found.tensors] == ["?", "(7, ?)", "-3"]
-
-
-def test_dimensions_count_as_visits() -> None:
-    wide = [1] * 1000
-    value = [tensor_of(STORAGE, 0, wide, wide)] * 1000
-    found = of(value, STORAGE, limits=Limits(visits=20_000))
-    assert not found.complete
-    assert len(found.tensors) < 25

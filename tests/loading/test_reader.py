@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from fastserial.engines import Capabilities, Completion, Request, threads
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
-from fastserial.files import caching, linux
+from fastserial.files import linux
 from fastserial.loading import pump
-from fastserial.loading.pump import Block, Pump
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, ReadExtent
 from fastserial.memory.storages import new_storage
@@ -311,46 +309,7 @@ def test_engines_that_do_not_read(path: Path) -> None:
         assert torch.equal(found[0], torch.ones(3))
 
 
-def test_delivery_fails(path: Path) -> None:
-    def deliver(view: memoryview, address: int) -> None:
-        raise ZeroDivisionError
-
-    with path.open("rb") as file:
-        blocks = Pump(file.fileno(), SIZE, Config(block_size=65536))
-        try:
-            with pytest.raises(ZeroDivisionError):
-                for at in range(0, 65536 * 20, 65536):
-                    blocks.put(Block(at, 65536, deliver))
-                blocks.drain()
-        finally:
-            blocks.close()
-            blocks.close()
-
-
 # --- the page cache -----------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["cachestat", "nowait"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "nowait":
-        monkeypatch.setattr(caching, "cached_bytes", lambda *args: None)
-    return request.param
-
-
-def test_cached_fraction(path: Path, how: str) -> None:
-    with path.open("rb") as file:
-        fd = file.fileno()
-        path.read_bytes()
-        full = caching.cached_fraction(fd, 0, SIZE)
-        if full is None:
-            pytest.skip("the kernel or the file system does not tell")
-        assert full == 1.0
-        assert caching.cached_fraction(fd, 12_345, 100_000) == 1.0
-        assert caching.cached_fraction(fd, 5, 0) is None
-        chill(path)
-        cold = caching.cached_fraction(fd, 0, SIZE)
-        if cold is not None and cold < 0.5:  # tmpfs and some others keep it
-            assert cold < 0.05
 
 
 def test_the_page_cache_is_used_if_the_file_is_in_it(path: Path) -> None:
