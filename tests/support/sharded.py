@@ -31,7 +31,11 @@ DTYPES = [
     torch.complex64,
     torch.float64,
     torch.complex128,
+    torch.float16,
 ]
+# No storage of the legacy format has these, and torch hardly computes with them.
+NEWER = [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2fnuz]
+DTYPES += NEWER
 
 
 def meshes(count: int) -> list[DeviceMesh]:
