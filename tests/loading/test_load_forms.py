@@ -6,12 +6,9 @@ import collections
 import contextlib
 import ctypes
 import functools
-import io
 import os
 import pickle
-import struct
 import sys
-import tarfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,9 +21,6 @@ import torch
 from support.corpus import FORMATS, MIB, TORCH, noise
 from support.identity import digest, fast, stock
 from support.loading import FORCED, both, forced, last_report
-from torch import load as load_bound_before_install
-
-from fastserial.reports import last_load_report
 
 DIRECT = FORCED["direct"]
 
@@ -67,17 +61,6 @@ def test_fast_path_is_taken(tmp_path: Path) -> None:
         assert (report.engine, report.fallback, report.container) == ("threads", None, fmt)
         assert report.bytes >= 70 * 300 * 4
         assert report.direct_bytes + report.cached_bytes == report.bytes
-
-
-def test_name_bound_before_install(tmp_path: Path) -> None:
-    path = saved(tmp_path, state())
-    before = last_load_report()
-    with fast(**DIRECT):
-        load_bound_before_install(path)
-    report = last_load_report()
-    assert report is not before
-    assert report is not None
-    assert report.engine == "threads"
 
 
 # --- map_location -------------------------------------------------------------------------------
@@ -257,17 +240,6 @@ def test_fake_tensors(fmt: str, tmp_path: Path) -> None:
     both(load, DIRECT)
 
 
-def test_offsets_of_meta_tensors(tmp_path: Path) -> None:
-    path = saved(tmp_path, state())
-
-    def load() -> Any:
-        found = torch.load(path, map_location="meta")
-        kept = [one.untyped_storage() for one in found.values() if isinstance(one, torch.Tensor)]
-        return [getattr(storage, "_checkpoint_offset", None) for storage in kept]
-
-    both(load, DIRECT)
-
-
 class Custom:
     """A class that weights_only does not know."""
 
@@ -391,41 +363,6 @@ def test_torchscript_archive(tmp_path: Path) -> None:
     both(lambda: load(weights_only=False).state_dict(), DIRECT)
 
 
-def _tar_era(path: Path) -> None:
-    """A file as torch wrote it before 0.1.10: a tar of storages, tensors and a pickle."""
-    tensor = torch.arange(12.0).reshape(3, 4)
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            return "7" if isinstance(value, torch.Tensor) else None
-
-    storages, tensors, objects = io.BytesIO(), io.BytesIO(), io.BytesIO()
-    pickle.dump(1, storages, 2)
-    pickle.dump((1, "cpu", torch.FloatStorage), storages, 2)
-    storages.write(struct.pack("<q", 12) + bytes(tensor.untyped_storage()))
-    pickle.dump([], storages, 2)
-    pickle.dump(1, tensors, 2)
-    pickle.dump((7, 1, torch.FloatTensor), tensors, 2)
-    tensors.write(struct.pack("<ii2q2qq", 2, 0, 3, 4, 4, 1, 0))
-    Pickler(objects, 2).dump({"t": tensor, "n": 5})
-    with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as tar:
-        for name, body in (("storages", storages), ("tensors", tensors), ("pickle", objects)):
-            info = tarfile.TarInfo(name)
-            info.size = len(body.getvalue())
-            tar.addfile(info, io.BytesIO(body.getvalue()))
-
-
-def test_tar_era_file(tmp_path: Path) -> None:
-    path = tmp_path / "old.pt"
-    _tar_era(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tarfile's, once per process
-        want = both(lambda: torch.load(path, weights_only=False), DIRECT)
-    assert want.error is None
-    assert torch.equal(want.value["t"], torch.arange(12.0).reshape(3, 4))
-    both(lambda: torch.load(path), DIRECT)
-
-
 def test_not_checkpoints(tmp_path: Path) -> None:
     import zipfile
 
@@ -441,24 +378,6 @@ def test_not_checkpoints(tmp_path: Path) -> None:
 
 
 # --- nesting, threads, memory -------------------------------------------------------------------
-
-
-class Nested:
-    """Calls torch.load while being unpickled by torch.load."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (torch.load, (self.path,))
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_nested_loads(fmt: str, tmp_path: Path) -> None:
-    inner = saved(tmp_path, state(), fmt, "inner.pt")
-    values = [noise(90_000), Nested(str(inner)), noise(70_000), Nested(str(inner))]
-    outer = saved(tmp_path, values, fmt, "outer.pt")
-    both(lambda: torch.load(outer, weights_only=False), DIRECT)
 
 
 def test_threads(tmp_path: Path) -> None:

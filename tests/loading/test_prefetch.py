@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.corpus import MIB, TORCH, noise
+from support.corpus import MIB, noise
 from support.identity import digest, fast, stock
 from support.loading import last_report
 
@@ -172,29 +172,6 @@ def test_an_engine_that_fails_leaves_the_rest_to_torch(
         found = torch.load(path)
     assert digest(found) == want
     assert len(calls) > good
-
-
-@pytest.mark.parametrize("alignment", [1, 8, 512, 4096])
-def test_alignments_of_storages(alignment: int, tmp_path: Path) -> None:
-    if TORCH < (2, 7):
-        pytest.skip("needs torch 2.7")
-    from torch.utils.serialization import config
-
-    path = tmp_path / "f.pt"
-    config.save.storage_alignment = alignment
-    try:
-        with stock():
-            torch.save([noise(size) for size in SIZES], path)
-    finally:
-        config.save.storage_alignment = 64
-    with stock():
-        want = digest(torch.load(path))
-    with fast(small_file=0):
-        found = torch.load(path)
-    assert digest(found) == want
-    assert all(one.data_ptr() % 64 == 0 for one in found)
-    report = last_report()
-    assert report.engine == "threads"
 
 
 def test_order_of_torch_2_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from fastserial.engines import Capabilities, Completion, Request, threads
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
-from fastserial.files import linux
 from fastserial.loading import pump
 from fastserial.loading.reader import FastFileReader
 from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, ReadExtent
@@ -232,15 +231,6 @@ def _flags(fd: int) -> int:
     import fcntl
 
     return fcntl.fcntl(fd, fcntl.F_GETFL)
-
-
-def test_without_direct_io(path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink, storage = host(SIZE)
-    monkeypatch.setattr(linux, "direct_alignment", lambda fd: None)
-    with FastFileReader(path, DIRECT) as reader:
-        reader.read_into([ReadExtent(0, SIZE, sink)])
-        assert reader.blocks.fallback == "the file system has no direct I/O for this file"
-    assert content(storage) == data
 
 
 class FailsThenWaits(ThreadsEngine):

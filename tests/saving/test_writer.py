@@ -346,7 +346,7 @@ def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
 
 
 class FailingEngine(ThreadsEngine):
-    """Fails the write at an offset with an errno; the others are real."""
+    """Fails the write at an offset with an errno, or cuts it short (0); the others are real."""
 
     number = errno.ENOSPC
     at = 128 * 1024
@@ -354,12 +354,14 @@ class FailingEngine(ThreadsEngine):
     @classmethod
     def _serve(cls, request: Any) -> Any:
         done = super()._serve(request)
-        if request.offset == cls.at:
+        if request.offset == cls.at and not cls.number:
+            done.transferred -= 1
+        elif request.offset == cls.at:
             done.error = OSError(cls.number, os.strerror(cls.number))
         return done
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, 0])
 def test_an_error_in_a_thread_reaches_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -375,7 +377,7 @@ def test_an_error_in_a_thread_reaches_the_caller(
             writer.write(noise(1_000_000))
     assert isinstance(caught.value, OSError)
     assert isinstance(caught.value, RuntimeError)
-    assert caught.value.errno == number
+    assert caught.value.errno == (number or errno.EIO)
     assert caught.value.filename == str(path)
     assert isinstance(caught.value.__cause__, OSError)
     assert path.read_bytes() == b"old"
