@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import os
 import threading
@@ -65,22 +64,6 @@ class _Wrapped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
-
-
-class _Inverting(io.FileIO):
-    """Gives other bytes than the descriptor."""
-
-    def read(self, *args: Any) -> bytes:
-        return super().read(*args).translate(bytes(range(255, -1, -1)))
-
-    def readinto(self, buffer: Any) -> int:
-        found = super().readinto(buffer) or 0
-        view = memoryview(buffer).cast("B")
-        view[:found] = bytes(view[:found]).translate(bytes(range(255, -1, -1)))
-        return found
-
-    def readline(self, *args: Any) -> bytes:
-        return super().readline(*args).translate(bytes(range(255, -1, -1)))
 
 
 # ruff: noqa: SIM115
@@ -160,26 +143,6 @@ def test_pending_writes(tmp_path: Path) -> None:
                 return torch.load(file)
 
         assert both(load, DIRECT, {}).error is None
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_bytes_that_are_not_the_files(fmt: str, tmp_path: Path) -> None:
-    path = tmp_path / "f.pt"
-    path.write_bytes(body(fmt, VALUE).translate(bytes(range(255, -1, -1))))
-
-    def load() -> Any:
-        with _Inverting(path) as file:
-            return torch.load(file)
-
-    both(load, DIRECT)
-    squeezed = tmp_path / "f.gz"
-    squeezed.write_bytes(gzip.compress(body(fmt, VALUE)))
-
-    def inflate() -> Any:
-        with gzip.open(squeezed) as file:
-            return torch.load(file)
-
-    both(inflate, DIRECT)
 
 
 def test_fifo(tmp_path: Path) -> None:

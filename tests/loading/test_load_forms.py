@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import functools
 import os
 import pickle
@@ -18,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.corpus import FORMATS, MIB, TORCH, noise
+from support.corpus import FORMATS, TORCH, noise
 from support.identity import digest, fast, stock
-from support.loading import FORCED, both, forced, last_report
+from support.loading import FORCED, both, forced
 
 DIRECT = FORCED["direct"]
 
@@ -50,17 +49,6 @@ def saved(folder: Path, value: Any, fmt: str = "zip", name: str = "f.pt", **opti
     with stock():
         torch.save(value, path, _use_new_zipfile_serialization=fmt == "zip", **options)
     return path
-
-
-def test_fast_path_is_taken(tmp_path: Path) -> None:
-    for fmt in FORMATS:
-        path = saved(tmp_path, state(), fmt)
-        with fast(**DIRECT):
-            torch.load(path)
-        report = last_report()
-        assert (report.engine, report.fallback, report.container) == ("threads", None, fmt)
-        assert report.bytes >= 70 * 300 * 4
-        assert report.direct_bytes + report.cached_bytes == report.bytes
 
 
 # --- map_location -------------------------------------------------------------------------------
@@ -247,18 +235,6 @@ class Custom:
         self.tensor = tensor
 
 
-class Looking:
-    """Looks at a tensor while it is being unpickled."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.sum = 0.0
-
-    def __setstate__(self, values: dict[str, Any]) -> None:
-        self.tensor = values["tensor"]
-        self.sum = float(self.tensor.double().sum())
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("weights_only", [None, True, False])
 def test_weights_only(weights_only: bool | None, fmt: str, tmp_path: Path) -> None:
@@ -276,17 +252,6 @@ def test_weights_only(weights_only: bool | None, fmt: str, tmp_path: Path) -> No
             return load()
 
     assert both(allowed, DIRECT, FORCED["verified"]).error is None
-
-
-def test_objects_that_look_while_unpickled(tmp_path: Path) -> None:
-    """Bytes are there when a storage is handed over, not later."""
-    tensors = {str(i): Looking(torch.randn(20_000 + i)) for i in range(40)}
-    path = saved(tmp_path, tensors)
-    with fast(**DIRECT, threads=1):
-        found = torch.load(path, weights_only=False)
-    for name, one in found.items():
-        assert torch.equal(one.tensor, tensors[name].tensor)
-        assert one.sum == float(tensors[name].tensor.double().sum())
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -340,16 +305,6 @@ def test_default_endianness(order: str, tmp_path: Path) -> None:
 # --- other containers ---------------------------------------------------------------------------
 
 
-def test_safetensors_name(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    path = tmp_path / "model.safetensors"
-    safetensors.save_file({"a": torch.randn(300)}, path)
-    both(lambda: torch.load(path), DIRECT)
-    both(lambda: torch.load(str(path), map_location={"cpu": "cpu"}), DIRECT)
-    pickled = saved(tmp_path, state(), name="pickle.safetensors")
-    both(lambda: torch.load(pickled), DIRECT)
-
-
 def test_torchscript_archive(tmp_path: Path) -> None:
     path = tmp_path / "script.pt"
     with warnings.catch_warnings():
@@ -396,25 +351,6 @@ def test_threads(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert [found[i] for i in range(8)] == want
-
-
-def test_memory_is_each_storages_own(tmp_path: Path) -> None:
-    """Aligned as torch's own, not resizable, and free to go one by one."""
-    path = saved(tmp_path, {str(i): noise(n) for i, n in enumerate((3, 700, 6000, 40 * MIB))})
-    with fast(**DIRECT):
-        found = torch.load(path)
-    storages = [one.untyped_storage() for one in found.values()]
-    assert all(storage.data_ptr() % 64 == 0 for storage in storages)
-    assert not any(storage.resizable() for storage in storages)
-    before = _resident()
-    storages.clear()
-    del found["3"]
-    assert before - _resident() > 30 * MIB
-
-
-def _resident() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # what is free is not resident, wherever malloc had it
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Interrupting:

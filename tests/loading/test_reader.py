@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import fastserial
-from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.engines import Capabilities, Completion, Request, threads
 from fastserial.engines.null import NullEngine
@@ -22,7 +21,7 @@ from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError, EngineUnavailableError
 from fastserial.loading import pump
 from fastserial.loading.reader import FastFileReader
-from fastserial.loading.sinks import CheckedSink, ExpectedSink, HostSink, ReadExtent
+from fastserial.loading.sinks import HostSink, ReadExtent
 from fastserial.memory.storages import new_storage
 
 SIZE = 9_456_789
@@ -110,23 +109,6 @@ def test_bytes_wanted_twice_beside_aligned_memory(path: Path, data: bytes) -> No
         reader.read_into(reads)
     assert ctypes.string_at(start + offset, length) == data[offset : offset + length]
     assert content(storage) == data[9000:14000]
-
-
-def test_sinks(path: Path, data: bytes) -> None:
-    sink, storage = host(9000)
-    ledger = CrcLedger([9000], [None])
-    expected = ExpectedSink(data[20_000:20_050], "it")
-    with FastFileReader(path, Config(block_size=4096, small_file=0)) as reader:
-        reader.read_into(
-            [
-                ReadExtent(100, 9000, CheckedSink(sink, ledger, 0)),
-                ReadExtent(20_000, 50, expected),
-            ]
-        )
-        assert ledger.wait(0) == crc32(data[100:9100])
-        assert content(storage) == data[100:9100]
-        with pytest.raises(CorruptCheckpointError, match="it is not what"):
-            reader.read_into([ReadExtent(20_001, 50, expected)])
 
 
 def test_sources(path: Path, data: bytes) -> None:

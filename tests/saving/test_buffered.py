@@ -45,29 +45,6 @@ def put(path: Path, config: Config, action: Callable[[ExtentWriter], None]) -> E
     return out
 
 
-@pytest.mark.parametrize("later", [1, 99_990, 200_000, 1_000_000])
-@pytest.mark.parametrize("settled", [False, True])
-def test_a_file_may_grow_beyond_what_was_expected(
-    tmp_path: Path, later: int, settled: bool
-) -> None:
-    storage = torch.frombuffer(bytearray(NOISE[:70_000]), dtype=torch.uint8).untyped_storage()
-
-    def action(out: ExtentWriter) -> None:
-        out.expect(70_010)
-        data = Data(storage_memory(storage), 70_000, None)
-        out.write(one_after_another(Literal(NOISE[:10]), data))
-        if settled:
-            out.release_sources()
-            storage.fill_(0)
-        out.write(one_after_another(Literal(NOISE[:later])), base=70_010)
-
-    config = Config(small_file=100_000, block_size=65536, queue_depth=2, threads=2)
-    out = put(tmp_path / "a", config, action)
-    expected = NOISE[:10] + NOISE[:70_000] + NOISE[:later]
-    assert (tmp_path / "a").read_bytes() == expected
-    assert (out.outcome.engine == "buffered") == (len(expected) <= 100_000)
-
-
 def test_what_is_held_for_later_is_held_in_small_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,16 +72,6 @@ def test_what_is_held_for_later_is_held_in_small_pieces(
     assert (tmp_path / "a").read_bytes() == NOISE[:10] + content + b"end"
     assert sum(pieces) == size
     assert max(pieces) <= FILL_CHUNK
-
-
-def test_small_in_bytes_but_larger_than_a_block(tmp_path: Path) -> None:
-    def action(out: ExtentWriter) -> None:
-        out.expect(300_000)
-        out.write(one_after_another(Literal(NOISE[:300_000])))
-
-    out = put(tmp_path / "a", Config(block_size=4096), action)
-    assert out.outcome.engine == "buffered"
-    assert (tmp_path / "a").read_bytes() == NOISE[:300_000]
 
 
 def test_checksums_where_writes_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
