@@ -52,7 +52,7 @@ FAULTS = [
     Fault("a gap in the file ends no block", "saving/extent_writer.py", "offset != self._parts[-1].offset + self._parts[-1].length", "False"),  # noqa: E501
     Fault("the CRC-32 begins anew in each chunk", "saving/fill.py", "crc = checksum(view[at + done : at + done + size], crc)", "crc = checksum(view[at + done : at + done + size])"),  # noqa: E501
     Fault("the CRC-32 is entered at byte 0", "saving/fill.py", "ledger.add(source.record, start, length, crc)", "ledger.add(source.record, 0, length, crc)"),  # noqa: E501
-    Fault("shared memory is written from where it is", "saving/fill.py", "if isinstance(memory, StorageOnHost) and memory.shared:", "if False:"),  # noqa: E501
+    Fault("what threads share is written from where it is", "saving/fill.py", "if isinstance(memory, StorageOnHost) and memory.shared:", "if False:"),  # noqa: E501
     Fault("the file is not synced", "saving/writer.py", "                self._place.sync()", "                pass"),  # noqa: E501
     Fault("the file object is left where it was", "saving/writer.py", "self._place.file.seek(self._place.start + self._written)", "pass"),  # noqa: E501
     Fault("a forked child discards its parent's file", "saving/writer.py", "if os.getpid() != self._pid:", "if False:"),  # noqa: E501

@@ -344,22 +344,6 @@ def test_mode_and_owner_of_existing_file(
     assert found["fast"] == found["stock"] == (owner, mode)
 
 
-@needs_root
-@both_formats
-def test_group_of_setgid_directory(fmt: str, tmp_path: Path) -> None:
-    """A shared project directory hands its group down."""
-    groups = {}
-    for side, context in SIDES.items():
-        folder = tmp_path / side
-        folder.mkdir()
-        os.chown(folder, -1, 4321)
-        folder.chmod(0o2775)
-        with context():
-            save(folder / "a.pt", fmt)
-        groups[side] = (folder / "a.pt").stat().st_gid
-    assert groups["fast"] == groups["stock"] == 4321
-
-
 @both_formats
 def test_dev_stdout(fmt: str, tmp_path: Path) -> None:
     """``| reader`` and ``> file``: the descriptor that the shell opened gets the bytes."""
@@ -463,27 +447,6 @@ def test_not_a_file(thing: str, fmt: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # --- threads and processes --------------------------------------------------------------------
-
-
-@both_formats
-def test_threads_different_paths(fmt: str, tmp_path: Path) -> None:
-    """Saves that run at the same time do not mix."""
-    lives = [{"t": noise(400_000 + i), "n": i} for i in range(6)]
-    want = [by_stock(tmp_path / f"{i}.pt", fmt, live) for i, live in enumerate(lives)]
-    errors: list[BaseException | None] = []
-    start = threading.Barrier(len(lives))
-
-    def run(i: int) -> None:
-        start.wait()
-        for _ in range(4):
-            errors.append(raised(lambda: save(tmp_path / f"{i}.pt", fmt, lives[i])))
-
-    with fast(small_file=0):
-        _run_all([lambda i=i: run(i) for i in range(len(lives))])  # type: ignore[misc]
-    assert errors == [None] * 24
-    for i, data in enumerate(want):
-        assert difference(data, (tmp_path / f"{i}.pt").read_bytes()) is None
-    assert len(os.listdir(tmp_path)) == len(lives)
 
 
 @both_formats

@@ -128,28 +128,6 @@ def test_to_safetensors_and_back(fmt: Container, tmp_path: Path) -> None:
         assert torch.equal(again[key], tensor.detach()), key
 
 
-def test_metadata(tmp_path: Path) -> None:
-    """Kept where there is a place for it; else the caller is told what is lost."""
-    safetensors = pytest.importorskip("safetensors")
-    torch_io = pytest.importorskip("safetensors.torch")
-    source, copy = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    text = {"author": "ü \x1b[31m", "format": "pt", "modelspec.title": "x" * 5000}
-    torch_io.save_file({"w": torch.ones(9)}, source, metadata=text)
-    assert convert(source, copy).dropped == ()
-    with safetensors.safe_open(copy, "pt") as file:
-        assert file.metadata() == text
-    for to in TORCH_CONTAINERS:
-        done = convert(source, tmp_path / "c.pt", to)
-        assert set(done.dropped) == {"author", "modelspec.title"}
-    torch_io.save_file({"w": torch.ones(9)}, source)
-    assert convert(source, copy).dropped == convert(source, tmp_path / "c.pt").dropped == ()
-    with safetensors.safe_open(copy, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    convert(tmp_path / "c.pt", copy)
-    with safetensors.safe_open(copy, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "number": (lambda: {"a": torch.ones(3), "epoch": 5}, "'epoch'.* of type int, not a tensor"),
     "nested": (lambda: {"model": {"a": torch.ones(3)}}, "'model'.*key"),

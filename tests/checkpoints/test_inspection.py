@@ -102,21 +102,6 @@ def test_a_module_and_subclasses(tmp_path: Path) -> None:
     assert "torch.nn.modules.linear.Linear" in found.imports
 
 
-def test_sparse_quantized_meta_and_float8(tmp_path: Path) -> None:
-    state = {
-        "coo": torch.eye(3).to_sparse(),
-        "meta": torch.ones(2, 3, device="meta"),
-        "f8": torch.ones(3).to(torch.float8_e4m3fn),
-        "storage": torch.ones(3).untyped_storage(),
-    }
-    found = saved(state, tmp_path / "x.pt")
-    tensors = {tensor.key: tensor for tensor in found.tensors}
-    assert set(tensors) == {"coo.1.0", "coo.1.1", "meta", "f8"}
-    assert tensors["meta"].storage is None
-    assert tensors["f8"].dtype == "float8_e4m3fn"
-    assert [s.tensors for s in found.storages if s.nbytes == 12] == [("coo.1.1",), ("storage",)]
-
-
 def test_the_plain_tensor(tmp_path: Path) -> None:
     found = saved(torch.ones(3), tmp_path / "x.pt")
     assert [tensor.key for tensor in found.tensors] == [""]
@@ -246,14 +231,6 @@ def test_storages_that_disagree_are_an_error() -> None:
     other = Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", 11))
     with pytest.raises(CorruptCheckpointError, match="40 and with 44"):
         of(None, STORAGE, other)
-
-
-def test_values_that_hold_themselves() -> None:
-    loop: list[Any] = [tensor_of(STORAGE, 0, (2,), (1,))]
-    loop.append(loop)
-    found = of(loop, STORAGE)
-    assert [tensor.key for tensor in found.tensors] == ["0"]
-    assert found.complete
 
 
 def test_values_that_multiply_are_cut_off() -> None:

@@ -15,7 +15,6 @@ import torch
 
 import fastserial
 from fastserial.cli import main
-from fastserial.console import new_console, print_table
 from fastserial.printable import printable
 
 ROOT = Path(fastserial.__file__).resolve().parent.parent
@@ -58,26 +57,6 @@ def test_printable() -> None:
     assert "\n" not in shown
     assert printable(shown) == shown
     shown.encode()
-
-
-def test_every_way_through_the_console(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = new_console()
-    table = Table("column", escape(HOSTILE), title=escape(HOSTILE))
-    table.add_row(escape(HOSTILE), "cell")
-    console.print(escape(HOSTILE), soft_wrap=True)
-    console.print(HOSTILE, markup=False, soft_wrap=True)
-    console.print(table)
-    print_table(console, HOSTILE, ("a", HOSTILE), [(1, HOSTILE), (HOSTILE, 2)])
-    said = capsys.readouterr().out
-    assert not hidden_in(said)
-    lines = said.splitlines()
-    assert lines[0].startswith(SHOWN)
-    assert lines[0] == lines[1]
-    assert len(lines[-4:]) == 4
-    assert lines[-2] == f"1{' ' * 61}{printable(HOSTILE)}"
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -170,36 +149,3 @@ def test_without_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "error: this needs torch, which is not installed: pip install torch\n"
-
-
-def test_inspect_goes_through_a_folder(command: Command, tmp_path: Path) -> None:
-    """Of torch_checkpointing, say: ordinary files, one for each state and rank."""
-    torch.save({"a": torch.ones(3)}, tmp_path / "model_0.pt")
-    torch.save({"b": torch.ones(4)}, tmp_path / "model_1.pt")
-    status, out, err = command("inspect", tmp_path, "--json")
-    assert (status, err) == (0, "")
-    found = json.loads(out)["files"]
-    assert [one["tensors"][0]["key"] for one in found] == ["a", "b"]
-    (tmp_path / "model_1.pt").write_bytes((tmp_path / "model_1.pt").read_bytes()[:-50])
-    status, out, err = command("inspect", tmp_path)
-    assert status == 1
-    assert "model_0.pt: zip" in out
-    assert err.startswith("damaged: ")
-    assert "model_1.pt" in err
-
-
-def test_verify_and_convert_show_how_far_they_are(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a terminal, and of large files."""
-    path, small = tmp_path / "large.pt", tmp_path / "small.pt"
-    torch.save({"a": torch.ones(5 << 20)}, path)
-    torch.save({"a": torch.ones(5)}, small)
-    words = ("verify", path), ("convert", path, tmp_path / "dcp", "--to", "dcp")
-    for one in (*words, ("convert", path, tmp_path / "x.pt"), ("verify", tmp_path / "dcp")):
-        assert "MiB" not in command(*one)[2]
-        monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True)
-        assert command(*one)[2].count("MiB") >= 2 - (one[0] == "verify")
-        monkeypatch.undo()
-    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True)
-    assert command("verify", small)[2] == ""

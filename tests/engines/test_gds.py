@@ -27,7 +27,6 @@ from fastserial.engines.gds.memory import DirectMemory
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.memory import batch
 from fastserial.memory import ring as ring_module
-from fastserial.memory.ring import Ring
 
 WORDS = ("gds", "gpu_async", "gpu_batch")
 BLOCK = 16384
@@ -154,31 +153,6 @@ def test_after_the_programs_kernels(tmp_path: Path, plug: Plug, word: str) -> No
         device.finish()
         assert same(target, wanted)
         assert loaded().transfer == word
-
-
-def test_without_checksums_nothing_comes_to_the_host(
-    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for the edges of tensors; with them, each byte is looked at once."""
-    shown: list[int] = []
-    real = Ring.host
-    monkeypatch.setattr(
-        Ring, "host", lambda ring, buffer, n: shown.append(n) or real(ring, buffer, n)
-    )
-    value, path = state(), tmp_path / "a.pt"
-    computed = torch.serialization.get_crc32_options()
-    for zipped, summed in ((True, True), (True, False), (False, True)):
-        plug(1)
-        torch.serialization.set_crc32_options(summed)
-        try:
-            wanted = stocks(value, path, zipped)
-            shown.clear()
-            fastserial.install(**SMALL, transfer="gds")
-            torch.save(value, path, _use_new_zipfile_serialization=zipped)
-        finally:
-            torch.serialization.set_crc32_options(computed)
-        assert path.read_bytes() == wanted
-        assert bool(shown) == (zipped and summed)
 
 
 def test_verified_loads_are_read_by_the_host(tmp_path: Path, plug: Plug) -> None:

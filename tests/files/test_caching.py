@@ -139,21 +139,6 @@ def test_a_device_that_was_busy_is_measured_again(
     assert verdicts() == [True]
 
 
-def test_a_device_that_was_fast_is_measured_again(
-    direct: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have used up what a cloud lends it for a while."""
-    monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
-    assert saved(direct / "fast.pt").direct
-    monkeypatch.setattr(caching, "FAST_DEVICE", float("inf"))
-    assert saved(direct / "soon.pt").direct
-    assert verdicts() == [True]
-    monkeypatch.setattr(caching, "FAST_FOR", 0.0)
-    assert not saved(direct / "later.pt").direct
-    assert cached(direct / "later.pt") > 0.99
-    assert verdicts() == [False]
-
-
 def test_little_is_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None
 ) -> None:
@@ -233,18 +218,6 @@ def test_the_narrowest_group_counts(groups: Path) -> None:
     limit(groups / "job", max="1000\n", current="900\n", stat="active_file 50\ninactive_file 7\n")
     limit(groups / "job" / "step", max="max\n", current="900\n", stat="")
     assert meminfo.available_bytes() == 157
-
-
-def test_groups_of_version_1(groups: Path) -> None:
-    (groups / "cgroup").write_text("5:cpu:/a\n4:memory:/a\n0::/\n")
-    limit(
-        groups / "memory" / "a",
-        limit_in_bytes="5000\n",
-        usage_in_bytes="4000\n",
-        stat="total_active_file 1\ntotal_inactive_file 2\nactive_file 99\n",
-    )
-    limit(groups / "memory", limit_in_bytes=f"{2**63 - 4096}\n")
-    assert meminfo.available_bytes() == 1003
 
 
 def test_groups_that_are_not_there(groups: Path) -> None:

@@ -54,17 +54,6 @@ def test_what_killed_processes_left_is_removed(target: Path, named: bool, slots:
     assert target.read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("slots", [[0], [0, 1, 2], [0, 5]])
-def test_also_where_there_is_no_file_to_replace(
-    target: Path, named: bool, slots: list[int]
-) -> None:
-    target.unlink()
-    for slot in slots:
-        (target.parent / temporary_name("x.pt", slot)).write_bytes(b"left")
-    write(target, b"new")
-    assert os.listdir(target.parent) == ["x.pt"]
-
-
 def test_a_failing_save_removes_them_too(target: Path) -> None:
     (target.parent / temporary_name("x.pt", 0)).write_bytes(b"left")
     with contextlib.suppress(ZeroDivisionError), FastFileWriter(target):

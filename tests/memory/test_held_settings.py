@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,25 +76,6 @@ def test_it_is_back_when_the_end_is_skipped(case: Case) -> None:
     holds.pop()
     del hold
     assert case.get() == case.usual
-
-
-def test_many_threads_at_once(case: Case) -> None:
-    """None takes what another has set for what the program had."""
-    begin = threading.Barrier(4)
-
-    def run() -> None:
-        begin.wait()
-        for _ in range(3000):
-            with case.setting.hold():
-                pass
-
-    for _ in range(8):
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert case.get() == case.usual
 
 
 def test_what_the_program_sets_meanwhile_stays(case: Case) -> None:

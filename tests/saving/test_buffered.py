@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastserial
 from fastserial.checksums import CrcLedger, crc32
 from fastserial.config import Config
 from fastserial.config.performance import FILL_CHUNK
@@ -102,3 +104,22 @@ def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with (tmp_path / "a").open("wb") as file, pytest.raises(OSError, match="3 bytes were not"):
         fill.write_all(file.fileno(), memoryview(b"abc"), 0)
+
+
+def test_what_another_thread_may_change_is_copied_before_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.zeros(500_000)
+    real, ended = fill.write_all, threading.Event()
+
+    def late(*arguments: Any) -> None:
+        tensor.add_(1)
+        real(*arguments)
+
+    monkeypatch.setattr(fill, "write_all", late)
+    threading.Thread(target=ended.wait, daemon=True).start()
+    try:
+        fastserial.save({"x": tensor}, tmp_path / "x.pt")
+    finally:
+        ended.set()
+    assert fastserial.verify(tmp_path / "x.pt").ok

@@ -26,7 +26,7 @@ from rich.progress import Progress
 import fastserial
 from fastserial import FastFileWriter, WriteError, config
 from fastserial.engines.threads import ThreadsEngine
-from fastserial.files import linux
+from fastserial.files import linux, replacement
 from fastserial.files.replacement import temporary_name
 from fastserial.memory.buffers import BufferPool
 from fastserial.saving import fill
@@ -291,16 +291,20 @@ def test_a_forgotten_writer_saves_nothing(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
+def test_a_forked_child_leaves_the_parents_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacement, "_can_link", lambda: False)  # the new file has a name
     path = tmp_path / "f"
+    data = noise(1_000_000)
     with FastFileWriter(path) as writer:
-        writer.write(b"parent")
+        writer.write(data)
         child = os.fork()
         if child == 0:
             writer.abort()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-    assert path.read_bytes() == b"parent"
+    assert path.read_bytes() == data
 
 
 class FailingEngine(ThreadsEngine):
