@@ -227,18 +227,6 @@ def test_without_cufile(
     assert report().transfer_why.startswith(f"{word}: ")
 
 
-def test_host_tensors_warn_of_nothing(tmp_path: Path) -> None:
-    fastserial.install(**SMALL, transfer="gds")
-    try:
-        torch.save(state(), tmp_path / "a.pt")
-        assert (report().transfer, report().transfer_why) == (
-            "cpu",
-            "gds: no tensor is on a device",
-        )
-    finally:
-        fastserial.uninstall()
-
-
 def test_without_streams(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     plug(1)
     monkeypatch.setattr(devices, "has_streams", lambda place: False)
@@ -294,23 +282,6 @@ def test_saves_beside_each_other(tmp_path: Path, plug: Plug) -> None:
 
 
 # --- saves beside the program -------------------------------------------------------------------
-
-
-def test_copies_to_other_memory(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "THROUGH_RING", 1)
-    for seed in range(20):
-        device = plug(seed)
-        wanted = noise(100_001)
-        tensor, target = torch.zeros_like(wanted), torch.zeros_like(wanted)
-        device.kernel(lambda tensor=tensor, wanted=wanted: tensor.copy_(wanted))
-        memory = StorageMemory(tensor.untyped_storage())
-        with fastserial.options(block_size=8192, queue_depth=seed % 3 + 1):
-            ring_module.copy_to_host(memory, target.data_ptr() + 5, 5, 99_000)
-        device.kernel(tensor.zero_)
-        device.finish()
-        assert torch.equal(target[5:99_005], wanted[5:99_005])
-        assert not target[:5].any()
-        assert not target[99_005:].any()
 
 
 def test_snapshots(tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ import pytest
 from support.corpus import MIB
 
 from fastserial.config import Config
-from fastserial.engines import Capabilities, Completion, Op, Request, capabilities_of
-from fastserial.engines.null import NullEngine
+from fastserial.engines import Capabilities, Completion, Op, Request
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.files import caching, linux
 from fastserial.formats.extents import Extent, Literal
@@ -76,14 +73,6 @@ def test_options_decide(fd: int) -> None:
     assert chosen(fd).kind == "trial"
 
 
-def test_so_does_what_the_device_was(fd: int) -> None:
-    need_direct(fd)
-    measured(fd, fast=False)
-    assert chosen(fd).kind == "cached"
-    measured(fd, fast=True)
-    assert chosen(fd, 64 * MIB).kind == "direct"
-
-
 def test_what_does_not_fit_in_memory_goes_past_the_cache(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,22 +81,6 @@ def test_what_does_not_fit_in_memory_goes_past_the_cache(
     assert chosen(fd, 99 * MIB).kind == "trial"
     assert chosen(fd, 101 * MIB).kind == "direct"
     assert chosen(fd, 101 * MIB, cache="keep").kind == "cached"
-
-
-def test_a_short_file_starts_no_more_than_it_uses(fd: int) -> None:
-    sizes = {"block_size": MIB, "queue_depth": 6, "threads": 4}
-    for nbytes, depth, threads in ((None, 6, 4), (0, 1, 1), (5 * MIB, 5, 4), (2 * MIB + 1, 3, 3)):
-        route = chosen(fd, nbytes, **sizes)
-        assert (route.queue_depth, route.threads) == (depth, threads)
-        assert route.block_size == MIB
-
-
-def test_the_device_begins_at_once_where_the_save_waits_for_it(fd: int) -> None:
-    need_direct(fd)
-    assert chosen(fd, cache="keep").writeback
-    assert not chosen(fd, cache="keep", durable=False).writeback
-    assert not chosen(fd, cache="keep", may_be_locked=True).writeback
-    assert not chosen(fd, direct=False).writeback
 
 
 def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,18 +106,6 @@ def test_a_lock_is_asked_for_only_where_somebody_may_have_one(fd: int) -> None:
     fcntl.lockf(fd, fcntl.LOCK_EX)
     assert "lockf" in str(chosen(fd, direct=True, may_be_locked=True).fallback)
     assert chosen(fd, direct=False, may_be_locked=True).fallback is None
-
-
-def test_a_route_is_a_value(fd: int) -> None:
-    route = chosen(fd, block_size=2 * MIB, queue_depth=6, cache="keep")
-    with pytest.raises(FrozenInstanceError):
-        route.kind = "direct"  # type: ignore[misc]
-
-
-def test_what_engines_can_do() -> None:
-    assert capabilities_of(NullEngine) == NullEngine.capabilities
-    assert capabilities_of(partial(OwnMemory, prepare_here=True)) == OwnMemory.capabilities
-    assert capabilities_of(lambda threads: ThreadsEngine(threads)) == Capabilities()
 
 
 @pytest.mark.parametrize("prepare_here", [True, False])

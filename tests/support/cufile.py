@@ -26,8 +26,6 @@ from fastserial.engines.gds import memory as direct_memory
 from fastserial.memory import buffers as ring_module
 from support.devices import FakeDevice, Fault, plugged_in
 
-__all__ = ["CuFileError", "FakeCuFile", "cufile_on"]
-
 PAGE = 4096
 _ERRORS = {5008: "GDS is not supported on the current file", 5044: "cufile io error"}
 

@@ -23,8 +23,6 @@ from fastserial.memory import buffers, devices
 from fastserial.memory.devices import Pinned
 from fastserial.patching import load_hooks
 
-__all__ = ["FakeDevice", "Fault", "loaded_to", "plugged_in"]
-
 _POISON = 0xA5
 
 

@@ -130,23 +130,28 @@ def by_window(targets: Sequence[Target], windows: Sequence[Window]) -> list[list
     return found
 
 
-def spans_of(pieces: Iterable[Piece], near: int) -> list[Range]:
+def spans_of(pieces: Iterable[Piece], window: Window, near: int) -> list[Range]:
     """Return what of the file pieces of one window need, gaps of up to `near` bytes included.
 
-    `at` is where the window's buffer has it; a range never spans two of the window's.
+    `at` is where the window's buffer has it; a span never crosses from one of the window's ranges
+    to the next: what lies between them is read by others.
     """
+    begins = [one.at for one in window.ranges]
     runs = sorted(
         Range(begin, end, piece.source + begin - piece.target.grid.position(piece.box.offsets))
         for piece in pieces
         for begin, end in piece.target.grid.runs(piece.box, near)
     )
     found: list[Range] = []
+    before = -1
     for run in runs:
         last = found[-1] if found else None
-        if last and run.first - last.stop <= near and run.at - last.at == run.first - last.first:
+        number = bisect.bisect_right(begins, run.at)  # of the range in which it begins
+        if last and number == before and run.first - last.stop <= near:
             found[-1] = Range(last.first, max(last.stop, run.stop), last.at)
         else:
             found.append(run)
+        before = number
     return found
 
 
