@@ -88,9 +88,9 @@ class Config:
             `"cpu_async_gpu"`: through pinned memory, on streams of its own, so that copies,
             checksums and I/O overlap; `"cpu_gpu"`: each copy is waited for; `"cpu"`: likewise, and
             `torch.load` reads to the host, from where torch copies; `"cpu_cached_gpu"`: as
-            `"cpu_async_gpu"`, and all files through the page cache; `"gds"`, `"gpu_async"` and
-            `"gpu_batch"`: past the host, by cuFile's synchronous, stream-ordered and batched calls;
-            where that cannot be, `"auto"` is taken, with a warning.
+            `"cpu_async_gpu"`, and all files through the page cache; `"gds"`: past the host, by
+            cuFile; where that is impossible, `"auto"` is taken, with a warning. `"gpu_async"` and
+            `"gpu_batch"` are taken as `"gds"`.
     """
 
     engine: str | EngineFactory = "threads"

@@ -106,12 +106,6 @@ class CopyStream:
         self._torch = _module(device)
         self._stream = self._torch.Stream(device)
 
-    @property
-    def handle(self) -> int:
-        """By which the device's driver knows it."""
-        handle: int = self._stream.cuda_stream
-        return handle
-
     def follow(self) -> None:
         """Let copies started from here on wait for what the caller's current stream holds now."""
         event = self._torch.Event()

@@ -24,8 +24,8 @@ import fastserial
 from fastserial import LoadReport, SaveReport, WriteError
 from fastserial.config import current
 from fastserial.engines.gds import memory as direct_memory
-from fastserial.engines.gds.cufile import DirectTransferError
-from fastserial.engines.gds.memory import DirectMemory, Slots
+from fastserial.engines.gds.cufile import CuFile, DirectTransferError
+from fastserial.engines.gds.memory import DirectMemory
 from fastserial.engines.null import NullEngine
 from fastserial.engines.threads import ThreadsEngine
 from fastserial.errors import CorruptCheckpointError
@@ -69,7 +69,6 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
     fastserial.free_pinned()
     assert not direct_memory._lost, "nobody knows what is still used"
     assert not fake.files, "a handle was not given back"
-    assert not fake.batches, "a batch was not given back"
     assert not fake.registered, "memory is still registered"
 
 
@@ -114,9 +113,9 @@ def test_saves(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert path.read_bytes() == wanted, seed
         assert fake.device.faults == []
         assert fake.moved >= 300_000, saved()
-        assert (saved().transfer, saved().direct) == (word, True)
-        assert saved().transfer_why == "asked for: cuFile 1.17 (nvidia-fs)"
-        assert (fake.most_in_batch > 1) == (word == "gpu_batch")
+        assert (saved().transfer, saved().direct) == ("gds", True)
+        asked = "asked for" if word == "gds" else f"{word} is taken as gds"
+        assert saved().transfer_why == f"{asked}: cuFile 1.17 (nvidia-fs)"
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -131,7 +130,7 @@ def test_loads(tmp_path: Path, plug: Plug, word: str, zipped: bool) -> None:
         assert fake.device.faults == []
         assert fake.moved >= 300_000
         assert not any(stream.steps for stream in fake.device._streams)
-        assert (loaded().transfer, loaded().fallback) == (word, None)
+        assert (loaded().transfer, loaded().fallback) == ("gds", None)
         assert loaded().direct_bytes >= fake.moved
 
 
@@ -159,7 +158,7 @@ def test_after_the_programs_kernels(tmp_path: Path, plug: Plug, word: str) -> No
         assert same(target, wanted)
         device.finish()
         assert same(target, wanted)
-        assert loaded().transfer == word
+        assert loaded().transfer == "gds"
 
 
 def test_without_checksums_nothing_comes_to_the_host(
@@ -224,19 +223,6 @@ def test_memory_that_is_not_registered(tmp_path: Path, plug: Plug) -> None:
         assert fake.device.faults == []
 
 
-def test_batches_are_small(tmp_path: Path, plug: Plug) -> None:
-    """Not more transfers at once than cuFile takes, and none that it would bring to the host."""
-    for most in (1, 3):
-        fake = plug(2)
-        fake.batch_size = most
-        fastserial.install(**SMALL, transfer="gpu_batch")
-        value = state()
-        torch.save(value, tmp_path / "a.pt")
-        assert same(torch.load(tmp_path / "a.pt", map_location=HERE), value)
-        assert fake.most_in_batch == most
-        assert saved().transfer == loaded().transfer == "gpu_batch"
-
-
 # --- what goes wrong ----------------------------------------------------------------------------
 
 
@@ -253,21 +239,21 @@ def test_counts(tmp_path: Path, plug: Plug, word: str, fault: Any) -> None:
         with _warned(word, fault):
             torch.save(value, path)
         assert path.read_bytes() == wanted
-        goes_on = fault == "short" or (fault == "none" and word != "gds")
-        assert (saved().transfer == word) == goes_on, saved()
+        goes_on = fault == "short"
+        assert (saved().transfer == "gds") == goes_on, saved()
         fake.faults = {fake.transfers + number: fault}
         ring_module._warned.clear()
         with _warned(word, fault):
             found = torch.load(path, map_location=HERE)
         assert same(found, value)
-        assert (loaded().transfer == word) == goes_on, loaded()
+        assert (loaded().transfer == "gds") == goes_on, loaded()
         if fault == -5008:
             assert "GDS is not supported on the current file (5008)" in loaded().transfer_why
         assert fake.device.faults == []
 
 
 def _warned(word: str, fault: Any) -> Any:
-    if fault == "short" or (fault == "none" and word != "gds"):
+    if fault == "short":
         return fastserial.options()
     return pytest.warns(UserWarning, match=f"transfer '{word}': cuFile.*from there on")
 
@@ -297,35 +283,6 @@ def test_a_disk_that_fails(
     assert cause.__cause__.status == 5044
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.pt"]
-
-
-@pytest.mark.filterwarnings("ignore:transfer ")
-@pytest.mark.parametrize("call", ["write_async", "batch_io_submit"])
-def test_refused_when_it_is_queued(tmp_path: Path, plug: Plug, call: str) -> None:
-    value, path = state(), tmp_path / "a.pt"
-    wanted = stocks(value, path)
-    fake = plug(1)
-    fake.refusals[call] = 5038
-    fastserial.install(**SMALL, transfer="gpu_batch" if call == "batch_io_submit" else "gpu_async")
-    torch.save(value, path)
-    assert path.read_bytes() == wanted
-    assert saved().transfer == "cpu_async_gpu"
-    assert "(5038)" in saved().transfer_why
-
-
-def test_a_batch_that_is_given_up(tmp_path: Path, plug: Plug) -> None:
-    """Nobody knows whether the device still uses the memory: nothing of it is used again."""
-    path = tmp_path / "a.pt"
-    path.write_bytes(b"old")
-    fake = plug(1)
-    fake.faults[2] = -110
-    fastserial.install(**SMALL, transfer="gpu_batch")
-    with pytest.raises(WriteError, match="gave a transfer of a batch up"):
-        torch.save(state(), path)
-    assert path.read_bytes() == b"old"
-    assert len(direct_memory._lost) == 1
-    assert not direct_memory._kept
-    forget(fake)
 
 
 @pytest.mark.filterwarnings("ignore:transfer ")  # if it is not the host that finds it first
@@ -358,7 +315,6 @@ def test_a_file_that_becomes_shorter(
     [
         ("driver_open", 5001, r"cuFileDriverOpen: .*\(5001\)"),
         ("handle_register", 5008, r"cuFileHandleRegister: GDS is not supported.*\(5008\)"),
-        ("batch_io_set_up", 5039, r"cuFileBatchIOSetUp: .*\(5039\)"),
         ("set_parameter_bool", 5022, r"cuFileDriverOpen: .*\(5022\)"),
     ],
 )
@@ -450,7 +406,7 @@ def test_a_reader_that_nobody_closed(tmp_path: Path, plug: Plug, word: str) -> N
         ring = Ring(devices.pin(3 * BLOCK), 3, BLOCK)
         ring.join([HERE])
         blocks.stage_in(ring, [HERE], HOST_ONLY)
-        assert blocks.transfer.word == word
+        assert blocks.transfer.word == "gds"
         blocks.put(Block(BLOCK, BLOCK, lambda *_: None, OnDevice(target[:BLOCK])))
         blocks._batch.clear()
         del blocks, ring
@@ -499,7 +455,7 @@ def forget(fake: FakeCuFile) -> None:
 def test_a_count_that_is_not_looked_at(
     tmp_path: Path, plug: Plug, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DirectMemory, "_checked", lambda self, moved, most: most)
+    monkeypatch.setattr(CuFile, "_checked", lambda self, moved, most: most)
     value, path = state(), tmp_path / "a.pt"
     wanted = stocks(value, path)
     fake = plug(1)
@@ -512,38 +468,13 @@ def test_a_count_that_is_not_looked_at(
 def test_what_is_used_again_too_early(
     tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots and parameters whose transfers are not waited for."""
+    """Slots whose copies are not waited for."""
 
     def arrive(ring: Ring, buffer: Buffer) -> None:
         ring._fences[buffer.index].clear()
 
     monkeypatch.setattr(Ring, "arrive", arrive)
-    assert broken(monkeypatch, tmp_path, plug, "gpu_async", zipped=False)
-    forget(plug(0))
-
-
-class Shared:
-    """One set of parameters for all slots."""
-
-    def __init__(self, calls: Any) -> None:
-        self.call = calls[0]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.call
-
-
-def test_parameters_that_are_not_kept(
-    tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When a call runs there are others in their place."""
-    real = Slots.__init__
-
-    def init(self: Any, *arguments: Any) -> None:
-        real(self, *arguments)
-        self.calls = Shared(self.calls)
-
-    monkeypatch.setattr(Slots, "__init__", init)
-    assert broken(monkeypatch, tmp_path, plug, "gpu_async", zipped=False)
+    assert broken(monkeypatch, tmp_path, plug, "gds", zipped=False)
     forget(plug(0))
 
 
@@ -561,7 +492,6 @@ def test_a_save_that_fails(tmp_path: Path, plug: Plug, monkeypatch: pytest.Monke
         with pytest.raises(WriteError):
             torch.save(state(), tmp_path / "a.pt")
         assert fake.device.faults == []
-        assert not fake.pending
         assert (tmp_path / "a.pt").read_bytes() == b"old"
         fastserial.free_pinned()
         assert not fake.registered
