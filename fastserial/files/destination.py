@@ -115,7 +115,6 @@ class Replacement:
     """
 
     start = 0
-    shared = False  # nobody knows it yet
 
     def __init__(self, target: PathTarget, durable: bool, named: bool = False) -> None:
         """Create the file, empty and not yet visible at the target.
@@ -423,6 +422,10 @@ os.register_at_fork(after_in_child=_forget_freeing)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _METHODS = frozenset({"write"})  # whoever puts one in its place watches or changes the bytes
+_LOCKED = Reason(
+    "the file is locked (lockf): opening it once more would end the lock",
+    "end the lock before the file is saved to",
+)
 _APPENDING = Reason(
     "the file is open for appending", 'open it with "wb", or give torch.save a path'
 )
@@ -507,6 +510,8 @@ def _open_file(file: Any) -> CallersFile | StockWay:
             return StockWay(Reason("not a regular file", A_FILE))
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
             return StockWay(_APPENDING)
+        if linux.is_locked(fd):
+            return StockWay(_LOCKED)
         raw.flush()
         return CallersFile(raw, fd, raw.tell())
     except (OSError, ValueError) as error:
@@ -557,7 +562,6 @@ class CallersFile:
 
     durable = False
     fallback = None
-    shared = True
     outcome = "the save is incomplete"
 
     def __init__(self, file: BinaryIO, fd: int, start: int) -> None:
@@ -600,7 +604,6 @@ Attributes of both:
     began: when it began to be opened (seconds of `perf_counter`).
     durable: after `sync`: what was written is on the device.
     fallback: what the file system could not do, or None.
-    shared: others know the file, and may hold a `lockf` lock on it.
     outcome: what an error has left at the target, for its text.
 
 `begin` comes before the first byte, `sync` and `commit` after the last one; `discard` takes back

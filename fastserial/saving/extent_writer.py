@@ -104,7 +104,6 @@ class ExtentWriter:
         fd: int,
         config: Config,
         on_progress: Callable[[int], None] | None = None,
-        may_be_locked: bool = False,
         owner: object = None,
     ) -> None:
         """Start without an engine.
@@ -113,11 +112,10 @@ class ExtentWriter:
             fd: of a file open for writing.
             config: the options.
             on_progress: called with the bytes of each piece that is written.
-            may_be_locked: others know the file and may hold a `lockf` lock on it.
             owner: kept as long as the descriptor is written to.
         """
         self.outcome = Outcome()
-        self._file = OutputFile(fd, may_be_locked, owner)
+        self._file = OutputFile(fd, owner)
         self._config = config
         self._on_progress = on_progress
         self._expected: int | None = None

@@ -14,7 +14,6 @@ from typing import Literal
 from fastserial.config import Config
 from fastserial.config.performance import PAGE
 from fastserial.engines import Capabilities, EngineFactory, capabilities_of, load
-from fastserial.files import linux
 from fastserial.files.caching import fits, is_fast
 from fastserial.files.linux import compresses, open_direct
 from fastserial.interrupts import Descriptors
@@ -22,10 +21,6 @@ from fastserial.reasons import QUICKER, SEE_DOCTOR, Reason
 
 __all__ = ["OutputFile", "Route", "choose_route"]
 
-_LOCKED = Reason(
-    "the file is locked (lockf): opening it once more would end the lock",
-    "end the lock before the file is saved to",
-)
 _COMPRESSED = Reason("the file system compresses this file, but not direct writes", QUICKER)
 _REFUSED = Reason("direct I/O refused at the first write: Invalid argument", SEE_DOCTOR)
 
@@ -36,15 +31,13 @@ class OutputFile:
     Attributes:
         fd: its descriptor, which stays the caller's.
         direct_fd: one for direct I/O; -1: there is none.
-        may_be_locked: others know the file and may hold a `lockf` lock on it.
         owner: keeps `fd` open.
     """
 
-    __slots__ = ("_files", "direct_fd", "fd", "may_be_locked", "owner")
+    __slots__ = ("_files", "direct_fd", "fd", "owner")
 
-    def __init__(self, fd: int, may_be_locked: bool = False, owner: object = None) -> None:
+    def __init__(self, fd: int, owner: object = None) -> None:
         self.fd = fd
-        self.may_be_locked = may_be_locked
         self.owner = owner
         self.direct_fd = -1
         self._files = Descriptors()
@@ -125,8 +118,6 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
     kind: Literal["direct", "cached", "trial"] = "cached"
     if config.never_direct:
         pass
-    elif file.may_be_locked and linux.is_locked(file.fd):
-        fallback = _LOCKED
     elif config.direct is not True and compresses(file.fd):
         fallback = _COMPRESSED
     else:
@@ -140,7 +131,7 @@ def choose_route(file: OutputFile, config: Config, expected: int | None) -> Rout
         queue_depth=depth,
         threads=threads,
         alignment=alignment,
-        writeback=file.direct_fd >= 0 and config.durable and not file.may_be_locked,
+        writeback=file.direct_fd >= 0 and config.durable,
         fallback=fallback,
     )
 

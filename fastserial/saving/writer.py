@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -95,13 +96,14 @@ class FastFileWriter:
         if not isinstance(given, Replacement | CallersFile):
             given = required(open_destination(given, self._config.durable), given)
         self._destination: Destination = given
+        if isinstance(given, CallersFile) and self._config.durable:
+            self._config = replace(self._config, durable=False)  # the caller decides when to sync
         self._began = self._destination.began
         self._bar = ProgressBar(self.name) if self._config.progress else None
         self._out = ExtentWriter(
             self._destination.fd,
             self._config,
             None if self._bar is None else self._bar.update,
-            may_be_locked=self._destination.shared,
             owner=self._destination,
         )
         self._written = 0  # bytes passed on

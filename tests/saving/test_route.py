@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 import time
@@ -39,10 +38,8 @@ def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     os.close(found)
 
 
-def chosen(
-    fd: int, expected: int | None = None, may_be_locked: bool = False, **options: Any
-) -> Route:
-    file = OutputFile(fd, may_be_locked)
+def chosen(fd: int, expected: int | None = None, **options: Any) -> Route:
+    file = OutputFile(fd)
     try:
         return choose_route(file, Config(**options), expected)
     finally:
@@ -106,7 +103,6 @@ def test_the_device_begins_at_once_where_the_save_waits_for_it(fd: int) -> None:
     need_direct(fd)
     assert chosen(fd, cache="keep").writeback
     assert not chosen(fd, cache="keep", durable=False).writeback
-    assert not chosen(fd, cache="keep", may_be_locked=True).writeback
     assert not chosen(fd, direct=False).writeback
 
 
@@ -127,12 +123,6 @@ def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> 
         linux.reserve(fd, 7, MIB, Config())  # a small file
     place = (fd, 7, 64 * MIB)
     assert reserved == [place, place, place]
-
-
-def test_a_lock_is_asked_for_only_where_somebody_may_have_one(fd: int) -> None:
-    fcntl.lockf(fd, fcntl.LOCK_EX)
-    assert "lockf" in str(chosen(fd, direct=True, may_be_locked=True).fallback)
-    assert chosen(fd, direct=False, may_be_locked=True).fallback is None
 
 
 def test_a_route_is_a_value(fd: int) -> None:
