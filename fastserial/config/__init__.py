@@ -1,4 +1,4 @@
-"""Options: one frozen `Config` and one rule for where its values come from.
+"""Options: one frozen `Config`, and one rule for the origin of its values.
 
 A value set nearer to the call wins:
 `with options(...)`  >  `install(...)`  >  `FASTSERIAL_<NAME>` in the environment  >  default.
@@ -277,7 +277,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     """Return the known name that is most like one, empty if none is."""
     try:
         from difflib import get_close_matches  # rarely wanted
-    except ImportError:  # rights given up since the start may not reach it any more
+    except ImportError:  # a process that dropped privileges may not be able to read it
         return ""
     return "".join(get_close_matches(name, known, 1, _NEAR))
 
@@ -312,7 +312,7 @@ def forget_installed() -> None:
 
 
 def chosen(**overrides: Any) -> Mapping[str, Any]:
-    """Return the options that somebody set in the calling context; the others are defaults.
+    """Return the options that are set in the calling context; the others have their defaults.
 
     Raises:
         ConfigError: an option has an unknown name, or an environment variable an impossible value.

@@ -169,7 +169,7 @@ class FastFileWriter:
         return False
 
     def fileno(self) -> int:
-        """Refuse: writes through a descriptor would pass by what is staged.
+        """Refuse: writes through a descriptor would bypass the staging buffers.
 
         Raises:
             io.UnsupportedOperation: always.
@@ -203,8 +203,8 @@ class FastFileWriter:
     def flush(self) -> None:
         """Write nothing: bytes reach the file in whole blocks, the last ones at `close`.
 
-        Where torch leaves its `with` block by an error, what it wrote is no checkpoint: all is
-        discarded. After an error nothing is raised, which would hide the first.
+        Where torch leaves its `with` block because of an error, what it wrote is no checkpoint, and
+        all is discarded. Nothing is raised then: it would hide the first error.
         """
         error = _error_of_callers_block()
         if error is not None:
@@ -276,10 +276,10 @@ class FastFileWriter:
             self._out.release_sources()
 
     def close(self) -> None:
-        """Write the rest, sync, and put the new file in its place. Idempotent.
+        """Write the rest, sync, and commit. Idempotent.
 
         Discards if a `torch.save` into the writer failed, or if nothing was written and an
-        exception is under way: `finally: writer.close()`.
+        exception is being handled: `finally: writer.close()`.
 
         Raises:
             WriteError: the disk is full or failed; the previous file is intact.

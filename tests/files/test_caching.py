@@ -27,7 +27,7 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
-    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "_speeds", {})
     monkeypatch.setattr(caching, "TRIAL", MIB)
 
 
@@ -46,13 +46,13 @@ def direct(tmp_path: Path, unmeasured: None) -> Path:
     """A folder on an unmeasured device that takes direct I/O."""
     if not saved(tmp_path / "direct.pt", direct=True).direct:
         pytest.skip("no direct I/O here")
-    caching._verdicts.clear()
+    caching._speeds.clear()
     return tmp_path
 
 
 def verdicts() -> list[bool]:
     """What was found out of devices, in this order."""
-    return [found.fast for found in caching._verdicts.values()]
+    return [found.fast for found in caching._speeds.values()]
 
 
 def chill(path: Path) -> None:
@@ -163,12 +163,12 @@ def test_a_device_is_fast_as_long_as_direct_saves_are(
     """No save has to be on trial for that; one that is slow says nothing, it may have waited."""
     monkeypatch.setattr(caching, "FAST_DEVICE", 0.0)
     assert saved(direct / "fast.pt").direct
-    (key, known), *_ = caching._verdicts.items()
+    (key, known), *_ = caching._speeds.items()
     monkeypatch.setattr(caching, "FAST_DEVICE", speed)
     assert saved(direct / "soon.pt").direct
     assert saved(direct / "short.pt", [noise(MIB // 2)]).direct
     assert verdicts() == [True]
-    assert (caching._verdicts[key].at > known.at) is (speed == 0.0)
+    assert (caching._speeds[key].at > known.at) is (speed == 0.0)
 
 
 def test_little_is_no_trial(
@@ -203,7 +203,7 @@ def test_a_trial_on_a_file_whose_writes_wait_times_the_writes(
     monkeypatch.setattr(caching, "perf_counter", lambda: next(clock))
     took: list[int] = []
     for flags in (0, os.O_DSYNC):
-        caching._verdicts.clear()
+        caching._speeds.clear()
         monkeypatch.setattr(caching, "FAST_DEVICE", 1.5 * MIB)  # for one second fast, for two slow
         fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | flags)
         try:

@@ -27,7 +27,7 @@ from fastserial.files.targets import StockWay
 from fastserial.formats.extents import Data
 from fastserial.reasons import Reason
 from fastserial.reports import SAVES
-from fastserial.saving.fill import Part
+from fastserial.saving.fill import ExtentPart
 
 SMALL = {"x": torch.arange(1000.0)}
 HELD = "this process has the file open or locked"
@@ -270,7 +270,7 @@ def test_a_large_storage_of_a_device_is_copied_in_pieces(
     from fastserial.saving.fill import write_buffered
 
     ledger = CrcLedger([len(content)], [None])
-    part = Part(0, Data(Memory(), len(content), 0), 0, len(content), ledger)
+    part = ExtentPart(0, Data(Memory(), len(content), 0), 0, len(content), ledger)
     with (tmp_path / "x").open("wb") as file:
         write_buffered(file.fileno(), [part])
     assert (tmp_path / "x").read_bytes() == content

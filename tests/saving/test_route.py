@@ -32,7 +32,7 @@ BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3
 @pytest.fixture
 def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A new file on a device that nobody measured."""
-    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "_speeds", {})
     found = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     yield found
     os.close(found)
@@ -52,8 +52,8 @@ def need_direct(fd: int) -> None:
 
 
 def measured(fd: int, fast: bool) -> None:
-    verdict = caching._Verdict(fast, time.perf_counter())
-    caching._verdicts[os.fstat(fd).st_dev] = verdict
+    verdict = caching._DeviceSpeed(fast, time.perf_counter())
+    caching._speeds[os.fstat(fd).st_dev] = verdict
 
 
 class OwnMemory(ThreadsEngine):

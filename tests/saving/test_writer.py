@@ -119,7 +119,7 @@ def test_saves_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.Mo
     real = fill.staged
     inside, done = threading.Event(), threading.Event()
 
-    def staged(parts: list[fill.Part]) -> bytearray:
+    def staged(parts: list[fill.ExtentPart]) -> bytearray:
         if not inside.is_set():
             inside.set()
             assert done.wait(20)

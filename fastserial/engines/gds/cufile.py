@@ -1,7 +1,7 @@
 """cuFile (GPUDirect Storage) by `cuda.bindings.cufile`, as NVIDIA documents both.
 
 Nobody has run it on a GPU: docs/guide/gpu.md. `missing` calls nothing of cuFile, whose
-`cuFileDriverOpen` was seen not to return where there is no driver; the rest is for processes that
+`cuFileDriverOpen` was seen not to return where there is no driver. The rest is for processes that
 have tensors on a GPU, and so a context.
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CuFile",
+    "DeviceRegion",
     "DirectTransferError",
-    "Region",
     "missing",
     "open_driver",
     "serves",
@@ -51,7 +51,7 @@ class DirectTransferError(OSError):
         return str(self.strerror)
 
 
-class Region(NamedTuple):
+class DeviceRegion(NamedTuple):
     """Device memory from `address` on; the driver may have it registered."""
 
     address: int
@@ -211,7 +211,7 @@ class CuFile:
         return file
 
     def close_file(self, file: int) -> None:
-        """Forget a handle; nothing is under way."""
+        """Deregister a handle; no transfer uses it."""
         self._module.handle_deregister(file)
 
     def register(self, address: int, nbytes: int) -> bool:
@@ -228,7 +228,9 @@ class CuFile:
         with contextlib.suppress(DirectTransferError), self._translated("cuFileBufDeregister"):
             self._module.buf_deregister(address)
 
-    def move(self, op: Op, file: int, region: Region, start: int, nbytes: int, offset: int) -> int:
+    def move(
+        self, op: Op, file: int, region: DeviceRegion, start: int, nbytes: int, offset: int
+    ) -> int:
         """Transfer, and return how many bytes were moved.
 
         Args:

@@ -1,4 +1,4 @@
-"""What the kernel says of NVIDIA's driver and GPUDirect Storage.
+"""What the system shows of NVIDIA's driver and GPUDirect Storage.
 
 Only files of /proc, /sys and /etc are read. cuFile itself is not called: without a driver its
 `cuFileDriverOpen` was seen not to return.

@@ -24,7 +24,7 @@ from fastserial.config import Config
 from fastserial.config.performance import PAGE, PINNED_RING
 from fastserial.engines import Engine, Op, Request
 from fastserial.engines.gds import cufile
-from fastserial.engines.gds.cufile import CuFile, DirectTransferError, Region
+from fastserial.engines.gds.cufile import CuFile, DeviceRegion, DirectTransferError
 from fastserial.engines.threads import transfer
 from fastserial.files.linux import open_direct
 from fastserial.interrupts import Descriptors, finish
@@ -111,7 +111,7 @@ class DeviceSlots:
         self.stream = stream  # kept: torch has 32, the program's among them
         address = self.whole.data_ptr()
         with driver.on(device):
-            self.region = Region(address, driver.register(address, PINNED_RING))
+            self.region = DeviceRegion(address, driver.register(address, PINNED_RING))
 
     def release(self) -> None:
         """Deregister the memory; nothing uses it."""
@@ -126,7 +126,7 @@ _parents: list[DeviceSlots] = []
 
 
 def _take_slots(driver: CuFile, device: torch.device) -> DeviceSlots:
-    """Return slots that nobody uses.
+    """Return free slots.
 
     Raises:
         RuntimeError: the device has not enough memory.
@@ -208,7 +208,7 @@ class DirectMemory:
             raise
 
     def join(self, places: Iterable[torch.device]) -> None:
-        """Take part in transfers from and to devices, after what the caller's streams hold now.
+        """Prepare for transfers of devices, after the work now queued on the caller's streams.
 
         Raises:
             RuntimeError: there is no memory.
@@ -232,7 +232,7 @@ class DirectMemory:
         Args:
             buffer: of the ring, taken; its slot is used.
             memory, start, length: what to write.
-            shown: copy the bytes to the buffer, too; they are there when the ring says so.
+            shown: copy the bytes to the buffer, too; `Ring.arrive` waits for them.
 
         Raises:
             StorageChangedError: the storage was resized.
@@ -291,14 +291,14 @@ class DirectMemory:
             self._ring.arrive(buffer)
             try:
                 return transfer(request)
-            except OSError as own:  # the system's error says what is wrong
+            except OSError as own:  # the system's error has the cause
                 raise own from error
         if target is not None:
             slots.stream.send(slot, target)
             self._ring.keep(buffer, slots.stream.mark(), target)
         return done
 
-    def _past_the_host(self, region: Region, request: Request) -> int:
+    def _past_the_host(self, region: DeviceRegion, request: Request) -> int:
         """Move a block between its slot and the file; continue after a short transfer."""
         first, length, done = request.buffer.index * self._block, request.length, 0
         if self._file is None:
