@@ -248,7 +248,6 @@ def _our_kind(anew: bool = False) -> _Kind:
 
 def _stock_kind(
     name: str,
-    crc: bool = True,
     planner: Callable[[], Any] = DefaultSavePlanner,
     **settings: Any,
 ) -> _Kind:
@@ -258,7 +257,7 @@ def _stock_kind(
         FileSystemReader,
         planner,
         DefaultLoadPlanner,
-        around=lambda: stock(crc),
+        around=stock,
         synced=False,
     )
 

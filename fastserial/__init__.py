@@ -110,7 +110,7 @@ def __dir__() -> list[str]:
 
 
 def _tell_at_exit() -> None:
-    """Let the interpreter print the summary when it exits, if the environment asks for it."""
+    """Print the summary when the interpreter exits, if the environment asks for it."""
     import os
 
     if os.environ.get("FASTSERIAL_SUMMARY"):
@@ -125,7 +125,7 @@ def _tell_at_exit() -> None:
 def _summarize() -> None:
     import sys
 
-    if f"{__name__}.reports" in sys.modules:  # else nothing of torch came by
+    if f"{__name__}.reports" in sys.modules:  # else nothing was saved or loaded
         from fastserial.diagnosis.totals import print_summary
 
         print_summary()

@@ -63,7 +63,7 @@ class EngineUnavailableError(EngineError, ImportError):
 
 
 class TransferAbandonedError(FastserialError, RuntimeError):
-    """Another thread that moves awaited bytes failed; its own error says why."""
+    """Another thread that moves awaited bytes failed; its own error has the cause."""
 
 
 class LayoutError(FastserialError, RuntimeError):
@@ -129,12 +129,12 @@ class UnreadableTensorError(FastserialError, RuntimeError):
 class LoadMismatchError(FastserialError, RuntimeError):
     """The targets and the checkpoint differ in keys, shapes or dtypes.
 
-    Nothing was changed, unless the text says so.
+    Nothing was changed, unless the message says so.
     """
 
 
 class UnknownPlacementError(LoadMismatchError):
-    """A DTensor's placement does not say which part of the tensor a rank holds."""
+    """It is unknown which part of a tensor a rank holds under a DTensor's placement."""
 
 
 class CheckpointReplacedError(FastserialError, FileNotFoundError):

@@ -62,10 +62,10 @@ class Capabilities:
     """What engines differ in. All read and write, at any offset and of any length.
 
     Attributes:
-        moves_data: the bytes really reach the file (`null` says no).
+        moves_data: the bytes reach the file (not those of `null`).
         any_memory: moves bytes from and to any memory, and reads into several pieces of it
             (`Request.pieces`); else only the buffers of its own `allocate`.
-        device_memory: lets requests move device memory that does not pass through the host
+        device_memory: requests may move device memory that does not pass through the host
             (`Request.move`), several at once.
     """
 
@@ -87,7 +87,7 @@ class Request:
             any thread. An error in it ends the request.
         pieces: where the bytes of a read go, one after the other, instead of the buffer; only for
             engines with `any_memory`.
-        move: moves the bytes, in place of the engine, and returns how many; called with the
+        move: moves the bytes, instead of the engine, and returns how many; called with the
             request, once, when it is prepared; only for engines with `device_memory`.
     """
 
@@ -128,7 +128,7 @@ class Completion:
 
     Attributes:
         transferred: bytes moved. Fewer than `length` without an error means the end of the file in
-            a read, and a failure in a write: an engine goes on after a short write.
+            a read, and a failure in a write: an engine continues after a short write.
         error: what ended the request, or None.
     """
 
@@ -158,12 +158,12 @@ class Engine(abc.ABC):
         return None
 
     def allocate(self, count: int, nbytes: int) -> BufferPool:
-        """Return up to `count` buffers of `nbytes` bytes each, in memory this engine likes best."""
+        """Return up to `count` buffers of `nbytes` bytes each, in memory that suits this engine."""
         return BufferPool(count, nbytes)
 
     @abc.abstractmethod
     def open(self, buffers: Sequence[Buffer], queue_depth: int) -> None:
-        """Get ready for up to `queue_depth` requests in flight, on these buffers."""
+        """Prepare for up to `queue_depth` requests in flight, on these buffers."""
 
     @abc.abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
@@ -175,7 +175,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Drop what has not started, wait for what has, and free resources. Idempotent."""
+        """Drop requests that have not started, wait for the others, free resources. Idempotent."""
 
 
 _BUILTIN = {
@@ -189,7 +189,7 @@ EngineFactory = Callable[[int], Engine]
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Whether an engine can run here: `missing` says what keeps it from it, or is None."""
+    """Whether an engine can run here: `missing` is what prevents it, or None."""
 
     name: str
     missing: str | None
@@ -204,7 +204,7 @@ def load(name: str) -> type[Engine]:
     """Return the class of an engine.
 
     Raises:
-        EngineUnavailableError: there is no such engine, or it cannot run here; says why.
+        EngineUnavailableError: there is no such engine, or it cannot run here; with the reason.
     """
     try:
         if name in _BUILTIN:
@@ -231,25 +231,25 @@ def load(name: str) -> type[Engine]:
 
 
 def capabilities_of(make: EngineFactory) -> Capabilities:
-    """Return what an engine can do, of what makes it: its class or a `partial` of it.
+    """Return the capabilities of what a factory makes: an engine's class or a `partial` of it.
 
-    Of other functions the usual is assumed.
+    For other functions the default capabilities are assumed.
     """
     found = getattr(getattr(make, "func", make), "capabilities", None)
     return found if isinstance(found, Capabilities) else Capabilities()
 
 
 def create(engine: str | EngineFactory, threads: int) -> Engine:
-    """Return a new engine, by name or from what makes one.
+    """Return a new engine, by name or from a factory.
 
     Raises:
-        EngineUnavailableError: it cannot run here; the message says why.
+        EngineUnavailableError: it cannot run here; with the reason.
     """
     return load(engine)(threads) if isinstance(engine, str) else engine(threads)
 
 
 def start(engine: Engine, count: int, nbytes: int, pool: BufferPool | None = None) -> BufferPool:
-    """Open a new engine on staging buffers, which are returned. If that fails, all is closed.
+    """Open a new engine on staging buffers and return them. If that fails, all are closed.
 
     Args:
         count, nbytes: up to so many buffers of so many bytes.

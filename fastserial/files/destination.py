@@ -10,7 +10,7 @@ of the old file before the first byte. Then the file is synced, linked under the
 renamed over the target, and the directory is synced.
 
 Temporary names are numbered per target. The process that owns one holds a lock (`flock`) on the
-file. A name that nobody locks was left by a killed process; the next save to the target removes it.
+file. A name without a lock was left by a killed process; the next save to the target removes it.
 `docs/guide/durability.md` says what each step guarantees.
 """
 
@@ -60,7 +60,7 @@ __all__ = [
 _SLOTS = 10_000
 _LOOKAHEAD = 8  # how many free names in a row end the search for leftovers
 _NAME_MOST = 100  # bytes: with the suffix, too, no file system finds it too long
-# What file systems say that have no locks.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # No new file for us: a security module, or an owner that an idmapped mount does not know.
 _NOT_FOR_US = (errno.EPERM, errno.EACCES, errno.EOVERFLOW)
@@ -107,7 +107,7 @@ _LOCAL = "save to a local disk, if the file must survive a power cut"
 
 
 class Replacement:
-    """A new file on its way to a target: `fd` is its descriptor until `commit` or `discard`.
+    """A new file that is to replace the target; `fd` is its descriptor until `commit` or `discard`.
 
     Attributes:
         committed: the new file is at the target.
@@ -115,7 +115,6 @@ class Replacement:
     """
 
     start = 0
-    shared = False  # nobody knows it yet
 
     def __init__(self, target: PathTarget, durable: bool, named: bool = False) -> None:
         """Create the file, empty and not yet visible at the target.
@@ -125,7 +124,7 @@ class Replacement:
             named: under a temporary name from the start, by which other processes can open it.
 
         Raises:
-            CannotReplace: no new file may take this one's place. Nothing is left behind.
+            CannotReplace: no new file may replace this one. Nothing is left behind.
             OSError: it cannot be created (no space, read-only file system, ...).
         """
         self.target = target
@@ -275,7 +274,7 @@ class Replacement:
         return self.target.outcome
 
     def begin(self) -> None:
-        """Wait for the space of files that were replaced before: now it may be needed."""
+        """Wait until the space of files that were replaced before is free: it may be needed."""
         wait_until_free()
 
     @trace.traced("fsync")
@@ -286,7 +285,7 @@ class Replacement:
                 self.durable = False
                 self.fallback = Reason("the file system cannot sync a file", _LOCAL)
         elif self.named is not None:
-            # network file systems report late errors at a close; in one call, as `interrupts` says
+            # network file systems report late errors at a close; one call: see `interrupts`
             list(map(os.close, map(os.dup, (self.fd,))))
 
     @trace.traced("rename")
@@ -312,7 +311,7 @@ class Replacement:
         self._close()
 
     def _keep_up(self) -> None:
-        """Give the new file what was changed at the old one since: a `chmod 600`, say."""
+        """Give the new file the attributes that the old one got since, such as by `chmod 600`."""
         now = self._status()
         if now is None:
             return
@@ -328,7 +327,7 @@ class Replacement:
         self.sync()
 
     def _announce(self) -> None:
-        """Let those who watch the directory see the file closed, as they do when torch writes it.
+        """Let watchers of the directory see that the file is closed, as when torch writes it.
 
         They see the last `close` of a file without a name under a number, such as `#12`.
         """
@@ -380,7 +379,7 @@ class Replacement:
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def discard(self) -> None:
-        """Throw the new file away. Idempotent; does nothing after `commit`."""
+        """Remove the new file. Idempotent; does nothing after `commit`."""
         finish(self._remove_name, self._close)
 
     def _remove_name(self) -> None:
@@ -422,7 +421,11 @@ os.register_at_fork(after_in_child=_forget_freeing)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_METHODS = frozenset({"write"})  # whoever puts one in its place watches or changes the bytes
+_METHODS = frozenset({"write"})  # a replaced one watches or changes the bytes
+_LOCKED = Reason(
+    "the file is locked (lockf): opening it once more would end the lock",
+    "end the lock before the file is saved to",
+)
 _APPENDING = Reason(
     "the file is open for appending", 'open it with "wb", or give torch.save a path'
 )
@@ -431,13 +434,13 @@ _APPENDING = Reason(
 def open_destination(
     given: Any, durable: bool, replace_link: bool = False
 ) -> Destination | StockWay:
-    """Open what is to be written, or say why only torch may write it.
+    """Open the destination of a save, or return why only torch may write it.
 
         found = open_destination("model.pt", durable=True)
         if isinstance(found, StockWay):
             raise ValueError(found.reason)  # such as "the file is a mount point"
 
-    At the target nothing changes before `commit`; who does not get so far calls `discard`.
+    The target does not change before `commit`; without that, `discard` must be called.
 
     Args:
         given: a path or a file object, as for `torch.save`.
@@ -461,7 +464,7 @@ def open_path(
     replace_link: bool = False,
     named: bool = False,
 ) -> Replacement | StockWay:
-    """Make a new file for a path, or say why only torch may write there.
+    """Make a new file for a path, or return why only torch may write there.
 
     Args:
         path: of the file that is made or replaced.
@@ -493,8 +496,8 @@ def open_path(
 def _open_file(file: Any) -> CallersFile | StockWay:
     """Take a file object: only plain files on a regular file are ours.
 
-    Anything else that has a descriptor (gzip, sockets, wrappers) may not put the bytes it is given
-    at the descriptor's position.
+    Other objects with a descriptor (gzip, sockets, wrappers) may write other bytes than those they
+    are given, or elsewhere.
     """
     raw = _raw_file(file)
     if raw is None:
@@ -507,6 +510,8 @@ def _open_file(file: Any) -> CallersFile | StockWay:
             return StockWay(Reason("not a regular file", A_FILE))
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
             return StockWay(_APPENDING)
+        if linux.is_locked(fd):
+            return StockWay(_LOCKED)
         raw.flush()
         return CallersFile(raw, fd, raw.tell())
     except (OSError, ValueError) as error:
@@ -514,7 +519,7 @@ def _open_file(file: Any) -> CallersFile | StockWay:
 
 
 def _raw_file(file: Any) -> BinaryIO | None:
-    """Return the plain Python file inside a file object, or None if there is none we know."""
+    """Return the plain Python file inside a file object, or None if its type is unknown."""
     kind = type(file)
     if kind.__module__ == "tempfile" and kind.__name__ == "_TemporaryFileWrapper":
         # The wrapper keeps its own `write` around the file's once it was used.
@@ -530,7 +535,7 @@ _Opened = TypeVar("_Opened", bound="Destination")
 
 
 def required(found: _Opened | StockWay, given: Any) -> _Opened:
-    """Return a destination, for those who have no other code to write it.
+    """Return a destination, for callers that cannot leave the save to torch.
 
     Args:
         found: what `open_destination` or `open_path` returned,
@@ -552,12 +557,11 @@ def required(found: _Opened | StockWay, given: Any) -> _Opened:
 class CallersFile:
     """A file object of the caller's, written from its position on; it is neither synced nor closed.
 
-    After an error it has the size that it had.
+    After an error it has its former size.
     """
 
     durable = False
     fallback = None
-    shared = True
     outcome = "the save is incomplete"
 
     def __init__(self, file: BinaryIO, fd: int, start: int) -> None:
@@ -575,14 +579,14 @@ class CallersFile:
             self._size_before = os.fstat(self.fd).st_size
 
     def sync(self) -> None:
-        """Do nothing: when it is synced is the caller's to say."""
+        """Do nothing: the caller decides when to sync."""
 
     def commit(self) -> None:
         """Do nothing: the bytes are in the file."""
         self._size_before = None
 
     def discard(self) -> None:
-        """Give the file the size that it had, so that reserved space is given back."""
+        """Restore the size of the file, which also frees reserved space."""
         size, self._size_before = self._size_before, None
         if size is not None:
             with contextlib.suppress(OSError):
@@ -595,25 +599,24 @@ Destination = Replacement | CallersFile
 Attributes of both:
     name: what the caller calls it.
     fd: descriptor of the file.
-    where: what is on the same file system: a path or a descriptor.
-    start: place in the file of the first byte (bytes).
+    where: a path or a descriptor on the same file system.
+    start: offset in the file of the first byte (bytes).
     began: when it began to be opened (seconds of `perf_counter`).
     durable: after `sync`: what was written is on the device.
     fallback: what the file system could not do, or None.
-    shared: others know the file, and may hold a `lockf` lock on it.
-    outcome: what an error has left at the target, for its text.
+    outcome: what an error leaves at the target, for its text.
 
-`begin` comes before the first byte, `sync` and `commit` after the last one; `discard` takes back
-what can be taken back, and does nothing after `commit`.
+`begin` is called before the first byte, `sync` and `commit` after the last one. `discard` undoes
+what can be undone, and does nothing after `commit`.
 """
 
 
 def save_error(error: OSError, place: PathTarget | Destination, needed: int | None) -> WriteError:
-    """Return what a failed system call means for a save: what is left there, and what to do.
+    """Return the error of a save for a failed system call: what is left there, and a remedy.
 
     Args:
         error: of the system call.
-        place: where the save goes, or was to go.
+        place: the target or destination of the save.
         needed: bytes of the whole save, None if that is not known.
     """
     number = error.errno or errno.EIO

@@ -56,7 +56,7 @@ __all__ = [
     "synced",
 ]
 
-PROC = 0x9FA0  # what `magic_of` says of procfs
+PROC = 0x9FA0  # `magic_of` of procfs
 
 NO_PROC = Reason(
     "/proc is not mounted, and a file cannot be opened anew for direct I/O", "mount /proc"
@@ -93,7 +93,7 @@ class DirectAlignment:
 
 
 def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctypes.c_char] | None:
-    """Return what `statx` tells (`struct statx`), None if it fails or is not there."""
+    """Return the result of `statx` (`struct statx`), None if it fails or is missing."""
     if _statx is None:
         return None
     buffer = (ctypes.c_char * _STATX_BYTES)()
@@ -101,7 +101,7 @@ def _statx_of(fd: int, path: bytes, flags: int, mask: int) -> ctypes.Array[ctype
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
-    """Return the alignment direct I/O needs on an open file; None: the kernel says it has none."""
+    """Return the alignment direct I/O needs on an open file; None: there is no direct I/O."""
     found = _statx_of(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
     if found is not None and _MASK.unpack_from(found)[0] & _STATX_DIOALIGN:
         memory, offset = _ALIGNMENTS.unpack_from(found)
@@ -128,7 +128,7 @@ def magic_of(path: str) -> int:
 
 
 def mount_of(path: str) -> int:
-    """Return the number of the mount that holds `path`, 0 if the kernel does not tell."""
+    """Return the number of the mount that holds `path`, 0 if the kernel does not report it."""
     found = _statx_of(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE)
     return int(_MOUNT.unpack_from(found)[0]) if found is not None else 0
 
@@ -143,7 +143,7 @@ def is_out_of_inodes(place: int | str) -> bool:
 
 
 def is_locked(fd: int) -> bool:
-    """Return whether somebody holds a POSIX lock (`fcntl.lockf`) on a file, this process included.
+    """Return whether a process holds a POSIX lock (`fcntl.lockf`) on a file, this one included.
 
     A process loses its own as soon as it closes any descriptor of the file.
     """
@@ -159,7 +159,7 @@ def is_locked(fd: int) -> bool:
 def preallocate(fd: int, offset: int, length: int) -> bool:
     """Reserve space for `length` bytes at `offset`; the file grows to hold them.
 
-    Returns False where the file system cannot, or where signals come faster than it can: some
+    Returns False where the file system cannot, or where signals are too frequent: some file systems
     start over after each.
 
     Raises:
@@ -212,7 +212,7 @@ def free_bytes(place: int | str) -> int:
     """Return the bytes an unprivileged user can still write to the file system of a path or fd.
 
     Raises:
-        OSError: the place is gone.
+        OSError: it does not exist any more.
     """
     stats = os.statvfs(place)
     return stats.f_bavail * stats.f_frsize
@@ -250,7 +250,7 @@ def is_mount_point(path: str, parent_device: int) -> bool:
 
     Args:
         path: of a file, no symbolic link.
-        parent_device: `st_dev` of its directory, for kernels that do not tell (before 5.8). On
+        parent_device: `st_dev` of its directory, for kernels that do not report it (before 5.8). On
             overlayfs the devices of file and directory may differ without any mount.
     """
     found = _statx_of(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0)
@@ -290,7 +290,7 @@ def kind_of(path: str) -> str:
 
 
 class DirectFile(NamedTuple):
-    """What became of it.
+    """The result of `open_direct`.
 
     Attributes:
         fd: the descriptor for direct I/O, -1 if there is none.

@@ -45,7 +45,7 @@ _CAPABLE = frozenset(
         0xCA451A4E, 0x858458F6, 0x6969, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326,
     }
 )  # fmt: skip
-# These tell of the moment, not of the file system.
+# Errors of the moment, not of the file system.
 _PASSING = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENAMETOOLONG,
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ENOTCONN, errno.EIO,
@@ -55,12 +55,12 @@ _known: dict[tuple[int, int], Reason | None] = {}  # by device and mount
 
 
 class PathTarget(NamedTuple):
-    """A path at which a new file takes the place of what is there.
+    """A path whose file is created or replaced.
 
     Attributes:
         name: the path as the user gave it.
-        path: where the file is or will be, symbolic links followed (unless the link itself is to
-            be replaced); relative if `name` is.
+        path: of the file, symbolic links followed (unless the link itself is to be replaced);
+            relative if `name` is.
         there: status of the regular file, or of the link, that is to be replaced; None if there
             is none.
     """
@@ -76,7 +76,7 @@ class PathTarget(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """What an error has left at the path."""
+        """What an error leaves at the path."""
         return "no file was made" if self.there is None else "the previous file is intact"
 
 
@@ -92,7 +92,7 @@ _HELD = Reason("this process has the file open or locked", "close the file befor
 
 
 class StockWay(NamedTuple):
-    """Only torch's own code may write this target; `reason` says why."""
+    """Only torch's own code may write this target, for `reason`."""
 
     reason: Reason
 
@@ -103,8 +103,8 @@ def _follow(name: str) -> tuple[str, os.stat_result | None] | None:
     Returns None if the chain leads through /proc, to a descriptor.
 
     Raises:
-        OSError: a directory on the way is missing or not ours to search, or the kernel does not
-            follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
+        OSError: a directory of the path is missing or not searchable for us, or the kernel does
+            not follow these links for us (`nosymfollow`, `fs.protected_symlinks`).
     """
     path = name
     found = _status(path, follow=False)
@@ -182,13 +182,13 @@ def path_target(name: str | bytes, replace_link: bool = False) -> PathTarget | S
 
 
 def _why_kept(path: str, there: os.stat_result, parent: os.stat_result) -> Reason | None:
-    """Return why no new file may take the place of a file that we may write, None if one may."""
+    """Return why no new file may replace a file that we may write, None if one may."""
     if os.geteuid() not in (0, there.st_uid):
         return Reason("the file is another user's", ANOTHER_OWNER)
     if linux.is_mount_point(path, parent.st_dev):
         return Reason("the file is a mount point", "mount the directory instead of the file")
     if parent.st_mode & stat.S_ISVTX and there.st_uid not in (os.geteuid(), parent.st_uid):
-        # Whether we may write it is for the kernel to say: `fs.protected_regular`.
+        # The kernel decides whether we may write it: `fs.protected_regular`.
         return Reason("the file is another user's, in a sticky directory", ANOTHER_OWNER)
     if is_held(there.st_dev, there.st_ino):
         return _HELD
@@ -230,7 +230,7 @@ def is_held(device: int, inode: int) -> bool:
 
     `NamedTemporaryFile`, `mkstemp`, a lock (`flock`) on the checkpoint: what is saved under the
     name is expected behind the descriptor. One that is open for reading only, and holds no lock,
-    is not: whoever reads sees the old file to its end. Nor is one of our own (`interrupts`). Takes
+    is not: its reader sees the old file to its end. Nor is one of our own (`interrupts`). Takes
     about two microseconds for each descriptor of the process.
     """
     for fd in _descriptors():
@@ -274,8 +274,8 @@ def why_incapable(directory: str, magic: int) -> Reason | None:
 
     Object stores and old distributed file systems behind FUSE may have no `rename` over a file that
     is there, or only take its bytes sequentially. An error of the rename itself would come too
-    late: by then torch has pickled. So where the type does not tell, it is tried with two small
-    files, once for each mount in a process.
+    late: by then torch has pickled. So where the type is unknown, two small files are tried, once
+    for each mount in a process.
 
     Args:
         magic: the type of its file system (`linux.magic_of`).
@@ -295,7 +295,7 @@ def _tried(directory: str) -> Reason | None:
     """Write two files and rename one over the other.
 
     Raises:
-        OSError: something else is wrong, and nothing was learnt.
+        OSError: something else is wrong, and the trial has no result.
     """
     stem = os.path.join(directory, f".fastserial-trial-{os.getpid()}-{os.urandom(4).hex()}")
     first, second = f"{stem}-1.tmp", f"{stem}-2.tmp"
@@ -331,7 +331,7 @@ def _write_backwards(path: str) -> None:
         files.close_newest()
 
 
-# What is refused to us, or not known to the file system; anything else is a fault.
+# We may not, or the file system cannot; anything else is a failure.
 _REFUSED = (
     errno.EPERM,
     errno.EACCES,
@@ -352,7 +352,7 @@ _NOBODY = 65534  # what the kernel shows for an owner who is not known here
 
 
 class CannotReplace(Exception):
-    """No new file can take the target's place, as `reason` says; nothing was changed so far."""
+    """No new file can replace the target, for `reason`; nothing was changed so far."""
 
     def __init__(self, text: str, remedy: str = ANOTHER_OWNER) -> None:
         super().__init__(text)
@@ -399,7 +399,7 @@ def attributes_of(status: os.stat_result, file: int | str) -> Attributes:
 
 
 def give(fd: int, wanted: Attributes) -> None:
-    """Give a new file of ours, of no more permissions, the attributes of another one.
+    """Give a new file of ours, which has no more permissions, the attributes of another one.
 
     Raises:
         CannotReplace: one of them is refused.
@@ -455,7 +455,7 @@ def _raise_refusal(error: OSError, text: str) -> NoReturn:
 
 
 def _set_extended(fd: int, name: str, value: bytes | None) -> None:
-    """Set an extended attribute, or remove one that the folder handed down."""
+    """Set an extended attribute, or remove one that was inherited from the folder."""
     with _refused_as(_text(f"attribute {name}")):
         if value is not None:
             os.setxattr(fd, name, value)

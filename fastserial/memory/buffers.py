@@ -52,7 +52,7 @@ __all__ = [
 
 
 def host_buffer(address: int, nbytes: int) -> Buffer:
-    """Return host memory at an address as a buffer; whoever uses it keeps the memory alive."""
+    """Return host memory at an address as a buffer; the caller keeps the memory alive."""
     view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     return Buffer(-1, view, address)
 
@@ -129,7 +129,7 @@ class BufferPool:
 
     def _unmap(self) -> None:
         self._anchor = None
-        # an error's traceback may still show a buffer; the memory goes when that does
+        # an error's traceback may still refer to a buffer, and keeps the memory
         with contextlib.suppress(BufferError):
             self._map.close()
 
@@ -147,7 +147,7 @@ class Ring(BufferPool):
         count = min(count, (pinned.nbytes - before) // nbytes)
         address = pinned.address + before
         anchor: Any = (ctypes.c_char * (count * nbytes)).from_address(address)
-        anchor.owner = pinned  # a block that is still written keeps its memory, closed or not
+        anchor.owner = pinned  # a block that is being written keeps its memory, even after `close`
         view = memoryview(anchor).cast("B")
         self._pinned: Pinned | None = pinned
         self._base = pinned.address
@@ -160,7 +160,7 @@ class Ring(BufferPool):
     def join(self, places: Iterable[torch.device]) -> bool:
         """Get ready for copies from and to devices; False: one of them has no streams.
 
-        They come after what the calling thread's current streams hold now.
+        The copies follow the work now queued on the calling thread's current streams.
         """
         for device in places:
             stream = self._streams.get(device) or devices.copy_stream(device)
@@ -221,7 +221,7 @@ class Ring(BufferPool):
         return self._host(buffer.address, length)
 
     def keep(self, buffer: Buffer, fence: torch.Event, used: object) -> None:
-        """Let a buffer wait for a moment of another stream, and keep what is used until then."""
+        """Let a buffer wait for an event of another stream, and keep an object until then."""
         self._fences[buffer.index].append((fence, used))
 
     def holds(self, address: int, length: int) -> bool:
@@ -238,8 +238,8 @@ class Ring(BufferPool):
     def settle(self) -> None:
         """Wait for all copies.
 
-        What was sent is there for every stream then, as after a copy of torch's. To let only the
-        caller's current stream wait would not do.
+        Then every stream sees what was sent, as after a copy of torch's. It would not be enough if
+        only the caller's current stream waited.
 
         Raises:
             RuntimeError: a copy failed.
@@ -278,7 +278,7 @@ class PinnedStore:
         return sum(pinned.nbytes for pinned in list(self._all))
 
     def take(self) -> Pinned | None:
-        """Return `PINNED_RING` bytes; None: others have all that there may be.
+        """Return `PINNED_RING` bytes; None: other saves or loads use all that is allowed.
 
         Raises:
             RuntimeError: the system has none.
@@ -293,7 +293,7 @@ class PinnedStore:
             return pinned
 
     def give(self, pinned: Pinned) -> None:
-        """Take memory back that nothing uses any more."""
+        """Keep memory that nothing uses any more, for the next ring."""
         with self._lock:
             self._kept.append(pinned)
 
@@ -308,7 +308,7 @@ class PinnedStore:
             return nbytes
 
     def forget(self) -> None:
-        """Begin anew in a forked child: the device and what it pinned are the parent's."""
+        """Start over in a forked child: the device and its pinned memory are the parent's."""
         _parents.extend(self._all)
         self.__init__()  # type: ignore[misc]
 
@@ -325,7 +325,7 @@ def free_pinned() -> int:
         print(fastserial.free_pinned(), "bytes freed")
 
     Returns:
-        Bytes freed; what a save or load is using stays, and is kept again after it.
+        Bytes freed; memory that a save or load is using is kept.
     """
     for free in freed_with_it:
         free()
@@ -338,7 +338,7 @@ _warned: set[str] = set()
 
 
 def instead(word: str, why: str) -> Transfer:
-    """Return what is taken for a transfer type that cannot be had; warn of it once."""
+    """Return the substitute for a transfer type that is not available; warn of it once."""
     if word not in _warned:
         _warned.add(word)
         text = f"transfer {word!r}: {why}; going on with 'cpu_async_gpu'"
@@ -367,8 +367,8 @@ def open_ring(
 ) -> tuple[Ring | None, Transfer]:
     """Return a ring for copies from and to devices, or None, and the transfer type that it is.
 
-    The copies come after what the calling thread's current streams hold now. Without a ring each
-    copy is waited for.
+    The copies follow the work now queued on the calling thread's current streams. Without a ring
+    each copy is waited for.
 
     Args:
         config: the options in force.
@@ -402,8 +402,8 @@ def open_ring(
 def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -> None:
     """Copy bytes [start, start + length) of a device's memory to any host memory.
 
-    What is large goes through a ring: the host copies on what has come, while the rest is on its
-    way.
+    Large memory goes through a ring: the host copies the chunks that have arrived, while the device
+    copies the rest.
 
     Raises:
         StorageChangedError: the storage was resized.
@@ -434,7 +434,7 @@ def copy_to_host(memory: StorageMemory, address: int, start: int, length: int) -
 
 
 def _objection(places: Collection[torch.device], any_memory: bool, count: int) -> str | None:
-    """Return why there can be no ring, or None."""
+    """Return why no ring is possible, or None."""
     if not any_memory:
         return "the engine has buffers of its own"
     if count < 2:

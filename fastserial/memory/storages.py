@@ -40,8 +40,8 @@ __all__ = [
     "synchronize",
 ]
 
-# Bytes of a copy for which waiting for the interpreter's lock again takes longer than the copy. And
-# a thread that waits for the lock wakes up in vain each time that another lets go of it so shortly.
+# Up to so many bytes a copy is faster than acquiring the interpreter's lock again. A thread that
+# waits for the lock wakes up in vain each time that it is released so briefly.
 _SMALL = 64 * 1024
 _memmove_locked = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
@@ -215,7 +215,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are the elements of its own storage, and nothing else."""
     import torch
 
-    plain: Any = torch._C._disabled_torch_dispatch_impl  # of all others Python says what they do
+    plain: Any = torch._C._disabled_torch_dispatch_impl  # all others are overridden in Python
     return (
         type(tensor).__torch_dispatch__ is plain
         and tensor.layout is torch.strided
@@ -295,8 +295,8 @@ class Batch(NamedTuple):
         if self.storages is None:
             return list(map(bytes_at, self.addresses[begin:end], sizes))
         some = self.storages[begin:end]
-        # without a step of Python's between the look at a storage and its copy: no other thread
-        # gets the interpreter there, to resize it
+        # no Python bytecode runs between reading a storage's address and copying it, so no other
+        # thread can resize it there
         texts = list(map(bytes_at, map(self._address, some), map(self._size, some)))
         if list(map(len, texts)) != list(sizes):
             raise StorageChangedError
@@ -317,7 +317,7 @@ class Batch(NamedTuple):
     def pieces(self) -> Iterator[tuple[int, int, bool]]:
         """Cut the batch up: (first, one past the last, whether to pack them) of each piece.
 
-        Small host storages come packed, some `PACKED_BYTES` in a piece; any other one alone.
+        Small host storages are packed, about `PACKED_BYTES` in a piece; any other one is alone.
         """
         columns = enumerate(zip(self.addresses, self.sizes, strict=True))
         alone = [

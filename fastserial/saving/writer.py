@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -98,13 +99,14 @@ class FastFileWriter:
         if not isinstance(given, Replacement | CallersFile):
             given = required(open_destination(given, self._config.durable), given)
         self._destination: Destination = given
+        if isinstance(given, CallersFile) and self._config.durable:
+            self._config = replace(self._config, durable=False)  # the caller decides when to sync
         self._began = self._destination.began
         self._bar = ProgressBar(self.name) if self._config.progress else None
         self._out = ExtentWriter(
             self._destination.fd,
             self._config,
             None if self._bar is None else self._bar.update,
-            may_be_locked=self._destination.shared,
             owner=self._destination,
         )
         self._written = 0  # bytes passed on
@@ -170,7 +172,7 @@ class FastFileWriter:
         return False
 
     def fileno(self) -> int:
-        """Refuse: writes through a descriptor would pass by what is staged.
+        """Refuse: writes through a descriptor would bypass the staging buffers.
 
         Raises:
             io.UnsupportedOperation: always.
@@ -204,8 +206,8 @@ class FastFileWriter:
     def flush(self) -> None:
         """Write nothing: bytes reach the file in whole blocks, the last ones at `close`.
 
-        Where torch leaves its `with` block by an error, what it wrote is no checkpoint: all is
-        discarded. After an error nothing is raised, which would hide the first.
+        Where torch leaves its `with` block because of an error, what it wrote is no checkpoint, and
+        all is discarded. Nothing is raised then: it would hide the first error.
         """
         error = _error_of_callers_block()
         if error is not None:
@@ -277,10 +279,10 @@ class FastFileWriter:
             self._out.release_sources()
 
     def close(self) -> None:
-        """Write the rest, sync, and put the new file in its place. Idempotent.
+        """Write the rest, sync, and commit. Idempotent.
 
         Discards if a `torch.save` into the writer failed, or if nothing was written and an
-        exception is under way: `finally: writer.close()`.
+        exception is being handled: `finally: writer.close()`.
 
         Raises:
             WriteError: the disk is full or failed; the previous file is intact.

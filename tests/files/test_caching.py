@@ -25,7 +25,7 @@ SMALL = {"small_file": 0, "block_size": 256 * 1024}
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device was measured, and a trial takes few bytes."""
-    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "_speeds", {})
     monkeypatch.setattr(caching, "TRIAL", MIB)
 
 
@@ -44,13 +44,13 @@ def direct(tmp_path: Path, unmeasured: None) -> Path:
     """A folder on an unmeasured device that takes direct I/O."""
     if not saved(tmp_path / "direct.pt", direct=True).direct:
         pytest.skip("no direct I/O here")
-    caching._verdicts.clear()
+    caching._speeds.clear()
     return tmp_path
 
 
 def verdicts() -> list[bool]:
     """What was found out of devices, in this order."""
-    return [found.fast for found in caching._verdicts.values()]
+    return [found.fast for found in caching._speeds.values()]
 
 
 def chill(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 import time
@@ -30,16 +29,14 @@ BLOCKS: dict[str, Any] = {"small_file": 0, "block_size": 65536, "queue_depth": 3
 @pytest.fixture
 def fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A new file on a device that nobody measured."""
-    monkeypatch.setattr(caching, "_verdicts", {})
+    monkeypatch.setattr(caching, "_speeds", {})
     found = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     yield found
     os.close(found)
 
 
-def chosen(
-    fd: int, expected: int | None = None, may_be_locked: bool = False, **options: Any
-) -> Route:
-    file = OutputFile(fd, may_be_locked)
+def chosen(fd: int, expected: int | None = None, **options: Any) -> Route:
+    file = OutputFile(fd)
     try:
         return choose_route(file, Config(**options), expected)
     finally:
@@ -52,8 +49,8 @@ def need_direct(fd: int) -> None:
 
 
 def measured(fd: int, fast: bool) -> None:
-    verdict = caching._Verdict(fast, time.perf_counter())
-    caching._verdicts[os.fstat(fd).st_dev] = verdict
+    verdict = caching._DeviceSpeed(fast, time.perf_counter())
+    caching._speeds[os.fstat(fd).st_dev] = verdict
 
 
 class OwnMemory(ThreadsEngine):
@@ -100,12 +97,6 @@ def test_a_file_that_is_compressed(fd: int, monkeypatch: pytest.MonkeyPatch) -> 
         linux.reserve(fd, 7, MIB, Config())  # a small file
     place = (fd, 7, 64 * MIB)
     assert reserved == [place, place, place]
-
-
-def test_a_lock_is_asked_for_only_where_somebody_may_have_one(fd: int) -> None:
-    fcntl.lockf(fd, fcntl.LOCK_EX)
-    assert "lockf" in str(chosen(fd, direct=True, may_be_locked=True).fallback)
-    assert chosen(fd, direct=False, may_be_locked=True).fallback is None
 
 
 @pytest.mark.parametrize("prepare_here", [True, False])

@@ -61,10 +61,6 @@ class _Stream:
     steps: list[_Step] = field(default_factory=list)  # that are not done
     last: _Step | None = None  # what later ones come after
 
-    @property
-    def handle(self) -> int:
-        return id(self)
-
     def add(
         self,
         run: Callable[[], None],
@@ -175,10 +171,6 @@ class FakeDevice:
                 for step in stream.steps:
                     if step.busy is not None and (writes or step.busy[2]) and step.is_at(host):
                         self.fault(f"memory was {what} before a copy was complete")
-
-    def stream_of(self, handle: int) -> _Stream:
-        """Return a stream by what the device's driver knows it by."""
-        return next(stream for stream in self._streams if stream.handle == handle)
 
     def fault(self, what: str) -> None:
         self.faults.append(what)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fastserial import config as config_module
-from fastserial.checksums import Piece as CrcPiece
+from fastserial.checksums import PartialCrc as CrcPiece
 from fastserial.checksums import crc32_combine, crc_mismatch
 from fastserial.config import Config
 from fastserial.distributed.onefile.flow import Flow, grids_of, need_of, read_odd, targets_of

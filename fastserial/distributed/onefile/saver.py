@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fastserial.checksums import Piece as Crc
+from fastserial.checksums import PartialCrc as Crc
 from fastserial.config import Config
 from fastserial.distributed.onefile.decision import (
     SaveDecision,
