@@ -1,4 +1,4 @@
-"""What a checkpoint contains, found without loading it, executing its pickle or needing torch."""
+"""`fastserial.inspect`: the contents of a checkpoint, without loading it, and without torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Inspection", "StorageUse", "inspect"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StorageUse(BoundedRepr):
-    """A storage and who is in it.
+    """A storage and the tensors in it.
 
     Attributes:
         key: its name (`data/<key>` in a zip).
         dtype: type of its elements; `uint8` where torch keeps bytes only.
         nbytes: its size (bytes).
-        offset: its first byte in the file, None if it is not there.
+        offset: its first byte in the file, None if it is missing.
         location: the device it came from.
         tensors: keys of the tensors in it.
-        needed_bytes: what would do if each of its tensors were saved alone, at the most.
+        needed_bytes: of its tensors if each were saved alone, at most `nbytes`.
     """
 
     key: str
@@ -41,31 +41,31 @@ class StorageUse(BoundedRepr):
 
     @property
     def wasted_bytes(self) -> int:
-        """Bytes that are saved only because a view drags its whole storage along."""
+        """Bytes that are saved only because torch saves the whole storage of a view."""
         return max(0, self.nbytes - self.needed_bytes)
 
     @property
     def is_shared(self) -> bool:
-        """Whether several tensors are in it."""
+        """Whether it has several tensors."""
         return len(self.tensors) > 1
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection(BoundedRepr):
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         path: the file or folder.
         format: `zip`, `legacy`, `safetensors` or `dcp`.
         bytes: size of the file, or of the folder's files.
         archive_name: the folder in the names of the records (zip).
-        records: (name, offset of the data, bytes) of each record (zip); of each item, with its
-            file (DCP).
+        records: (name, offset of the data, bytes) of each record (zip), or item with its file
+            (DCP).
         tensors: in the order of the pickle.
-        storages: in the order of the file; none of a DCP folder, which keeps parts of tensors.
+        storages: in the order of the file; none in a DCP folder, which holds chunks of tensors.
         imports: the names that unpickling would import.
-        values: how many other values (numbers, strings, ...) there are.
-        notes: what is odd, and what could not be found out.
+        values: the number of other values (numbers, strings, ...).
+        notes: what is unusual, and what could not be found out.
     """
 
     path: str
@@ -81,7 +81,7 @@ class Inspection(BoundedRepr):
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors, shared ones counted each time."""
+        """Bytes of all tensors; shared bytes are counted for each."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -90,7 +90,7 @@ class Inspection(BoundedRepr):
         return sum(storage.wasted_bytes for storage in self.storages)
 
     def offset_of(self, tensor: TensorEntry) -> int | None:
-        """Return where the tensor's first element lies in the file (bytes), None if nowhere."""
+        """Return where the tensor's first element lies in the file (bytes), None if it is missing."""
         for storage in self.storages:
             if storage.key == tensor.storage and storage.offset is not None:
                 return storage.offset + tensor.span[0]
@@ -116,7 +116,7 @@ class Inspection(BoundedRepr):
 
 
 def _values(one: Inspection | StorageUse | TensorEntry) -> dict[str, Any]:
-    """Return the attributes of one object; `asdict` copies them, in three times the time."""
+    """Return the attributes of an object; `asdict`, which copies them, takes three times as long."""
     return {field.name: getattr(one, field.name) for field in fields(one)}
 
 

@@ -1,4 +1,4 @@
-"""What parsers read from: bytes at any offset, of a file, of a part of one, or in memory."""
+"""Sources of parsers: bytes at any offset of a file, of a part of one, or in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ByteStream", "BytesSource", "DescriptorSource", "Source", "read_exac
 
 
 class Source(Protocol):
-    """Bytes that can be read at any offset, all that a parser sees of a file.
+    """Bytes that can be read at any offset: the only view that a parser has of a file.
 
     source = BytesSource(b"PK...")
     source.read_at(0, 2)  # b"PK"
@@ -26,7 +26,7 @@ class Source(Protocol):
         """Return `nbytes` bytes from `offset` on.
 
         Raises:
-            TruncatedCheckpointError: there are not as many.
+            TruncatedCheckpointError: there are fewer.
             OSError: they cannot be read.
         """
 
@@ -38,8 +38,8 @@ class DescriptorSource:
         """Read from a descriptor, which its owner closes.
 
         Args:
-            start: where in the file byte 0 is.
-            size: bytes of the part; by default up to the end of the file.
+            start: offset of byte 0 in the file.
+            size: bytes of the part; by default it ends where the file does.
         """
         self._fd = fd
         self._start = start
@@ -119,7 +119,7 @@ class ByteStream:
     """
 
     def __init__(self, source: Source, start: int = 0, end: int | None = None) -> None:
-        """Begin at byte `start`; without `end` it goes to that of the source."""
+        """Begin at byte `start`; without `end` the stream ends where the source does."""
         self._source = source
         self._end = source.size if end is None else end
         self._offset = start  # of the chunk's first byte
@@ -157,7 +157,7 @@ class ByteStream:
         return self.chunk[at : at + length]
 
     def skip(self, length: int) -> None:
-        """Pass over `length` bytes.
+        """Skip `length` bytes.
 
         Raises:
             CorruptCheckpointError: there are not as many.
@@ -167,7 +167,7 @@ class ByteStream:
         self.at += length
 
     def line(self) -> bytes:
-        """Return the bytes up to the next newline, which is passed over.
+        """Return the bytes up to the next newline, which is skipped.
 
         Raises:
             CorruptCheckpointError: there is no newline within 64 KiB.

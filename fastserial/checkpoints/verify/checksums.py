@@ -1,4 +1,4 @@
-"""CRC-32s of what lies in a file, in one pass over it at the speed of the disk."""
+"""CRC-32s of ranges of a file, in one pass over it at the speed of the disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FilePart:
             TruncatedCheckpointError: the file ends before.
         """
         self._fd, self._name, self._start = fd, name, start
-        # any file can be verified, whatever saves are tried with
+        # any file can be verified, whatever engine is configured for saves
         self._config = replace(config, engine="threads", cache="drop", small_file=0)
         self.source: Source = DescriptorSource(fd, start, size)
         self._is_small = self.source.size <= config.block_size
@@ -50,10 +50,10 @@ class FilePart:
                 self.source = BytesSource(self.source.read_at(0, self.source.size))
 
     def checksums(self, spans: Sequence[Span]) -> list[int | OSError | None]:
-        """Return the CRC-32 of each span; why it cannot be read, or None: not all of it is there.
+        """Return the CRC-32 of each span, an error if it cannot be read, None if it is cut short.
 
         Args:
-            spans: in the order of the file; none overlaps another.
+            spans: in the order of the file, without overlaps.
         """
         end = max((start + nbytes for start, nbytes in spans), default=0)
         found = _Checksums(spans)
@@ -84,7 +84,7 @@ class FilePart:
 
 
 class _Checksums:
-    """Takes all bytes from the first on, in any order, from several threads."""
+    """A sink of all bytes from the first on, in any order, on several threads."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
@@ -106,7 +106,7 @@ class _Checksums:
         return None
 
     def crc_of(self, index: int) -> int | None:
-        self._ledger.fail()  # nothing comes any more
+        self._ledger.fail()  # no more bytes will arrive
         try:
             return self._ledger.wait(index) if self._spans[index][1] else 0
         except TransferAbandonedError:

@@ -1,4 +1,4 @@
-"""Lists of the files that belong together: whether all of them are there.
+"""Lists of files that belong together: whether all of them exist.
 
 `fastserial_complete.json` (of `CheckpointCallback`) names the files of a checkpoint with their
 sizes; the index of Hugging Face's shards names the file of each tensor; `metadata.pkl` of
@@ -29,7 +29,7 @@ _MOST = 1 << 30  # bytes of a list
 
 
 def is_file_list(path: str) -> bool:
-    """Return whether a file is called like a list of files."""
+    """Return whether a file has the name of a list of files."""
     folder, name = os.path.split(path)
     if name == METADATA:
         return find_rank_folder(folder or os.curdir) is not None
@@ -44,12 +44,12 @@ def file_lists_in(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def verify_file_list(fd: int, path: str, findings: Findings) -> int:
-    """Look whether the files that a list names are there, whole as far as the list tells.
+    """Check that the files that a list names exist, with the sizes or tensors that it gives.
 
     Args:
         fd: the list.
         path: its path; the files are in the same folder, or below.
-        findings: where problems go; each names its file.
+        findings: gets the problems; each names its file.
 
     Returns:
         How many files it names.
@@ -69,7 +69,7 @@ def verify_file_list(fd: int, path: str, findings: Findings) -> int:
         entries: Any = json.loads(text)[key]
     except (ValueError, KeyError, TypeError, RecursionError):
         entries = ""
-    if entries is None:  # `CheckpointCallback`: since the folder is written anew
+    if entries is None:  # `CheckpointCallback` writes this while it overwrites the folder
         raise CorruptCheckpointError("a save to this folder was begun and not completed")
     if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"it is no list of files: it has no object {key!r}")
@@ -85,7 +85,7 @@ def verify_file_list(fd: int, path: str, findings: Findings) -> int:
 
 
 def _check_ranks(folder: str, findings: Findings) -> int:
-    """Compare the files of ranks with how many `metadata.pkl` says there were."""
+    """Compare the files of ranks with the number of ranks in `metadata.pkl`."""
     found = find_rank_folder(folder or os.curdir)
     if found is None:
         return 0

@@ -37,7 +37,7 @@ from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, U32, UTF
 
 __all__ = ["verify_zip"]
 
-_HEAD = 8  # bytes of a record that may look like a data descriptor
+_HEAD = 8  # bytes of a record that may resemble a data descriptor
 _LONGEST_TAIL = 128 * 1024
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _IS_FOLDER = 0x10  # in the external attributes
@@ -65,7 +65,7 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
         torch_made = _is_torch_made(source, directory)
         if not torch_made:
             directory = read_directory(source)
-    except UnreadableCheckpointError as error:  # it may be whole: that cannot be told
+    except UnreadableCheckpointError as error:  # it may be whole: that cannot be decided
         findings.reason = error.message
         return
     except CorruptCheckpointError as error:
@@ -105,7 +105,7 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
     closed = sum(not record.is_readable for record in records)
     if closed:
         findings.note(
-            f"{closed} records are encrypted, or compressed in a way unknown: not checked"
+            f"{closed} records are encrypted, or compressed with an unknown method: not checked"
         )
     if findings.unchecked > closed:
         without = findings.unchecked - closed
@@ -115,7 +115,7 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
 
 
 def _tail(source: Source, directory: Directory) -> bytes:
-    """Return what follows the central directory, or the end of it if that is a lot."""
+    """Return what follows the central directory, or its last part if that is long."""
     start = directory.end.directory_offset + directory.end.directory_size
     start = max(start, directory.size - _LONGEST_TAIL)
     return source.read_at(start, directory.size - start)
@@ -143,12 +143,12 @@ def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
 def _check_record(
     record: RecordEntry, crc: int | OSError | None, has_id: bool, findings: Findings
 ) -> Iterator[Problem]:
-    """Compare the CRC-32 of a record; count it.
+    """Compare and count the CRC-32 of a record.
 
     Args:
-        crc: of its bytes, or why there is none.
-        has_id: the serialization id is right, or there is none: it says which have no checksum.
-        findings: counts.
+        crc: of its bytes, or the error that prevented reading them.
+        has_id: the serialization id is right, or missing: it proves that a record has no checksum.
+        findings: gets the counts.
     """
     if not (record.size or record.compressed_size):
         return
@@ -178,7 +178,7 @@ def _with_tensors(problem: Problem, outline: Outline | None) -> Problem:
 
 
 def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
-    """Compare the serialization id, which torch makes from all CRCs, with the directory's CRCs.
+    """Compare the serialization id, which torch derives from all CRCs, with the directory's CRCs.
 
     Args:
         records: in the order of the file.
@@ -189,7 +189,7 @@ def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
     text = source.read_at(record.data_offset, record.size)
     if text[20:] == _expected_id(records, {}).encode():
         return None
-    heads = {  # some may begin like a data descriptor, which torch takes for one
+    heads = {  # data that begins like a descriptor changes the id
         index: source.read_at(one.data_offset, _HEAD)
         for index, one in enumerate(records)
         if one.compressed_size >= _HEAD
@@ -206,7 +206,7 @@ def _check_id(source: Source, records: Sequence[RecordEntry]) -> Problem | None:
 
 
 def _outline(source: Source, directory: Directory, findings: Findings) -> Outline | None:
-    """Return what the pickle says; what it does not say is noted, or a problem."""
+    """Return what the pickle describes; a pickle that cannot be parsed is noted, or a problem."""
     try:
         outline = zip_outline(source, directory)
     except (CheckpointFileError, PickleLimitError) as error:
@@ -224,21 +224,21 @@ def _outline(source: Source, directory: Directory, findings: Findings) -> Outlin
 
 
 def _check_names(directory: Directory, findings: Findings) -> None:
-    """Look for records of one name, as torch compares them: programs take one or another."""
+    """Find records with the same name, as torch compares names: readers differ in which they use."""
     first: dict[bytes, RecordEntry] = {}
     for record in directory.records:
         other = first.setdefault(record.full_name.lower(), record)
         if (other.size, other.crc) == (record.size, record.crc):
             continue
         if is_part(record.name) or is_part(other.name):
-            message = "several records bear this name and differ: readers take one or another"
+            message = "several records have this name and differ: readers take one or another"
             findings.add(Problem("directory", message, record.name, record.header_offset))
         else:
-            findings.note(f"several records bear the name {record.name}")
+            findings.note(f"several records have the name {record.name}")
 
 
 def _check_storages(outline: Outline, findings: Findings) -> None:
-    """Compare the records' sizes with those of the storages that the pickle speaks of."""
+    """Compare the records' sizes with those of the storages in the pickle."""
     for key, entry in outline.storages.items():
         name, size = f"data/{key}", entry.held
         if entry.record and size >= entry.nbytes:
@@ -290,8 +290,8 @@ def _flags(record: RecordEntry) -> int:
 def _is_torch_made(source: Source, directory: Directory) -> bool:
     """Return whether torch wrote the archive, and nobody changed it since.
 
-    Most entries look like torch's then, and no other bears a date that its local header bears,
-    too: that is no damage, but another program's work.
+    Then most entries look like torch's, and no other entry has the date of its local header: such a
+    date is no damage, but the work of another program.
 
     Raises:
         OSError: the file cannot be read.
@@ -315,7 +315,7 @@ def _is_dated(source: Source, record: RecordEntry) -> bool:
 
 
 def _check_entries(directory: Directory) -> Iterator[Problem]:
-    """Compare the directory's entries with what torch writes into them."""
+    """Compare the fields of the directory's entries with what torch writes."""
     for record in directory.records:
         sound = _is_plain(record) and (record.size > 0 or record.crc == 0)
         wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
@@ -324,7 +324,7 @@ def _check_entries(directory: Directory) -> Iterator[Problem]:
 
 
 def _check_entries_loosely(directory: Directory) -> Iterator[Problem]:
-    """Look for entries of other writers for which torch's reader does not read the data."""
+    """Find entries of other writers whose data torch's reader does not read."""
     for record in directory.records:
         disk, _, attributes = record.stamp[4:]
         if disk not in (0, 1):
@@ -348,12 +348,12 @@ def _check_local_headers(source: Source, directory: Directory) -> Iterator[Probl
         for index, size in enumerate(sizes):
             if size == U32 and wide:
                 sizes[index] = wide.pop(0)
-        told = (header.crc, *sizes)
+        stored = (header.crc, *sizes)
         if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
             text = "its local header has another compression than the directory"
         elif header.flags & structs.HAS_DESCRIPTOR:
             continue  # sizes and CRC follow the data
-        elif told != (record.crc, record.size, record.compressed_size):
+        elif stored != (record.crc, record.size, record.compressed_size):
             text = "its local header holds other sizes or another CRC than the directory"
         else:
             continue
@@ -366,7 +366,7 @@ def _check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[
     Args:
         directory: what was read.
         tail: what follows it, or its end.
-        torch_made: hold it against what torch writes, byte for byte.
+        torch_made: compare it with what torch writes, byte for byte.
     """
     end = directory.end
     if torch_made:
@@ -390,7 +390,7 @@ def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> 
 
     Args:
         records: in the order of the file.
-        heads: first 8 bytes of records, by index; of those that begin like a data descriptor.
+        heads: first 8 bytes of records, by index.
     """
     combined = 0
     for index, record in enumerate(records):
@@ -409,7 +409,7 @@ def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> 
 def _check_gap(
     before: RecordEntry | None, after: RecordEntry | None, data: bytes, start: int
 ) -> Iterator[Problem]:
-    """Compare what lies between two records with what torch writes there, byte for byte.
+    """Compare the bytes between two records with what torch writes there.
 
     Args:
         before: the record whose data ends where `data` starts.
@@ -480,7 +480,7 @@ def _checkpoint(source: Source, directory: Directory, names: set[str]) -> Iterat
             message = f"it is not in the folder {folder!r}: torch does not load the archive"
             yield Problem("directory", message, record.name)
         elif is_part(record.name) and not record.is_readable:
-            message = "it is encrypted, or compressed in a way that torch cannot read"
+            message = "it is encrypted, or compressed with a method that torch cannot read"
             yield Problem("directory", message, record.name)
     if names.isdisjoint(_VERSIONS):
         message = "there is no such record, without which torch does not load the archive"
@@ -498,9 +498,9 @@ def _is_number(source: Source, record: RecordEntry) -> bool:
 
 
 def _is_whole_pickle(source: Source, record: RecordEntry) -> bool:
-    """Whether a record is a pickle to its end, or none that can be judged.
+    """Return whether a record is a pickle to its end.
 
-    Of another pickle module's formats, and of what is too large, nothing is said.
+    Formats of other pickle modules, and what is too large, are not judged: True.
 
     Raises:
         OSError: the file cannot be read.

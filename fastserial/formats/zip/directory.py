@@ -1,8 +1,8 @@
-"""Reading a zip container: where each record lies, without trusting a byte of it.
+"""Parsing a zip container: the offset of each record, without trusting a byte of it.
 
 Every offset and size is checked against the file before it is used, memory is bounded by the
-size of the directory, and nothing outside the file is read. What torch's own reader takes is
-taken, except for records that overlap. `fastserial.verify` looks closer.
+size of the directory, and nothing outside the file is read. What torch's own reader accepts is
+accepted, except for records that overlap. `fastserial.verify` checks more.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecordEntry(NamedTuple):
         crc: CRC-32 of the data.
         method: `STORED` (all that torch writes), `DEFLATED`, or one that torch cannot read.
         flags: general purpose bits.
-        stamp: what matters little: versions made by and needed, time, date, number of the disk,
+        stamp: fields that readers ignore: versions made by and needed, time, date, disk number,
             internal and external attributes. All 0 in what torch writes.
         extra: the central entry's extra field and comment.
     """
@@ -78,7 +78,7 @@ class RecordEntry(NamedTuple):
 
     @property
     def is_readable(self) -> bool:
-        """Whether torch can read it: some ways to compress it, and encryption, are beyond it."""
+        """Whether torch can read it: it is not encrypted, and stored or deflated."""
         return self.method in (STORED, DEFLATED) and not self.flags & REFUSED
 
     @property
@@ -88,14 +88,14 @@ class RecordEntry(NamedTuple):
 
 
 class EndRecords(NamedTuple):
-    """What the records at the end of the file say.
+    """The records at the end of the file.
 
     Attributes:
         records: how many the directory holds.
-        directory_offset, directory_size: place of the central directory (bytes).
-        offset: place of the end record.
+        directory_offset, directory_size: of the central directory (bytes).
+        offset: of the end record.
         trailing: bytes after the end record, its comment included.
-        agrees: the zip64 record and the end record tell the same, where both tell.
+        agrees: the zip64 record and the end record do not contradict each other.
     """
 
     records: int
@@ -126,7 +126,7 @@ class Directory(NamedTuple):
         return next((record for record in self.records if record.name == name), None)
 
     def in_file_order(self) -> list[RecordEntry]:
-        """Return the records sorted by place."""
+        """Return the records sorted by offset."""
         return sorted(self.records, key=lambda record: record.header_offset)
 
 
