@@ -42,8 +42,7 @@ class Crashes:
 
     Attributes:
         name: `stock torch` or `fastserial`.
-        old: how often the checkpoint of before, whole.
-        new: how often the new one, whole.
+        old, new: how often the previous checkpoint, or the new one, whole.
         errors: how often nothing that loads, by the error.
     """
 
@@ -117,7 +116,7 @@ def _state(step: int, nbytes: int) -> dict[str, Any]:
 
 
 def _save(name: str, path: Path, nbytes: int) -> None:
-    """Save three checkpoints to a path; tell how long one takes before the last begins."""
+    """Save three checkpoints to a path; print how long one takes before the last begins."""
     with _SAVERS[name]():
         torch.save(_state(_FIRST, nbytes), path)
         old, new = _state(_OLD, nbytes), _state(_NEW, nbytes)

@@ -1,4 +1,4 @@
-"""`fastserial bench load`: one checkpoint, every way to load it, and fio, in the same run.
+"""`fastserial bench load`: one checkpoint, loaded by stock torch, by fastserial, and read by fio.
 
 Cold means that no page of the file is in the page cache, warm that all are. Rows run interleaved,
 and what each one loads first is compared with what was saved.
@@ -76,14 +76,14 @@ class LoadBench:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One way to load. It is pickled: functions in it are those of a module, or parts of them.
+    """How to load. It is pickled, so its functions are those of a module, or partials of them.
 
     Attributes:
         name: what is measured.
         paths: files it reads, to be put into or out of the page cache.
         load: loads everything and returns it; it gets tensors to fill, if `fills`, else None.
         context: entered around the load and the timing.
-        fills: it loads into tensors whose memory is there before it is timed.
+        fills: it loads into tensors that were allocated before the timing.
         modules: what is imported before the load is timed.
         is_peer: another package's, which may fail here.
     """
@@ -179,7 +179,7 @@ def touch(state: State) -> State:
 
 
 def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
-    """Write the state dict in both containers, and yield the ways to load it."""
+    """Write the state dict in both containers, and yield how to load it."""
     paths = folder / "checkpoint.pt", folder / "checkpoint.legacy.pt"
     with stock():
         write(state, paths[0], "zip")
@@ -225,7 +225,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """Makes rows of a checkpoint that lies in a folder, and is to be loaded again and again."""
+    """Makes the rows of a checkpoint in a folder, which is loaded again and again."""
 
     folder: Path
     nbytes: int
@@ -258,9 +258,9 @@ class _Loads:
         return Row(f"{fio.READ}, {COLD}", COLD, run)
 
     def _prepare(self, paths: tuple[Path, ...], temperature: str) -> None:
-        """Bring memory and page cache into the same state for every row.
+        """Give every row the same state of memory and page cache.
 
-        Of all files only those that a warm row reads are in the page cache.
+        Only the files that a warm row reads are in the page cache.
         """
         kept = () if temperature == COLD else paths
         files = (path for path in self.folder.rglob("*") if path.is_file())

@@ -41,8 +41,8 @@ class Converted:
     Attributes:
         source, target: the containers of both sides.
         nbytes: size of the new file, or of the new files.
-        dropped: names of the source's metadata (safetensors) that a file of torch cannot hold; empty
-            between two safetensors files, which keep it.
+        dropped: names of the source's metadata (safetensors) that a file of torch cannot hold;
+            empty between two safetensors files, which keep it.
     """
 
     source: str

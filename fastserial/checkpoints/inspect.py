@@ -90,7 +90,7 @@ class Inspection(BoundedRepr):
         return sum(storage.wasted_bytes for storage in self.storages)
 
     def offset_of(self, tensor: TensorEntry) -> int | None:
-        """Return where the tensor's first element lies in the file (bytes), None if it is missing."""
+        """Return the offset of the tensor's first element (bytes), None if it is missing."""
         for storage in self.storages:
             if storage.key == tensor.storage and storage.offset is not None:
                 return storage.offset + tensor.span[0]
@@ -116,7 +116,7 @@ class Inspection(BoundedRepr):
 
 
 def _values(one: Inspection | StorageUse | TensorEntry) -> dict[str, Any]:
-    """Return the attributes of an object; `asdict`, which copies them, takes three times as long."""
+    """Return the attributes of an object; `asdict` copies them, in three times the time."""
     return {field.name: getattr(one, field.name) for field in fields(one)}
 
 

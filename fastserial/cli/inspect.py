@@ -32,7 +32,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     records: Annotated[bool, typer.Option("--records", help="List records or items, too.")] = False,
 ) -> None:
-    """Show what a checkpoint holds. Reads no tensor's bytes and executes nothing.
+    """Show what a checkpoint contains. Reads no tensor's bytes and executes nothing.
 
     Exit status: 0, 1 if it is damaged, 2 if it cannot be read.
     """
@@ -117,6 +117,6 @@ def _print_sharing(console: Console, found: Inspection) -> None:
         print_table(console, "Storages shared or larger than need be", columns, rows)
     if found.wasted_bytes:
         console.print(
-            f"{format_bytes(found.wasted_bytes)} could be saved: views drag their whole storage "
-            "along; clone() them before saving"
+            f"{format_bytes(found.wasted_bytes)} could be saved: torch saves the whole storage of "
+            "a view; clone() views before saving"
         )

@@ -224,7 +224,7 @@ def _outline(source: Source, directory: Directory, findings: Findings) -> Outlin
 
 
 def _check_names(directory: Directory, findings: Findings) -> None:
-    """Find records with the same name, as torch compares names: readers differ in which they use."""
+    """Find records with one name, as torch compares names: readers use one or another."""
     first: dict[bytes, RecordEntry] = {}
     for record in directory.records:
         other = first.setdefault(record.full_name.lower(), record)
