@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastserial.errors import CheckpointFileError
 from fastserial.formats.container import open_container
 from fastserial.formats.pickles import Limits
+from fastserial.formats.source import naming
 from fastserial.formats.tensors import Outline, TensorEntry
 from fastserial.interrupts import Descriptors
 from fastserial.memory.held_settings import paused_collection
@@ -134,12 +134,8 @@ def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspe
         OSError: it cannot be read.
     """
     name = os.fspath(path)
-    try:
-        with Descriptors() as files, paused_collection():
-            return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
-    except CheckpointFileError as error:
-        error.path = error.path or name
-        raise
+    with naming(name), Descriptors() as files, paused_collection():
+        return _inspect(name, files.open(name, os.O_RDONLY | os.O_NONBLOCK), limits)
 
 
 def _inspect(name: str, fd: int, limits: Limits | None) -> Inspection:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from time import perf_counter
@@ -35,6 +35,7 @@ from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.held_settings import paused_collection
+from fastserial.nests import walk
 from fastserial.printable import BoundedRepr
 
 __all__ = ["LoadedKeys", "load_into"]
@@ -116,7 +117,7 @@ def load_into(
         state = dict(_state_of(target))
         if not _is_in_memory_of(target, state):
             return _load_state_dict(target, path, key, strict, verify)
-    wanted = dict(_tensors(state))
+    wanted = _tensors(state)
     with FastFileReader(path, config) as reader:
         checked = verify and refuse_damaged(reader.name, reader.fd, config)
         with paused_collection() as pause:
@@ -201,21 +202,14 @@ def _load_state_dict(
 # -- what is to be filled ------------------------------------------------------------------------
 
 
-def _tensors(target: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(target: Any) -> dict[str, torch.Tensor]:
     if not isinstance(target, Mapping):
         raise TypeError(f"load_into fills a module or a dictionary, not {type(target).__name__}")
-    yield from _walk(target, "")
-
-
-def _walk(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield key, value.detach()
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _walk(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _walk(item, f"{key}.{number}" if key else str(number))
+    return {
+        ".".join(map(str, path)): value.detach()
+        for path, value in walk(target)
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _match(

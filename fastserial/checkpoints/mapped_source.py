@@ -24,7 +24,6 @@ from fastserial.checkpoints.streaming import FileMemory, StorageLocator
 from fastserial.checkpoints.tensor_read import is_little_endian
 from fastserial.checkpoints.verify import refuse_damaged
 from fastserial.errors import (
-    CheckpointFileError,
     ConvertError,
     CorruptCheckpointError,
     FastserialError,
@@ -39,6 +38,7 @@ from fastserial.formats.container import (
     open_container,
 )
 from fastserial.formats.pickles import refuse_nested
+from fastserial.formats.source import naming
 from fastserial.formats.zip.directory import RecordEntry
 from fastserial.formats.zip.records import PICKLE, read_record
 from fastserial.formats.zip.structs import MOST_INFLATED
@@ -113,7 +113,7 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
         ConvertError: its pickle needs more than `weights_only` allows, or it cannot be mapped.
         OSError: it cannot be read.
     """
-    try:
+    with naming(path):
         container = open_container(fd, path)
         if not isinstance(container, ZipContainer | LegacyContainer | SafetensorsContainer):
             raise UnreadableCheckpointError("a folder of torch.distributed.checkpoint: no file")
@@ -132,9 +132,6 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
             value = _map_legacy(fd, path, container, whole)
         else:
             value = _map_safetensors(container, whole)
-    except CheckpointFileError as error:
-        error.path = error.path or path
-        raise
     return Mapped(container, value, whole, records)
 
 

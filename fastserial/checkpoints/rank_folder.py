@@ -11,10 +11,10 @@ import os
 import re
 from typing import NamedTuple
 
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.dcp import METADATA_NAME
 from fastserial.formats.pickles import Mapping, decode
-from fastserial.formats.source import ByteStream, DescriptorSource
+from fastserial.formats.source import ByteStream, DescriptorSource, naming
 from fastserial.interrupts import Descriptors
 
 __all__ = ["METADATA", "RANK_FOLDER", "RankFolder", "find_rank_folder", "ranks_said"]
@@ -93,13 +93,9 @@ def ranks_said(path: str, found: RankFolder) -> int | None:
     if found.metadata is None:
         return None
     name = os.path.join(path, found.metadata)
-    try:
-        with Descriptors() as files:
-            fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
-            value = decode(ByteStream(DescriptorSource(fd))).value
-    except CheckpointFileError as error:
-        error.path = name
-        raise
+    with naming(name), Descriptors() as files:
+        fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
+        value = decode(ByteStream(DescriptorSource(fd))).value
     pairs = value.items if isinstance(value, Mapping) else []
     said = next((number for key, number in pairs if key == "world_size"), None)
     if type(said) is not int or said < 1:

@@ -14,11 +14,11 @@ import torch
 
 from fastserial.checkpoints.tensor_read import is_dense, overlapping
 from fastserial.config import Config
-from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.files.linux import preadv
+from fastserial.errors import ConvertError
 from fastserial.formats.extents import Data, Extent
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
+from fastserial.formats.source import read_to
 from fastserial.formats.zip.layout import archive_name
 from fastserial.memory.batch import batch_of
 from fastserial.memory.storages import HostMemory, Memory, storage_memory
@@ -72,12 +72,7 @@ class FileMemory:
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Read bytes [start, start + length) into host memory at `address`."""
         view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-        done = 0
-        while done < length:
-            got = preadv(self._fd, [view[done:]], self._offset + start + done)
-            if got == 0:
-                raise CorruptCheckpointError("the file became shorter while it was read")
-            done += got
+        read_to(view, self._fd, self._offset + start)
 
 
 class _OrderedMemory:

@@ -15,11 +15,11 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from fastserial.config.performance import CONTIGUOUS_RUN, SCATTERED_CHUNK
 from fastserial.errors import (
-    CheckpointFileError,
     UnreadableCheckpointError,
     UnreadableTensorError,
 )
 from fastserial.formats.container import Container, ZipContainer, open_container
+from fastserial.formats.source import naming
 from fastserial.formats.storages import reach
 from fastserial.formats.tensors import TensorEntry
 from fastserial.formats.zip.records import PICKLE
@@ -244,8 +244,8 @@ def open_readable(fd: int, path: str) -> Container:
         PickleLimitError: its pickle is larger than the limits.
         OSError: it cannot be read.
     """
-    container = open_container(fd, path)
-    try:
+    with naming(path):
+        container = open_container(fd, path)
         if isinstance(container, ZipContainer) and container.directory.find(PICKLE) is None:
             text = "the archive holds no data.pkl: not a checkpoint of torch.save"
             raise UnreadableCheckpointError(text)
@@ -253,9 +253,6 @@ def open_readable(fd: int, path: str) -> Container:
             text = "the file was written on a big-endian machine: use torch.load"
             raise UnreadableTensorError(text)
         container.keys()  # reads the pickle
-    except CheckpointFileError as error:
-        error.path = error.path or path
-        raise
     return container
 
 

@@ -23,7 +23,7 @@ from fastserial.formats.dcp import METADATA_NAME, Metadata, parse
 from fastserial.formats.legacy.structure import MAGIC, read_legacy
 from fastserial.formats.pickles import Limits, decode
 from fastserial.formats.safetensors import read_header
-from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source
+from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source, naming
 from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import RecordEntry, read_directory
@@ -451,7 +451,7 @@ def open_container(
         PickleLimitError: its pickle is larger than the limits.
         OSError: it cannot be read.
     """
-    try:
+    with naming(path):
         found = detect(fd, path)
         if found is Format.DAMAGED_ZIP:
             raise CorruptCheckpointError(found.value, offset=0)
@@ -465,9 +465,6 @@ def open_container(
         if found is Format.DCP:
             return FolderContainer(path)
         raise UnreadableCheckpointError(found.value)
-    except CheckpointFileError as error:
-        error.path = error.path or path
-        raise
 
 
 def format_of_head(source: Source) -> Format | None:

@@ -13,9 +13,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fastserial.checksums import crc32
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.pickles import Call, Global, Limits, Mapping, decode
-from fastserial.formats.source import BytesSource, ByteStream, Source
+from fastserial.formats.source import BytesSource, ByteStream, Source, naming
 from fastserial.formats.storages import ITEM_BYTES
 
 __all__ = [
@@ -184,13 +184,11 @@ def parse(source: Source, path: str) -> Metadata:
     stream = ByteStream(BytesSource(pickled))
     memory = max(1 << 30, _BYTES_EACH * len(pickled))
     limits = Limits(memory, _SECONDS, kept=len(pickled))  # keys may be of any length
-    try:
+    with naming(path):
         found = decode(stream, limits)
+    try:
         tensors, values, paths, places, version = _contents(found.value)
         numbers, ties = _kept(_attributes(found.value, "Metadata").get(KEPT))
-    except CheckpointFileError as error:
-        error.path = path
-        raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             "it is damaged, or no metadata of torch.distributed.checkpoint", path=path

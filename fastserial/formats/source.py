@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Protocol
 
 from fastserial.config.performance import STREAM_CHUNK
-from fastserial.errors import CorruptCheckpointError, TruncatedCheckpointError
+from fastserial.errors import (
+    CheckpointFileError,
+    CorruptCheckpointError,
+    TruncatedCheckpointError,
+)
+from fastserial.files.linux import preadv
 
-__all__ = ["ByteStream", "BytesSource", "DescriptorSource", "Source", "read_exactly"]
+__all__ = [
+    "ByteStream",
+    "BytesSource",
+    "DescriptorSource",
+    "Source",
+    "naming",
+    "read_exactly",
+    "read_to",
+]
 
 
 class Source(Protocol):
@@ -97,15 +112,34 @@ def read_exactly(fd: int, offset: int, length: int) -> bytes:
     data = os.pread(fd, length, offset)
     if len(data) == length:
         return data
-    parts = [data]
-    got = len(data)
-    while data and got < length:  # a signal, or a file system that reads in small pieces
-        data = os.pread(fd, length - got, offset + got)
-        parts.append(data)
-        got += len(data)
-    if got < length:
-        raise TruncatedCheckpointError(f"the file ends at byte {offset + got}: truncated")
-    return b"".join(parts)
+    whole = bytearray(length)  # a signal, or a file system that reads in small pieces
+    read_to(memoryview(whole), fd, offset)
+    return bytes(whole)
+
+
+def read_to(view: memoryview, fd: int, offset: int) -> None:
+    """Fill host memory from byte `offset` of an open file on.
+
+    Raises:
+        TruncatedCheckpointError: the file ends before.
+        OSError: the file cannot be read.
+    """
+    done = 0
+    while done < len(view):
+        got = preadv(fd, [view[done:]], offset + done)
+        if not got:
+            raise TruncatedCheckpointError(f"the file ends at byte {offset + done}: truncated")
+        done += got
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Add the file's path to an error of the body that has none."""
+    try:
+        yield
+    except CheckpointFileError as error:
+        error.path = error.path or path
+        raise
 
 
 _LONGEST_LINE = 64 * 1024

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from fastserial.checksums import CrcLedger, check_crc
 from fastserial.config.performance import IN_PLACE
@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Arriving", "DeviceRecord", "HostRecord", "RecordChecks"]
 
 _ALIGNMENT = 64  # of torch's own memory (bytes)
-
-
-class Arriving(Protocol):
-    """A record, and the storage that gets its data."""
-
-    record: RecordEntry
-    storage: torch.UntypedStorage
-
-    def reads(self, checks: RecordChecks, ring: Ring | None = None) -> list[ReadExtent]:
-        """Return what to read; `ring`: what bytes for devices pass through."""
-
-    def header(self) -> bytes:
-        """Return what lies between the record's beginning and its data, once all has arrived."""
 
 
 class HostRecord:
@@ -76,6 +63,7 @@ class HostRecord:
         self.storage = cast("torch.UntypedStorage", memory[start : start + record.size])
 
     def reads(self, checks: RecordChecks, ring: Ring | None = None) -> list[ReadExtent]:
+        """Return what to read; `ring`: the staging buffers of bytes for devices."""
         record, head = self.record, self._head
         length = head + record.size
         # without devices who reads keeps the storage, up to when it is taken
@@ -84,6 +72,7 @@ class HostRecord:
         return [ReadExtent(record.header_offset, length, checks.sink(record, sink, -head))]
 
     def header(self) -> bytes:
+        """Return what lies between the record's beginning and its data, once all has arrived."""
         return (ctypes.c_char * self._head).from_address(self.storage.data_ptr() - self._head).raw
 
 
@@ -99,6 +88,7 @@ class DeviceRecord:
         self._header = BytesSink(record.data_offset - record.header_offset)
 
     def reads(self, checks: RecordChecks, ring: Ring | None = None) -> list[ReadExtent]:
+        """Return what to read, as `HostRecord.reads`."""
         record, header = self.record, self._header
         sink = checks.sink(record, storage_sink(self.storage, ring))
         return [
@@ -107,7 +97,11 @@ class DeviceRecord:
         ]
 
     def header(self) -> bytes:
+        """Return the bytes before the data, as `HostRecord.header`."""
         return bytes(self._header.data)
+
+
+Arriving = HostRecord | DeviceRecord
 
 
 class RecordChecks:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from fastserial.config import Config
 from fastserial.config.performance import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastserial.engines.gds.memory import DirectMemory
+    from fastserial.loading.pump import Block
     from fastserial.memory.ring import Ring
 
 __all__ = ["ReadPolicy", "in_turns", "lane_of"]
@@ -173,14 +174,6 @@ class ReadPolicy:
 # -- lanes ---------------------------------------------------------------------------------------
 
 
-class _Placed(Protocol):
-    @property
-    def offset(self) -> int: ...
-
-
-_T = TypeVar("_T", bound=_Placed)
-
-
 def is_small(source: FileSource, config: Config) -> bool:
     """Return whether torch reads the storages of this file at least as fast as we would."""
     if source.size <= SMALL_LOAD * config.small_file:
@@ -195,17 +188,17 @@ def lane_of(offset: int, lanes: int) -> int:
     return offset // LANE_SPAN % lanes
 
 
-def in_turns(blocks: Iterable[_T | None], lanes: int) -> Iterator[_T]:
+def in_turns(blocks: Iterable[Block | None], lanes: int) -> Iterator[Block]:
     """Yield blocks that come in the order of the file so that the lanes take turns.
 
     Args:
         blocks: what is to be read; None: no further block is known yet, so yield those held back.
         lanes: how many there are.
     """
-    held: list[deque[_T]] = [deque() for _ in range(lanes)]
+    held: list[deque[Block]] = [deque() for _ in range(lanes)]
     group = -1
 
-    def turns() -> Iterator[_T]:
+    def turns() -> Iterator[Block]:
         while any(held):
             for lane in held:
                 if lane:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.config import Config, current
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
-from fastserial.files.linux import preadv
 from fastserial.files.sources import FileStamp, file_name, stamp
+from fastserial.formats.source import naming, read_to
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.planner import plan_blocks
 from fastserial.loading.pump import Pump, ReadCounts
@@ -215,7 +215,9 @@ class OccasionalReader:
         if nbytes <= self._config.small_file and all(isinstance(one, HostSink) for one in sinks):
             with _translated(self.name):
                 for extent in extents:
-                    _read_here(self.fd, extent)
+                    buffer = extent.sink.place(0, extent.length) if extent.length else None
+                    if buffer is not None:
+                        read_to(buffer.view, self.fd, extent.offset)
         else:
             with FastFileReader(self.fd, self._config, self.name) as reader:
                 reader.read_into(extents)
@@ -224,16 +226,6 @@ class OccasionalReader:
     def close(self) -> None:
         """Close the file, once reads in progress in other threads are done. Idempotent."""
         self._files = None
-
-
-def _read_here(fd: int, extent: ReadExtent) -> None:
-    place = extent.sink.place(0, extent.length) if extent.length else None
-    done = 0
-    while place is not None and done < extent.length:
-        got = preadv(fd, [place.view[done:]], extent.offset + done)
-        if got == 0:
-            raise CorruptCheckpointError("the file became shorter while it was read")
-        done += got
 
 
 def _stamp_of_file(fd: int, name: str) -> FileStamp:
@@ -257,10 +249,8 @@ def _refuse_changed(before: FileStamp, fd: int, name: str) -> None:
 def _translated(name: str) -> Iterator[None]:
     """Give errors of the body the file's name."""
     try:
-        yield
-    except CheckpointFileError as error:
-        error.path = error.path or name
-        raise
+        with naming(name):
+            yield
     except OSError as error:
         if error.filename is not None:
             raise

@@ -8,7 +8,7 @@ import threading
 import weakref
 from io import BytesIO
 from time import perf_counter
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.config import Config, current
 from fastserial.config.performance import SHORT_LOAD, MiB
@@ -17,9 +17,13 @@ from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
 from fastserial.loading.pump import ReadCounts
 from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.loading.zip_reader import FastZipReader, StorageSource
+from fastserial.loading.zip_reader import FastZipReader
 from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import HOST_ONLY
+
+if TYPE_CHECKING:
+    from fastserial.loading.device_records import DeviceRecords
+    from fastserial.loading.prefetch import Prefetch
 
 __all__ = ["LoadSession", "current_session"]
 
@@ -55,7 +59,7 @@ class LoadSession:
         self.verified = False
         self.phases: dict[str, float] = {}
         self.reader: FastFileReader | None = None
-        self.prefetch: StorageSource | None = None
+        self.prefetch: Prefetch | DeviceRecords | None = None
         self.archive: FastZipReader | None = None
         self.pause = paused_collection()
 

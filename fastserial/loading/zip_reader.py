@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,23 +16,11 @@ from fastserial.checksums import check_crc, crc32
 from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.zip.directory import Directory, RecordEntry
 
-__all__ = ["FastZipReader", "StorageSource"]
+if TYPE_CHECKING:
+    from fastserial.loading.device_records import DeviceRecords
+    from fastserial.loading.prefetch import Prefetch
 
-
-class StorageSource(Protocol):
-    """Storages that are read without torch."""
-
-    wait_seconds: float
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the reading before its time."""
-
-    def take(self, name: str, nbytes: int) -> torch.UntypedStorage | None:
-        """Return a record of `nbytes` bytes, None if torch must read it itself."""
-
-    def close(self) -> None:
-        """Stop. Idempotent."""
+__all__ = ["FastZipReader"]
 
 
 class _Loaded:
@@ -56,7 +44,7 @@ class FastZipReader:
         path: str,
         limit: int,
         directory: Directory | None = None,
-        prefetch: StorageSource | None = None,
+        prefetch: Prefetch | DeviceRecords | None = None,
         verify: bool = False,
     ) -> None:
         """Stand before `stock`, a PyTorchFileReader on the same file.
