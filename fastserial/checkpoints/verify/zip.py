@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import pickletools
 import re
-import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 
 from fastserial.checkpoints.verify.checksums import FilePart
 from fastserial.checkpoints.verify.report import Findings, Problem
@@ -27,6 +25,7 @@ from fastserial.formats.tensors import Outline, zip_outline
 from fastserial.formats.zip import structs
 from fastserial.formats.zip.directory import (
     Directory,
+    LocalHeader,
     RecordEntry,
     parse_local_header,
     read_directory,
@@ -38,7 +37,6 @@ from fastserial.formats.zip.structs import DEFLATED, FIELD, LOCAL, U16, U32, UTF
 __all__ = ["verify_zip"]
 
 _HEAD = 8  # bytes of a record that may resemble a data descriptor
-_LONGEST_TAIL = 128 * 1024
 _PLAIN = (0, 0, 0, 0, 0, 0, 0)
 _IS_FOLDER = 0x10  # in the external attributes
 _DEFLATED = (0, 20, 0, 0, 0, 0, 0)  # the code in a TorchScript archive
@@ -74,21 +72,12 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
         return
     records = directory.in_file_order()
     findings.records = len(records)
-    if torch_made:
-        entries = _check_entries(directory)
-    else:
-        entries = chain(_check_entries_loosely(directory), _check_local_headers(source, directory))
-    for problem in entries:
-        findings.add(problem)
-    for problem in _check_end(directory, _tail(source, directory), torch_made):
-        findings.add(problem)
     crcs = archive.checksums([(record.data_offset, record.compressed_size) for record in records])
-    problems: list[Problem] = []
-    if torch_made:
-        problems += _check_gaps(source, directory)
-        if directory.end.trailing:
-            findings.note(f"{directory.end.trailing} bytes after the end of the archive")
+    check = _compare_with_torch if torch_made else _check_loosely
+    problems = list(check(source, directory))
     id_problem = _check_id(source, records) if torch_made else None
+    if torch_made and directory.end.trailing:
+        findings.note(f"{directory.end.trailing} bytes after the end of the archive")
     outline = _outline(source, directory, findings)
     for record, stored in zip(records, crcs, strict=True):
         crc = _inflated_crc(source, record) if record.method == DEFLATED else stored
@@ -112,32 +101,6 @@ def verify_zip(archive: FilePart, findings: Findings) -> None:
         findings.note(f"{without} records were saved without checksums: structure only")
     if not torch_made:
         findings.note("not laid out by torch: only the records were checked")
-
-
-def _tail(source: Source, directory: Directory) -> bytes:
-    """Return what follows the central directory, or its last part if that is long."""
-    start = directory.end.directory_offset + directory.end.directory_size
-    start = max(start, directory.size - _LONGEST_TAIL)
-    return source.read_at(start, directory.size - start)
-
-
-def _check_gaps(source: Source, directory: Directory) -> Iterator[Problem]:
-    """Check the bytes before, between and after the data of records that torch wrote."""
-    records = directory.in_file_order()
-    pairs = zip((None, *records), (*records, None), strict=True)
-    for before, after in pairs:
-        start = before.data_end if before is not None else 0
-        end = after.data_offset if after is not None else directory.end.directory_offset
-        if end - start > _LONGEST_GAP:
-            yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
-            continue
-        try:
-            data = source.read_at(start, end - start)
-        except OSError as error:
-            text = f"{end - start} bytes cannot be read: {error.strerror}"
-            yield Problem("read", text, None, start)
-        else:
-            yield from _check_gap(before, after, data, start)
 
 
 def _check_record(
@@ -314,77 +277,6 @@ def _is_dated(source: Source, record: RecordEntry) -> bool:
     return header.name == record.full_name and header.when == when
 
 
-def _check_entries(directory: Directory) -> Iterator[Problem]:
-    """Compare the fields of the directory's entries with what torch writes."""
-    for record in directory.records:
-        sound = _is_plain(record) and (record.size > 0 or record.crc == 0)
-        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
-        if not sound or record.extra != wide:
-            yield Problem("directory", "fields of its entry are damaged", record.name)
-
-
-def _check_entries_loosely(directory: Directory) -> Iterator[Problem]:
-    """Find entries of other writers whose data torch's reader does not read."""
-    for record in directory.records:
-        disk, _, attributes = record.stamp[4:]
-        if disk not in (0, 1):
-            text = "its entry says that it is in another part of the archive"
-            yield Problem("directory", text, record.name)
-        elif attributes & _IS_FOLDER and record.size:
-            yield Problem("directory", "its entry says that it is a folder", record.name)
-
-
-def _check_local_headers(source: Source, directory: Directory) -> Iterator[Problem]:
-    """Compare the local headers that other writers made with the directory; torch reads both.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    for record in directory.records:
-        data = source.read_at(record.header_offset, record.data_offset - record.header_offset)
-        header = parse_local_header(data, record.name)
-        sizes = [header.size, header.compressed_size]
-        wide = structs.zip64_values(header.extra)
-        for index, size in enumerate(sizes):
-            if size == U32 and wide:
-                sizes[index] = wide.pop(0)
-        stored = (header.crc, *sizes)
-        if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
-            text = "its local header has another compression than the directory"
-        elif header.flags & structs.HAS_DESCRIPTOR:
-            continue  # sizes and CRC follow the data
-        elif stored != (record.crc, record.size, record.compressed_size):
-            text = "its local header holds other sizes or another CRC than the directory"
-        else:
-            continue
-        yield Problem("header", text, record.name, record.header_offset)
-
-
-def _check_end(directory: Directory, tail: bytes, torch_made: bool) -> Iterator[Problem]:
-    """Check the records after the central directory.
-
-    Args:
-        directory: what was read.
-        tail: what follows it, or its end.
-        torch_made: compare it with what torch writes, byte for byte.
-    """
-    end = directory.end
-    if torch_made:
-        start = end.directory_offset + end.directory_size
-        if tail[: structs.END_BYTES] != structs.end_records(
-            len(directory.records), end.directory_size, end.directory_offset
-        ):
-            yield Problem(
-                "directory", "the records at the end of the file are damaged", None, start
-            )
-        return
-    if not end.agrees:
-        yield Problem("directory", "the end records disagree", None, end.offset)
-    (comment,) = struct.unpack_from("<H", tail, len(tail) - end.trailing - 2)
-    if comment > end.trailing:
-        yield Problem("truncated", "its comment is cut short", None, end.offset)
-
-
 def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> str:
     """Return the second half of the serialization id (20 digits), from the directory's CRCs.
 
@@ -403,7 +295,39 @@ def _expected_id(records: Sequence[RecordEntry], heads: Mapping[int, bytes]) -> 
     return f"{combined:020d}"
 
 
-# -- between the records -------------------------------------------------------------------------
+# -- the structure ---------------------------------------------------------------------------------
+
+
+def _compare_with_torch(source: Source, directory: Directory) -> Iterator[Problem]:
+    """Compare all bytes except the data with those that torch writes.
+
+    Raises:
+        OSError: the end of the file cannot be read.
+    """
+    for record in directory.records:
+        wide = structs.zip64_field(record.size, record.compressed_size, record.header_offset)
+        sound = _is_plain(record) and record.extra == wide and (record.size or not record.crc)
+        if not sound:
+            yield Problem("directory", "fields of its entry are damaged", record.name)
+    size, offset = directory.end.directory_size, directory.end.directory_offset
+    expected = structs.end_records(len(directory.records), size, offset)
+    start = offset + size
+    if source.read_at(start, min(len(expected), directory.size - start)) != expected:
+        yield Problem("directory", "the records at the end of the file are damaged", None, start)
+    records = directory.in_file_order()
+    for before, after in zip((None, *records), (*records, None), strict=True):
+        start = before.data_end if before is not None else 0
+        end = after.data_offset if after is not None else offset
+        if end - start > _LONGEST_GAP:
+            yield Problem("unaccounted", f"{end - start} bytes belong to no record", None, start)
+            continue
+        try:
+            data = source.read_at(start, end - start)
+        except OSError as error:
+            text = f"{end - start} bytes cannot be read: {error.strerror}"
+            yield Problem("read", text, None, start)
+        else:
+            yield from _check_gap(before, after, data, start)
 
 
 def _check_gap(
@@ -412,8 +336,7 @@ def _check_gap(
     """Compare the bytes between two records with what torch writes there.
 
     Args:
-        before: the record whose data ends where `data` starts.
-        after: the record whose data starts where `data` ends.
+        before, after: the records whose data ends where `data` starts, and starts where it ends.
         data: the bytes.
         start: their offset in the file.
     """
@@ -443,6 +366,52 @@ def _header(record: RecordEntry, length: int) -> bytes | None:
         return None
     kind = record.flags, record.method, record.stamp[1]
     return structs.local_header(record.full_name, record.size, record.header_offset, padding, *kind)
+
+
+def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
+    """Check what torch's reader uses of an archive of another writer.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    for record in directory.records:
+        disk, _, attributes = record.stamp[4:]
+        if disk not in (0, 1):
+            text = "its entry says that it is in another part of the archive"
+            yield Problem("directory", text, record.name)
+        elif attributes & _IS_FOLDER and record.size:
+            yield Problem("directory", "its entry says that it is a folder", record.name)
+        data = source.read_at(record.header_offset, record.data_offset - record.header_offset)
+        text = _contradiction(parse_local_header(data, record.name), record)
+        if text:
+            yield Problem("header", text, record.name, record.header_offset)
+    end = directory.end
+    if not end.agrees:
+        yield Problem("directory", "the end records disagree", None, end.offset)
+    if (
+        int.from_bytes(source.read_at(end.offset + structs.END.size - 2, 2), "little")
+        > end.trailing
+    ):
+        yield Problem("truncated", "its comment is cut short", None, end.offset)
+
+
+def _contradiction(header: LocalHeader, record: RecordEntry) -> str | None:
+    """Return what differs between a local header and the directory; torch reads both."""
+    if header.method != record.method or (header.flags ^ record.flags) & structs.REFUSED:
+        return "its local header has another compression than the directory"
+    if header.flags & structs.HAS_DESCRIPTOR:
+        return None  # sizes and CRC follow the data
+    wide = structs.zip64_values(header.extra)
+    sizes = [
+        wide.pop(0) if size == U32 and wide else size
+        for size in (header.size, header.compressed_size)
+    ]
+    if (header.crc, *sizes) == (record.crc, record.size, record.compressed_size):
+        return None
+    return "its local header holds other sizes or another CRC than the directory"
+
+
+# -- what the archive is for -----------------------------------------------------------------------
 
 
 def _check_purpose(source: Source, directory: Directory, findings: Findings) -> str | None:
