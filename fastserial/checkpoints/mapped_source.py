@@ -116,7 +116,8 @@ def map_checkpoint(fd: int, path: str) -> Mapped:
     with naming(path):
         container = open_container(fd, path)
         if not isinstance(container, ZipContainer | LegacyContainer | SafetensorsContainer):
-            raise UnreadableCheckpointError("a folder of torch.distributed.checkpoint: no file")
+            what = "a folder of torch.distributed.checkpoint: load it with dcp.load, or convert it"
+            raise UnreadableCheckpointError(what)
         size = container.source.size
         whole = cast(
             "torch.UntypedStorage",
