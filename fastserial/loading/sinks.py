@@ -146,12 +146,13 @@ class ExpectedSink:
 class CheckedSink:
     """Passes the bytes of a record on, and adds their CRC-32 to a ledger.
 
-    They begin at byte `first` of the record; if that is negative, with what lies before it.
+    They begin at byte `first` of the record; if that is negative, with what lies before it. Without
+    a sink only the ledger gets them.
     """
 
     __slots__ = ("_first", "_ledger", "_record", "_sink")
 
-    def __init__(self, sink: Sink, ledger: CrcLedger, record: int, first: int = 0) -> None:
+    def __init__(self, sink: Sink | None, ledger: CrcLedger, record: int, first: int = 0) -> None:
         self._sink = sink
         self._ledger = ledger
         self._record = record
@@ -162,10 +163,11 @@ class CheckedSink:
         own = view[-at:] if at < 0 else view
         if len(own):
             self._ledger.add(self._record, max(0, at), len(own), crc32(own))
-        self._sink.deliver(view, address, start)
+        if self._sink is not None:
+            self._sink.deliver(view, address, start)
 
     def place(self, start: int, length: int) -> Buffer | None:
-        return self._sink.place(start, length)
+        return None if self._sink is None else self._sink.place(start, length)
 
 
 def storage_sink(storage: torch.UntypedStorage, ring: Ring | None = None) -> Sink:
