@@ -64,7 +64,7 @@ def run_crash(
         say: gets a line when something begins.
 
     Raises:
-        BenchError: there is too little memory or disk, or a saving process failed by itself.
+        BenchError: there is too little memory or disk, or a saving process failed.
     """
     check_memory(2 * nbytes)
     found = [Crashes(name) for name in _SAVERS]

@@ -55,7 +55,7 @@ class LoadBench:
     """What to measure.
 
     Attributes:
-        folder: where the checkpoint lies; its disk is what is measured.
+        folder: of the checkpoint; its disk is measured.
         nbytes, tensors: of the state dict, about.
         runs: rounds that count; one warm-up comes before.
         temperatures: those of `TEMPERATURES` to measure.

@@ -55,10 +55,10 @@ def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def check_gpu(nbytes: int = 0) -> None:
-    """Refuse what needs a GPU, where there is none or too little of its memory.
+    """Check that there is a GPU with enough free memory.
 
     Raises:
-        BenchError: as said.
+        BenchError: there is none.
     """
     if not torch.cuda.is_available():
         raise BenchError(

@@ -27,7 +27,7 @@ __all__ = ["LazyCheckpoint", "TensorSlice", "open_checkpoint"]
 
 
 class LazyCheckpoint:
-    """An open checkpoint whose tensors are read when they are asked for.
+    """An open checkpoint whose tensors are read when they are requested.
 
     Keys are joined by dots where dictionaries, lists or objects are nested: `model.0.weight`. The
     pickle is read, but never executed. Safe for use by several threads, in signal handlers, and in

@@ -49,7 +49,7 @@ class LoadedKeys(BoundedRepr):
 
     Attributes:
         missing_keys: tensors that the checkpoint does not hold; they are unchanged.
-        unexpected_keys: tensors of the checkpoint that were not asked for.
+        unexpected_keys: tensors of the checkpoint without a target.
     """
 
     missing_keys: list[str]

@@ -61,7 +61,7 @@ def convert(
     from fastserial.config import current, parse_size
     from fastserial.distributed.convert import convert as run
 
-    # torch's warning is about what either goes well or is an error of ours, with a remedy
+    # torch warns of what either succeeds, or raises an error of ours with a remedy
     warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
     done = run(
         source,

@@ -66,7 +66,7 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option in force, and where its value comes from."""
+    """An option in force, and the source of its value."""
 
     name: str
     value: Any

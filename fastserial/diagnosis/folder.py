@@ -123,7 +123,7 @@ def _abandoned(path: str) -> bool:
 
 
 def device_of(path: Path) -> Device:
-    """Return the device that holds a path; nameless where there is none (tmpfs, NFS, overlay)."""
+    """Return the device of a path; its name is empty if there is none (tmpfs, NFS, overlay)."""
     node = block_node(os.stat(path).st_dev)
     if node is None:
         return Device("", "", None, "")

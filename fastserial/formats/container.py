@@ -117,7 +117,7 @@ class Container(abc.ABC):
 
     @cached_property
     def _tensors(self) -> dict[str, TensorEntry | str]:
-        """The tensors by key; a text instead of one says why it cannot be read by itself."""
+        """The tensors by key; a text instead says why a tensor cannot be read by itself."""
         found = self.outline
         entries: dict[str, TensorEntry | str] = {}
         for tensor in found.tensors:
@@ -146,7 +146,7 @@ class Container(abc.ABC):
     def keys(self) -> list[str]:
         """Return the keys of all tensors, those that cannot be read by themselves included.
 
-        Those of which the pickle does not say enough come first.
+        Those that the pickle does not fully describe come first.
         """
         return list(self._tensors)
 
@@ -157,11 +157,11 @@ class Container(abc.ABC):
         return key in self._tensors
 
     def tensor(self, key: str) -> TensorEntry:
-        """Return a tensor whose bytes lie in the file as they are.
+        """Return a tensor whose bytes are in the file, uncompressed.
 
         Raises:
             CheckpointKeyError: there is no such tensor.
-            UnreadableTensorError: it is there, but cannot be read by itself; says why.
+            UnreadableTensorError: it exists, but cannot be read by itself; says why.
         """
         found = self._tensors.get(key)
         if found is None:
@@ -171,7 +171,7 @@ class Container(abc.ABC):
         return found
 
     def offset_of(self, tensor: TensorEntry) -> int:
-        """Return where the first element of one of its tensors lies in the file (bytes)."""
+        """Return the offset of a tensor's first element in the file (bytes)."""
         storage = self.outline.storages[tensor.storage or ""]
         return (storage.offset or 0) + tensor.span[0]
 

@@ -165,7 +165,7 @@ def is_late(source: Source) -> bool:
 
 
 def clip(extents: Iterable[Extent], first: int, stop: int) -> Iterator[Extent]:
-    """Yield what lies in the byte range [first, stop), cut at its ends."""
+    """Yield the extents in the byte range [first, stop), cut at its ends."""
     for extent in extents:
         begin = max(first, extent.offset)
         end = min(stop, extent.offset + extent.length)

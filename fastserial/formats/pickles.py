@@ -545,7 +545,7 @@ class Decoded:
 
 
 def decode(stream: ByteStream, limits: Limits | None = None) -> Decoded:
-    """Read one pickle, of protocol 1 to 5, from where the stream stands.
+    """Read one pickle, of protocol 1 to 5, from the position of the stream on.
 
     Raises:
         CorruptCheckpointError: it is no whole pickle.

@@ -61,7 +61,7 @@ class Header(NamedTuple):
 
 
 def read_header(source: Source) -> Header:
-    """Read the header. A tensor is the only one in a storage of its own.
+    """Read the header. Each tensor has a storage of its own.
 
     Raises:
         CorruptCheckpointError: it is damaged, or names bytes that are not in the file.

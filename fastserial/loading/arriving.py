@@ -29,7 +29,7 @@ _ALIGNMENT = 64  # of torch's own memory (bytes)
 
 
 class HostRecord:
-    """A record that lies in host memory as it does in the file: its header, then its data.
+    """A record in host memory, laid out as in the file: its header, then its data.
 
     Attributes:
         memory: address and length of all that it takes.
@@ -42,9 +42,9 @@ class HostRecord:
 
         Args:
             record: stored, not empty.
-            alignment: of direct reads (bytes): what is large lies at the same address as in the
-                file, modulo this, with space around it, so that whole blocks can be read there. 0:
-                there are none.
+            alignment: of direct reads (bytes): a large record has the same offset in memory as in
+                the file, modulo this, with space around it, so that whole blocks can be read there.
+                0: there are no direct reads.
 
         Raises:
             RuntimeError: there is no memory.
@@ -66,7 +66,7 @@ class HostRecord:
         """Return what to read; `ring`: the staging buffers of bytes for devices."""
         record, head = self.record, self._head
         length = head + record.size
-        # without devices who reads keeps the storage, up to when it is taken
+        # without devices the prefetch keeps the storage until it is taken
         owner = None if ring is None else self.storage
         sink = HostSink(self.storage.data_ptr() - head, length, owner, self._spare)
         return [ReadExtent(record.header_offset, length, checks.sink(record, sink, -head))]
@@ -77,7 +77,7 @@ class HostRecord:
 
 
 class DeviceRecord:
-    """A record whose data goes to a device."""
+    """A record whose data is read to a device."""
 
     __slots__ = ("_header", "record", "storage")
 

@@ -49,7 +49,7 @@ class _ReadPart(NamedTuple):
         return self.offset + self.length
 
     def part(self, first: int, stop: int) -> _ReadPart:
-        """Return what of it lies at [first, stop) of the file."""
+        """Return the part in range [first, stop) of the file."""
         return _ReadPart(first, stop - first, self.sink, self.start + first - self.offset)
 
 
@@ -105,7 +105,7 @@ def _end(run: Sequence[_ReadPart]) -> int:
 
 
 def _on_device_path(run: Sequence[_ReadPart], pump: Pump) -> Block | None:
-    """Return the block that goes to a device without the host; None: it is none."""
+    """Return the block that is read to a device without the host, None if it is not."""
     piece, sink = run[0], run[0].sink
     if len(run) > 1 or not isinstance(sink, DeviceSink):
         return None
@@ -130,7 +130,7 @@ def _direct(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
         yield _block([inner], at.offset, at.end, InMemory(memory), direct=True)
         edges = piece.part(piece.offset, inner.offset), piece.part(inner.end, piece.end)
         rest += [edge for edge in edges if edge.length]
-    rest.sort(key=attrgetter("offset"))  # an edge may lie after what is wanted twice
+    rest.sort(key=attrgetter("offset"))  # overlapping reads may put an edge out of order
     for near in _coalesced(rest, pump.block_size):
         start = near[0].offset - near[0].offset % alignment
         end = _end(near)
@@ -169,7 +169,7 @@ def _cached(run: Sequence[_ReadPart], pump: Pump) -> Iterator[Block]:
 
 
 def _memory_for(piece: _ReadPart, pump: Pump) -> Buffer | None:
-    """Return the memory to read a piece to; None: it comes to a staging buffer with others."""
+    """Return the memory to read a part to; None: it shares a staging buffer with others."""
     large = piece.length >= UNSTAGED
     if not pump.takes_any_memory or (pump.ring is not None and not large):
         return None
@@ -221,6 +221,6 @@ def _deliver(pieces: Sequence[_ReadPart], begin: int, view: memoryview, address:
 def _deliver_places(
     pieces: Sequence[_ReadPart], places: Sequence[Buffer], _: memoryview, __: int
 ) -> None:
-    """Deliver a scattered block: the sinks see what came to their memory."""
+    """Deliver a scattered block: the sinks get what arrived in their memory."""
     for piece, place in zip(pieces, places, strict=True):
         piece.sink.deliver(place.view, place.address, piece.start)

@@ -2,8 +2,8 @@
 
 A cold file is read through the page cache in lanes. The kernel reads ahead of whoever reads a
 descriptor in order, into large folios; threads that share a descriptor read in no order. So the
-file is cut into spans, each is read in order on the descriptor of its lane, and the lanes take
-turns.
+file is cut into spans, each is read in order on the descriptor of its lane, and the lanes
+alternate.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ReadPolicy:
 
     @property
     def never_direct(self) -> bool:
-        """Whether every range goes through the page cache."""
+        """Whether every range is read through the page cache."""
         return self.direct_fd < 0
 
     def goes_direct(self, offset: int, length: int) -> bool:
@@ -139,7 +139,7 @@ class ReadPolicy:
 
     @property
     def transfer(self) -> Transfer:
-        """The transfer type taken for what goes to devices, and why."""
+        """The transfer type of reads to devices, and why it was chosen."""
         return self._transfer if self.device_path is None else self.device_path.transfer
 
     def serve_devices(
@@ -189,7 +189,7 @@ def lane_of(offset: int, lanes: int) -> int:
 
 
 def in_turns(blocks: Iterable[Block | None], lanes: int) -> Iterator[Block]:
-    """Yield blocks that come in the order of the file so that the lanes take turns.
+    """Yield blocks, which are given in the order of the file, so that the lanes alternate.
 
     Args:
         blocks: what is to be read; None: no further block is known yet, so yield those held back.

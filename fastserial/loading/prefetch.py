@@ -93,7 +93,7 @@ class _RecordGroup:
 
 
 class Prefetch:
-    """Reads records on a thread of its own, from `start` to `close`."""
+    """Reads records on a separate thread, from `start` to `close`."""
 
     def __init__(self, file: FastFileReader, records: Sequence[RecordEntry], verify: bool) -> None:
         """Plan to read stored, not empty records.
@@ -185,7 +185,7 @@ class Prefetch:
                     break
                 try:
                     self._allocate(group)
-                except RuntimeError:  # no memory: it is an error once it is needed
+                except RuntimeError:  # no memory: an error only if it is needed
                     break
             self._provided += 1
         self._nudges.put(None)
@@ -257,7 +257,7 @@ class Prefetch:
                 yield block
 
     def _chosen(self) -> _RecordGroup | None:
-        """Return the group to read next: the one waited for, or the next; None: there is none."""
+        """Return the group that is waited for, else the next one; None: all are read."""
         unread = _State.PLANNED, _State.ALLOCATED
         group = self._wanted
         if group is not None and group.state in unread:
@@ -274,7 +274,7 @@ class Prefetch:
     def _arrived(
         self, group: _RecordGroup, deliver: Delivery, view: memoryview, address: int
     ) -> None:
-        """Deliver a block, and take note of it."""
+        """Deliver a block, and count it."""
         deliver(view, address)
         with self._lock:
             group.left -= 1

@@ -82,7 +82,7 @@ class Block:
         offset, length: place in the file (bytes). For direct I/O both are multiples of
             `ReadPolicy.alignment`, or the block ends where the file does.
         deliver: called once with the bytes and their address, on any thread; with no bytes if
-            they came in pieces.
+            they arrived in pieces.
         into: where they arrive before that.
         direct: read it directly.
         prepare: called before it is read, while others are being read.
@@ -166,12 +166,12 @@ class Pump:
 
     @property
     def takes_any_memory(self) -> bool:
-        """Whether blocks may come to memory of their own."""
+        """Whether blocks can be read to any memory, not only to staging buffers."""
         return self._engine.capabilities.any_memory
 
     @property
     def range_size(self) -> int:
-        """Bytes of the ranges of the file of which each is read by itself."""
+        """Bytes of the ranges of the file that are read separately."""
         policy = self.policy
         if not self.takes_any_memory or policy.lanes or policy.device_path is not None:
             return self.block_size
@@ -217,11 +217,11 @@ class Pump:
             self.policy.open_lanes(first, stop, nbytes)
 
     def read(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
-        """Read blocks that come in the order of the file; returns when all have been delivered.
+        """Read blocks in the order of the file; returns when all have been delivered.
 
         Args:
             blocks: None among them: no further block is known yet, so those held back must be read.
-            until: once it returns True, no more is read.
+            until: reading ends once it returns True.
 
         Raises:
             OSError: a read failed.

@@ -109,7 +109,7 @@ class FastFileReader:
         Raises once no read is in progress. After a failed read the reader reads no more.
 
         Raises:
-            CorruptCheckpointError: an extent goes past the end, or the file changed.
+            CorruptCheckpointError: an extent ends after the file does, or the file changed.
             OSError: the disk failed; `filename` names the file.
         """
         if self._closed:

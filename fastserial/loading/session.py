@@ -125,7 +125,7 @@ class LoadSession:
         """Open the file; `needed`: bytes that the storages will take in addition.
 
         Raises:
-            MemoryError: a limit leaves no room for what we need beyond torch.
+            MemoryError: a limit leaves too little address space for buffers and threads.
         """
         if not _has_room(self.config, needed):
             raise MemoryError("little address space is left (ulimit -v)")
@@ -137,7 +137,7 @@ def _has_room(config: Config, needed: int) -> bool:
     """Return whether a limit on address space (`ulimit -v`) leaves room for buffers and threads.
 
     Under a limit a thread costs its whole stack, and the heap that malloc reserves for it: with a
-    limit of 600 MiB beyond the storages' bytes, torch found no room for them.
+    limit of 600 MiB beyond the storages' bytes, torch could not allocate them.
 
     Args:
         config: the options in force.

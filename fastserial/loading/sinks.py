@@ -30,7 +30,7 @@ class Sink(Protocol):
     """Takes the bytes of one extent, in pieces, in any order, on any thread."""
 
     def deliver(self, view: memoryview, address: int, start: int) -> None:
-        """Take `view`, which lies at host address `address`: the extent's bytes from `start` on."""
+        """Take `view`, at host address `address`: the extent's bytes from `start` on."""
 
     def place(self, start: int, length: int) -> Buffer | None:
         """Return host memory that these bytes may be read into before they are delivered.

@@ -1,7 +1,7 @@
 """FastZipReader: stands in for torch's PyTorchFileReader in `_load`.
 
-torch's own reader still serves the pickle and the small records, and every storage that is not
-as expected; the others come from the prefetch.
+torch's own reader still serves the pickle and the small records, and every storage that is not as
+expected; the others come from the prefetch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Loaded:
 
 
 class FastZipReader:
-    """Serves records to `_load`; whatever it does not know itself, torch's reader does."""
+    """Serves records to `_load`; everything else is delegated to torch's reader."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class FastZipReader:
         prefetch: Prefetch | DeviceRecords | None = None,
         verify: bool = False,
     ) -> None:
-        """Stand before `stock`, a PyTorchFileReader on the same file.
+        """Wrap `stock`, a PyTorchFileReader on the same file.
 
         Args:
             stock: torch's reader.
             path: the file's name, for errors.
             limit: bytes that no record can exceed, whatever the file says of it.
-            directory: the file's central directory; None: torch's reader is asked for sizes.
+            directory: the file's central directory; None: sizes come from torch's reader.
             prefetch: reads the storages ahead; None: torch reads them all.
-            verify: check the CRC-32 of what torch reads, too (needs the directory).
+            verify: also check the CRC-32 of what torch reads (needs the directory).
         """
         self.stock = stock
         self.position: int | None = None  # where torch would have left the file (bytes)

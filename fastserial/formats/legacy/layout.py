@@ -33,7 +33,7 @@ def storage_extents(batch: Batch, counts: Sequence[bytes]) -> list[Extent]:
 
     Args:
         batch: the storages.
-        counts: what comes before each, from `element_counts`.
+        counts: the bytes before each, from `element_counts`.
     """
     sizes = batch.sizes
     sources: list[Literal | Data | Packed] = []

@@ -73,7 +73,7 @@ class RecordEntry(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the data lies in the file as it is."""
+        """Whether the file holds the data uncompressed."""
         return self.method == STORED and not self.flags & REFUSED
 
     @property
@@ -110,7 +110,7 @@ class Directory(NamedTuple):
     """All records of an archive.
 
     Attributes:
-        archive_name: what comes before the `/` in the first record's name.
+        archive_name: the part before the `/` in the first record's name.
         records: in the order of the central directory; several may have the same name.
         size: size of the file (bytes).
         end: the records at the end of the file.

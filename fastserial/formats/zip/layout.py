@@ -326,13 +326,13 @@ class ZipLayout:
         self._cursor += source.length
 
     def _put(self, memory: Memory, record: int) -> None:
-        """Append a storage; the descriptor to come waits for its CRC-32."""
+        """Append a storage; its CRC-32 is inserted into the descriptor that follows."""
         self._emit(Data(memory, memory.nbytes, record if self.checksums else None))
         if self.checksums:
             self._patched_by = record
 
     def _open(self, name: str, size: int, crc: int | None) -> None:
-        """Append a record's local header; its data comes next."""
+        """Append a record's local header; its data must follow."""
         full_name = self._prefix + name.encode()
         header = self._cursor
         self._append(self._header(full_name, size, header))

@@ -74,7 +74,7 @@ def read_places(source: Source) -> Directory:
     Raises:
         CorruptCheckpointError: the container is not to be trusted.
         UnreadableCheckpointError: parts of the checkpoint have one name, as torch compares them
-            (without case), and differ: only torch's reader knows which it takes.
+            (without case), and differ: only torch's reader decides which it uses.
         OSError: the file cannot be read.
     """
     directory = read_directory(source, headers=False)
