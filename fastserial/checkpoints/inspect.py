@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -91,25 +92,30 @@ class Inspection(BoundedRepr):
 
     def offset_of(self, tensor: TensorEntry) -> int | None:
         """Return the offset of the tensor's first element (bytes), None if it is missing."""
-        for storage in self.storages:
-            if storage.key == tensor.storage and storage.offset is not None:
-                return storage.offset + tensor.span[0]
-        return None
+        return self.offsets([tensor])[0]
+
+    def offsets(self, tensors: Sequence[TensorEntry]) -> list[int | None]:
+        """Return `offset_of` each of some tensors."""
+        found = {storage.key: storage.offset for storage in self.storages}
+        starts = [found.get(tensor.storage or "") for tensor in tensors]
+        return [
+            None if start is None else start + tensor.span[0]
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as plain JSON values."""
-        places = {storage.key: storage.offset for storage in self.storages}
-        tensors, storages = list(map(_values, self.tensors)), list(map(_values, self.storages))
-        for row, tensor in zip(tensors, self.tensors, strict=True):
-            start = places.get(tensor.storage or "")
-            row["offset"] = None if start is None else start + tensor.span[0]
-            row["contiguous"] = tensor.is_contiguous
-        for row, storage in zip(storages, self.storages, strict=True):
-            row["wasted_bytes"] = storage.wasted_bytes
+        tensors = zip(self.tensors, self.offsets(self.tensors), strict=True)
         return {
             **_values(self),
-            "tensors": tensors,
-            "storages": storages,
+            "tensors": [
+                _values(tensor) | {"offset": offset, "contiguous": tensor.is_contiguous}
+                for tensor, offset in tensors
+            ],
+            "storages": [
+                _values(storage) | {"wasted_bytes": storage.wasted_bytes}
+                for storage in self.storages
+            ],
             "tensor_bytes": self.tensor_bytes,
             "wasted_bytes": self.wasted_bytes,
         }

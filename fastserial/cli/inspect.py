@@ -84,21 +84,18 @@ def _print_inspection(console: Console, found: Inspection, records: bool) -> Non
 
 
 def _print_tensors(console: Console, found: Inspection) -> None:
-    places = {storage.key: storage.offset for storage in found.storages}
     rows: list[tuple[Any, ...]] = []
-    for tensor in found.tensors:
-        start = places.get(tensor.storage or "")
+    for tensor, offset in zip(found.tensors, found.offsets(found.tensors), strict=True):
+        strides = "" if tensor.is_contiguous else f", strides {list(tensor.stride)}"
         rows.append(
             (
                 tensor.key or "(root)",
                 tensor.dtype,
                 list(tensor.shape),
                 tensor.nbytes,
-                "-" if start is None else start + tensor.span[0],
+                "-" if offset is None else offset,
                 "-" if tensor.storage is None else tensor.storage,
-                tensor.kind
-                if tensor.is_contiguous
-                else f"{tensor.kind}, strides {list(tensor.stride)}",
+                tensor.kind + strides,
             )
         )
     columns = ("tensor", "dtype", "shape", "bytes", "at byte", "storage", "kind")

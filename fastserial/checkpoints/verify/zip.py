@@ -382,9 +382,9 @@ def _check_loosely(source: Source, directory: Directory) -> Iterator[Problem]:
         elif attributes & _IS_FOLDER and record.size:
             yield Problem("directory", "its entry says that it is a folder", record.name)
         data = source.read_at(record.header_offset, record.data_offset - record.header_offset)
-        text = _contradiction(parse_local_header(data, record.name), record)
-        if text:
-            yield Problem("header", text, record.name, record.header_offset)
+        contradiction = _contradiction(parse_local_header(data, record.name), record)
+        if contradiction:
+            yield Problem("header", contradiction, record.name, record.header_offset)
     end = directory.end
     if not end.agrees:
         yield Problem("directory", "the end records disagree", None, end.offset)
