@@ -293,6 +293,7 @@ class FolderContainer(Container):
         metadata_files: names of the files that complete a checkpoint: one, or one of each rank.
             Where there is one of all ranks, torch loads no other.
         shards: names of the files with items.
+        sizes: bytes of these files, None if one was removed meanwhile.
     """
 
     format = Format.DCP.value
@@ -308,6 +309,9 @@ class FolderContainer(Container):
         found = [name for name in names if METADATA_NAME.fullmatch(name)]
         self.metadata_files = [".metadata"] if ".metadata" in found else found
         self.shards = [name for name in names if name.endswith(".distcp")]
+        files = (*self.metadata_files, *self.shards)
+        self.sizes = {name: _size(os.path.join(path, name)) for name in files}
+        self.nbytes = sum(size or 0 for size in self.sizes.values())
 
     def read_metadata(self, name: str) -> Metadata:
         """Return what a metadata file says.
@@ -357,22 +361,6 @@ class FolderContainer(Container):
         return whole
 
     @cached_property
-    def sizes(self) -> dict[str, int | None]:
-        """Bytes of each file by name, None if it is missing."""
-        found: dict[str, int | None] = {}
-        for name in (*self.metadata_files, *self.shards):
-            try:
-                found[name] = os.stat(os.path.join(self.path, name)).st_size
-            except FileNotFoundError:
-                found[name] = None
-        return found
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of all files."""
-        return sum(size or 0 for size in self.sizes.values())
-
-    @cached_property
     def outline(self) -> Outline:
         found = Outline()
         for name, metadata in self.metadata.items():
@@ -413,6 +401,13 @@ class FolderContainer(Container):
             if name not in needed
         ]
         return [*notes, *super().notes()][:_MOST_NOTES]
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
 
 
 def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
