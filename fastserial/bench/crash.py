@@ -68,11 +68,11 @@ def run_crash(
     """
     check_memory(2 * nbytes)
     found = [Crashes(name) for name in _SAVERS]
-    with scratch(folder, 2 * nbytes + _SLACK) as place:
+    with scratch(folder, 2 * nbytes + _SLACK) as inside:
         for run in range(runs):
             for crashes in found:
                 say(f"{crashes.name}, kill {run + 1} of {runs}")
-                path = place / "ckpt.pt"
+                path = inside / "ckpt.pt"
                 _kill_a_save(crashes.name, path, nbytes)
                 _look(path, crashes)
                 path.unlink(missing_ok=True)

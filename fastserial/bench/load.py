@@ -184,10 +184,12 @@ def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
     with stock():
         write(state, paths[0], "zip")
         write(state, paths[1], "legacy")
-    place = None if device == HOST else device
-    zip_, legacy = (partial(_load, path, place) for path in paths)
+    target_device = None if device == HOST else device
+    zip_, legacy = (partial(_load, path, target_device) for path in paths)
     yield Reader(_STOCK, paths[:1], zip_, stock)
-    yield Reader(f"{_STOCK}, mmap, touched", paths[:1], partial(_mapped, paths[0], place), stock)
+    yield Reader(
+        f"{_STOCK}, mmap, touched", paths[:1], partial(_mapped, paths[0], target_device), stock
+    )
     yield Reader("stock legacy", paths[1:], legacy, stock)
     yield Reader("fastserial zip", paths[:1], zip_, fast)
     yield Reader("fastserial zip, verified", paths[:1], zip_, partial(fast, verify_on_load=True))
@@ -195,13 +197,13 @@ def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
     yield Reader("fastserial load_into", paths[:1], partial(_fill, paths[0]), fills=True)
 
 
-def _load(path: Path, place: str | None, _: State | None) -> State:
-    found: State = torch.load(path, map_location=place)
+def _load(path: Path, target_device: str | None, _: State | None) -> State:
+    found: State = torch.load(path, map_location=target_device)
     return found
 
 
-def _mapped(path: Path, place: str | None, _: State | None) -> State:
-    return touch(torch.load(path, map_location=place, mmap=True))
+def _mapped(path: Path, target_device: str | None, _: State | None) -> State:
+    return touch(torch.load(path, map_location=target_device, mmap=True))
 
 
 def _fill(path: Path, target: State | None) -> State:

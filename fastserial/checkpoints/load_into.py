@@ -177,10 +177,10 @@ def _spot(value: Any) -> tuple[torch.device, int] | None:
     if not isinstance(value, torch.Tensor):
         return None
     try:
-        place = value.untyped_storage().data_ptr()
+        address = value.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
-    return (value.device, place) if place else None
+    return (value.device, address) if address else None
 
 
 def _load_state_dict(

@@ -218,10 +218,10 @@ class _Slices:
     def __init__(self, whole: torch.UntypedStorage) -> None:
         self._whole = whole
 
-    def __getitem__(self, place: slice) -> torch.UntypedStorage:
-        if place.start == place.stop:
+    def __getitem__(self, part: slice) -> torch.UntypedStorage:
+        if part.start == part.stop:
             return new_storage(0)
-        return cast("torch.UntypedStorage", self._whole[place])
+        return cast("torch.UntypedStorage", self._whole[part])
 
 
 def _map_safetensors(
@@ -245,7 +245,7 @@ def _map_safetensors(
 
 def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.UntypedStorage) -> Any:
     file = container.file
-    places = {
+    ranges = {
         key: (storage.offset or 0, (storage.offset or 0) + storage.held)
         for key, storage in file.storages.items()
     }
@@ -266,7 +266,7 @@ def _map_legacy(fd: int, path: str, container: LegacyContainer, whole: torch.Unt
         dtype = storage_type.dtype
         if type(key) is not str:
             raise pickle.UnpicklingError("the key of a storage is no string")
-        begin, end = places[key]
+        begin, end = ranges[key]
         if (key, dtype) not in known:
             known[key, dtype] = typed(slices[begin:end], dtype)
         root = known[key, dtype]

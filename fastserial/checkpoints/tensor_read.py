@@ -90,12 +90,12 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
         for key, tensor in tensors
         if tensor.numel()
     )
-    place, reached, owner = "", 0, ""
+    before, reached, owner = "", 0, ""
     for device, start, stop, key in spans:
-        if device == place and start < reached:
+        if device == before and start < reached:
             return owner, key
-        if device != place or stop > reached:
-            place, reached, owner = device, stop, key
+        if device != before or stop > reached:
+            before, reached, owner = device, stop, key
     return None
 
 
@@ -224,8 +224,8 @@ def _runs(base: int, view: torch.Tensor, out: torch.Tensor) -> Iterator[ReadExte
         return
     outer = list(zip(view.shape[:cut], view.stride()[:cut], strict=True))
     address, first = out.data_ptr(), _first(base, view)
-    for index, place in enumerate(itertools.product(*(range(size) for size, _ in outer))):
-        at = sum(i * step for i, (_, step) in zip(place, outer, strict=True))
+    for index, position in enumerate(itertools.product(*(range(size) for size, _ in outer))):
+        at = sum(i * step for i, (_, step) in zip(position, outer, strict=True))
         sink = HostSink(address + index * nbytes, nbytes, out)
         yield ReadExtent(first + at * view.itemsize, nbytes, sink)
 

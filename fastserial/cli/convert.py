@@ -77,4 +77,4 @@ def convert(
     say(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
     if done.dropped:
         names = ", ".join(map(ascii, done.dropped))
-        say(f"not kept, for want of a place in the format: metadata {names}", err=True)
+        say(f"not kept, since the format cannot hold it: metadata {names}", err=True)

@@ -187,7 +187,7 @@ def parse(source: Source, path: str) -> Metadata:
     with naming(path):
         found = decode(stream, limits)
     try:
-        tensors, values, paths, places, version = _contents(found.value)
+        tensors, values, paths, locations, version = _contents(found.value)
         numbers, ties = _kept(_attributes(found.value, "Metadata").get(KEPT))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
@@ -197,30 +197,30 @@ def parse(source: Source, path: str) -> Metadata:
     missing: list[str] = []
     for key, stored in tensors.items():
         for chunk in stored.chunks:
-            place = places.pop((key, chunk.offsets), None)
-            item = Item(key, chunk, stored.dtype, *(place or ("", 0, 0, None, False)))
-            if place is None:
+            location = locations.pop((key, chunk.offsets), None)
+            item = Item(key, chunk, stored.dtype, *(location or ("", 0, 0, None, False)))
+            if location is None:
                 missing.append(item.name)
             else:
                 items.append(item)
     for key in values:
-        place = places.pop((key, None), None)
-        if place is None:
+        location = locations.pop((key, None), None)
+        if location is None:
             missing.append(key)
         else:
-            items.append(Item(key, None, None, *place))
+            items.append(Item(key, None, None, *location))
     return Metadata(
         tensors, values, paths, items, missing, version, ours, found.globals, numbers, ties
     )
 
 
-_Place = tuple[str, int, int, "Known | None", bool]
-_Places = dict[tuple[str, "tuple[int, ...] | None"], _Place]
+_Location = tuple[str, int, int, "Known | None", bool]
+_Locations = dict[tuple[str, "tuple[int, ...] | None"], _Location]
 
 
 def _contents(
     value: Any,
-) -> tuple[dict[str, Stored], list[str], dict[str, tuple[str | int, ...]], _Places, str | None]:
+) -> tuple[dict[str, Stored], list[str], dict[str, tuple[str | int, ...]], _Locations, str | None]:
     whole = _attributes(value, "Metadata")
     tensors: dict[str, Stored] = {}
     values: list[str] = []
@@ -231,16 +231,16 @@ def _contents(
             values.append(key)
         else:
             tensors[key] = _stored(entry)
-    places: _Places = {}
-    for index, place in _pairs(whole.get("storage_data") or Mapping()):
+    locations: _Locations = {}
+    for index, location in _pairs(whole.get("storage_data") or Mapping()):
         named = _attributes(index, "MetadataIndex")
         key, offset = named["fqn"], named.get("offset")
         if type(key) is not str:  # before it is hashed: a deeply nested tuple ends the process
             raise TypeError("a key is no string")
-        places[key, None if offset is None else _size(offset)] = _place(place)
+        locations[key, None if offset is None else _size(offset)] = _location(location)
     version = whole.get("version")
     paths = _paths(whole.get("planner_data"))
-    return tensors, values, paths, places, version if type(version) is str else None
+    return tensors, values, paths, locations, version if type(version) is str else None
 
 
 def _stored(entry: Any) -> Stored:
@@ -263,7 +263,7 @@ def _chunk(value: Any, dimensions: int) -> Chunk:
     return found
 
 
-def _place(value: Any) -> _Place:
+def _location(value: Any) -> _Location:
     fields = _attributes(value, "_StorageInfo")
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if type(file) is not str or not (_is_size(offset) and _is_size(length)):

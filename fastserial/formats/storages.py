@@ -113,15 +113,15 @@ def storage_entry(symbol: Persistent) -> StorageEntry | None:
     if kind != "storage" or len(pid) < _PID_FIELDS:
         raise CorruptCheckpointError("a persistent id that torch does not write")
     _, storage_type, key, location, numel = pid[:_PID_FIELDS]
-    name, place = _text(key), _text(location)
-    if type(storage_type) is not Global or name is None or place is None:
+    name, device = _text(key), _text(location)
+    if type(storage_type) is not Global or name is None or device is None:
         raise CorruptCheckpointError("a persistent id that torch does not write")
     dtype = _STORAGE_DTYPES.get(storage_type.name)
     if dtype is None:
         raise CorruptCheckpointError(f"unknown storage type {storage_type}", record=name)
     if type(numel) is not int or not 0 <= numel < 2**63:
         raise CorruptCheckpointError("a storage without a size", record=name)
-    return StorageEntry(name, dtype, numel * ITEM_BYTES[dtype], place)
+    return StorageEntry(name, dtype, numel * ITEM_BYTES[dtype], device)
 
 
 def storage_view(symbol: Persistent) -> int:

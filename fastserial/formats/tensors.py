@@ -1,7 +1,7 @@
 """What a checkpoint holds, read from its pickle without executing it.
 
 `outline` walks the symbols of a pickle and finds every tensor: its key in the state dict, dtype,
-shape, strides and place in a storage. Nested dictionaries, lists, objects and modules contribute
+shape, strides and range in a storage. Nested dictionaries, lists, objects and modules contribute
 their keys, joined by dots: `model.layers.0.weight`, `optimizer.state.3.exp_avg`.
 """
 
@@ -381,13 +381,13 @@ def zip_outline(
         raise
     by_name = {one.name: one for one in directory.records}
     for key, storage in found.storages.items():
-        place = by_name.get(f"data/{key}")
-        if place is not None:
+        held = by_name.get(f"data/{key}")
+        if held is not None:
             found.storages[key] = replace(
                 storage,
-                record=place.name,
-                offset=place.data_offset if place.is_stored else None,
-                held=place.size,
-                crc=place.crc or None,
+                record=held.name,
+                offset=held.data_offset if held.is_stored else None,
+                held=held.size,
+                crc=held.crc or None,
             )
     return found

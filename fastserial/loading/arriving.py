@@ -146,15 +146,15 @@ class RecordChecks:
         Raises:
             CorruptCheckpointError: it is damaged (`verify`).
         """
-        record, placed = one.record, _is_header(one.header(), one.record)
+        record, is_valid = one.record, _is_header(one.header(), one.record)
         if self._verify:
             path, name, offset = self._path, record.name, record.data_offset
-            if not placed:
+            if not is_valid:
                 what = "its local header differs from the central directory"
                 raise CorruptCheckpointError(what, path=path, record=name, offset=offset)
             if record.crc:  # 0: written without
                 check_crc(self._ledger.wait(self._index[name]), record.crc, path, name, offset)
-        return one.storage if placed and record.size == nbytes else None
+        return one.storage if is_valid and record.size == nbytes else None
 
 
 def _is_header(data: bytes, record: RecordEntry) -> bool:

@@ -143,13 +143,13 @@ class ReadPolicy:
         return self._transfer if self.device_path is None else self.device_path.transfer
 
     def serve_devices(
-        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer, engine: Engine
+        self, ring: Ring | None, devices: Collection[torch.device], taken: Transfer, engine: Engine
     ) -> None:
         """Read to devices without the host, if that was requested and is possible.
 
         Args:
             ring: the staging buffers of what passes through the host, if anything does.
-            places: the devices.
+            devices: the devices.
             taken: the transfer type of what passes through the host.
             engine: what reads.
         """
@@ -157,7 +157,7 @@ class ReadPolicy:
 
         refusal = "direct I/O is switched off" if self._config.never_direct else None
         self.device_path, self._transfer = offer(
-            self._config, taken, ring, engine, places, self._fd, os.O_RDONLY, refusal
+            self._config, taken, ring, engine, devices, self._fd, os.O_RDONLY, refusal
         )
 
     def close(self) -> None:

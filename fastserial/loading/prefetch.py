@@ -110,7 +110,7 @@ class Prefetch:
         self._alignment = 0 if policy.never_direct else policy.alignment
         self._pages = HugePages()
         self._groups = _groups_of(records)
-        self._places = {
+        self._by_name = {
             record.name: (group, record) for group in self._groups for record in group.records
         }
         self._checks = RecordChecks(file.name, records, verify)
@@ -151,7 +151,7 @@ class Prefetch:
         Raises:
             CorruptCheckpointError: the record is damaged (`verify`), or the file became shorter.
         """
-        found = self._places.pop(name, None)
+        found = self._by_name.pop(name, None)
         if found is None:
             return None
         group, record = found
@@ -171,7 +171,7 @@ class Prefetch:
         self._nudges.put(None)
         finish(self._thread.join)
         self._checks.give_up()
-        self._places.clear()
+        self._by_name.clear()
         self._groups.clear()
 
     # -- the caller's thread -------------------------------------------------------------------

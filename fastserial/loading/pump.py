@@ -79,7 +79,7 @@ class Block:
     """One read.
 
     Attributes:
-        offset, length: place in the file (bytes). For direct I/O both are multiples of
+        offset, length: range in the file (bytes). For direct I/O both are multiples of
             `ReadPolicy.alignment`, or the block ends where the file does.
         deliver: called once with the bytes and their address, on any thread; with no bytes if
             they arrived in pieces.
@@ -190,24 +190,24 @@ class Pump:
         return self.policy.transfer
 
     def stage_in(
-        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
+        self, ring: Ring | None, devices: Collection[torch.device], taken: Transfer
     ) -> None:
         """Use the buffers of a ring as staging buffers from here on; it is closed with this.
 
         Args:
             ring: where blocks for devices pass through that go by the host, if any do.
-            places: the devices.
+            devices: the devices.
             taken: the transfer type of those blocks.
         """
         self.ring = ring
-        self.policy.serve_devices(ring, places, taken, self._engine)
+        self.policy.serve_devices(ring, devices, taken, self._engine)
 
-    def join(self, places: Collection[torch.device]) -> None:
+    def join(self, devices: Collection[torch.device]) -> None:
         """Prepare for blocks for more devices, or later ones, after `stage_in`."""
         if self.ring is not None:
-            self.ring.join(places)
+            self.ring.join(devices)
         if self.policy.device_path is not None:
-            self.policy.device_path.join(places)
+            self.policy.device_path.join(devices)
 
     # -- many blocks ---------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ __all__ = ["FastFileReader", "OccasionalReader", "report_load"]
 
 
 class FastFileReader:
-    """A regular file, open for reading at any place.
+    """A regular file, open for reading at any offset.
 
     Bytes that are in the page cache are read through it, others directly, both in blocks of
     `block_size`, `queue_depth` of them at once. For use by one thread at a time.
@@ -95,13 +95,13 @@ class FastFileReader:
         from fastserial.memory.ring import open_ring  # not without a device
 
         synchronize(away)  # for what does not pass through the ring
-        places = {storage.device for storage in away}
+        devices = {storage.device for storage in away}
         blocks = self.blocks
         if blocks.ring is not None:
-            blocks.join(places)
+            blocks.join(devices)
             return
-        ring, taken = open_ring(self.config, places, blocks.takes_any_memory)
-        blocks.stage_in(ring, places, taken)
+        ring, taken = open_ring(self.config, devices, blocks.takes_any_memory)
+        blocks.stage_in(ring, devices, taken)
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
         """Read extents, in the order of the file; returns when all have arrived.
@@ -215,7 +215,7 @@ class OccasionalReader:
         if nbytes <= self._config.small_file and all(isinstance(one, HostSink) for one in sinks):
             with _translated(self.name):
                 for extent in extents:
-                    buffer = extent.sink.place(0, extent.length) if extent.length else None
+                    buffer = extent.sink.memory_for(0, extent.length) if extent.length else None
                     if buffer is not None:
                         read_to(buffer.view, self.fd, extent.offset)
         else:

@@ -32,7 +32,7 @@ class Sink(Protocol):
     def deliver(self, view: memoryview, address: int, start: int) -> None:
         """Take `view`, at host address `address`: the extent's bytes from `start` on."""
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         """Return host memory that these bytes may be read into before they are delivered.
 
         They may begin before the extent and end after it, if the sink has memory there.
@@ -67,7 +67,7 @@ class HostSink(HostMemory):
         if address != self.address + start:  # else it was read in place
             memmove(self.address + start, address, len(view))
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         if start < -self._spare or start + length > self.nbytes + self._spare:
             return None
         return host_buffer(self.address + start, length)
@@ -107,7 +107,7 @@ class DeviceSink:
             # the buffer is used again, and the caller's stream is not this thread's
             torch.cuda.current_stream(self._bytes.device).synchronize()
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         return None
 
 
@@ -121,9 +121,9 @@ class BytesSink(HostSink):
         self.data = self._buffer.view
         super().__init__(self._buffer.address, length, self.data)
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         whole = length == self.nbytes
-        return self._buffer if whole else super().place(start, length)
+        return self._buffer if whole else super().memory_for(start, length)
 
 
 class ExpectedSink:
@@ -139,7 +139,7 @@ class ExpectedSink:
         if view != self._expected[start : start + len(view)]:
             raise CorruptCheckpointError(f"{self._what} is not what the pickle says")
 
-    def place(self, start: int, length: int) -> Buffer | None:
+    def memory_for(self, start: int, length: int) -> Buffer | None:
         return None
 
 
@@ -166,8 +166,8 @@ class CheckedSink:
         if self._sink is not None:
             self._sink.deliver(view, address, start)
 
-    def place(self, start: int, length: int) -> Buffer | None:
-        return None if self._sink is None else self._sink.place(start, length)
+    def memory_for(self, start: int, length: int) -> Buffer | None:
+        return None if self._sink is None else self._sink.memory_for(start, length)
 
 
 def storage_sink(storage: torch.UntypedStorage, ring: Ring | None = None) -> Sink:

@@ -271,7 +271,8 @@ def _die(_: Any) -> Any:
 
 
 def test_a_load_that_fails(tmp_path: Path) -> None:
-    for fail, what in ((os.fspath, "a row: TypeError"), (_die, "its process died")):
+    cases: list[tuple[Any, str]] = [(os.fspath, "a row: TypeError"), (_die, "its process died")]
+    for fail, what in cases:
         with pytest.raises(BenchError, match=what):
             load._load_afresh(load._Task(load.Reader("a row", (), fail), {}, "cpu", compare=True))
 

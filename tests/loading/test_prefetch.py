@@ -112,7 +112,7 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
     arrived = Prefetch._arrived
 
     def there(ahead: Prefetch) -> int:
-        batches = [batch for batch, _ in list(ahead._places.values())]
+        batches = [batch for batch, _ in list(ahead._by_name.values())]
         return sum(batch.state is State.COMPLETE for batch in batches)
 
     def noted(self: Prefetch, *arguments: Any) -> None:
@@ -134,7 +134,7 @@ def test_look_ahead_is_bounded(tmp_path: Path, order: str, monkeypatch: pytest.M
 def test_memory_is_the_callers(path: Path, options: dict[str, Any]) -> None:
     """A storage that was taken and dropped frees its memory at once."""
     with opened(path, **options) as (ahead, _):
-        batch, record = ahead._places["data/9"]
+        batch, record = ahead._by_name["data/9"]
         storage = ahead.take("data/9", record.size)
         assert storage is not None
         seen = weakref.ref(storage)

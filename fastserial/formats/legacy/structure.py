@@ -64,7 +64,7 @@ def read_legacy(source: Source, limits: Limits | None = None) -> LegacyFile:
     decoded = decode(stream, limits)
     table = storage_table(decoded.persistents)
     keys = _keys(decode(stream, limits).value, table)
-    storages, end = _places(source, keys, table, little, stream.tell())
+    storages, end = _locate(source, keys, table, little, stream.tell())
     return LegacyFile(little, decoded, object_offset, storages, end)
 
 
@@ -98,7 +98,7 @@ def _keys(value: object, table: dict[str, StorageEntry]) -> list[str]:
     return keys
 
 
-def _places(
+def _locate(
     source: Source,
     keys: list[str],
     table: dict[str, StorageEntry],

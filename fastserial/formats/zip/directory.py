@@ -162,7 +162,7 @@ def read_directory(source: Source, *, headers: bool = True) -> Directory:
     raw = source.read_at(end.directory_offset, end.directory_size)
     entries = _parse_entries(raw, end)
     archive = entries[0].full_name.partition(b"/")[0]
-    records = _placed(source, entries, end, headers)
+    records = _located(source, entries, end, headers)
     return Directory(_text(archive), records, source.size, end)
 
 
@@ -217,7 +217,7 @@ def _read_end(source: Source) -> EndRecords:
 
 
 def _read_zip64_end(source: Source, end: int) -> tuple[int, tuple[int, int, int]] | None:
-    """Return the zip64 end record's place and (count, size, offset), or None without one."""
+    """Return the zip64 end record's offset and (count, size, offset), or None without one."""
     if end < structs.LOCATOR.size:
         return None
     signature, disk, at, _ = structs.LOCATOR.unpack(
@@ -305,7 +305,7 @@ def parse_local_header(data: bytes, record: str) -> LocalHeader:
         CorruptCheckpointError: there is none.
     """
     if len(data) < LOCAL.size or data[:4] != structs.LOCAL_SIGNATURE:
-        raise CorruptCheckpointError("there is no local header at its place", record=record)
+        raise CorruptCheckpointError("there is no local header at its offset", record=record)
     fields = LOCAL.unpack_from(data)
     _, _, flags, method, time, date, crc, packed, size, name_size, extra_size = fields
     middle = LOCAL.size + name_size
@@ -314,10 +314,10 @@ def parse_local_header(data: bytes, record: str) -> LocalHeader:
     return LocalHeader(flags, method, (time, date), crc, packed, size, name, extra, stop)
 
 
-def _placed(
+def _located(
     source: Source, entries: list[RecordEntry], end: EndRecords, headers: bool
 ) -> list[RecordEntry]:
-    """Return the entries with the place of their data, having checked that none overlap."""
+    """Return the entries with the offset of their data, having checked that none overlap."""
     order = sorted(range(len(entries)), key=lambda index: entries[index].header_offset)
     limits = [entries[index].header_offset for index in order[1:]] + [end.directory_offset]
     offsets = [0] * len(entries)
