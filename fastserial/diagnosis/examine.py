@@ -153,27 +153,25 @@ def _torch() -> Torch:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
         return Torch(None, reason=f"torch cannot be imported: {error}")
-    version, cuda = str(torch.__version__), bool(torch.cuda.is_available())
     hooks = importlib.import_module("fastserial.patching.save_hooks")
+    found = Torch(str(torch.__version__), cuda=bool(torch.cuda.is_available()))
     before = install.installed()
     try:
         install.switch_on(strict=True)
-        found = install.status()
+        status = install.status()
+        found = dataclasses.replace(
+            found,
+            patch=status.patch,
+            exact=status.exact,
+            functions=status.functions,
+            replaced=status.replaced,
+        )
     except PatchError as error:
-        return Torch(version, reason=str(error), self_check=hooks.self_check(), cuda=cuda)
+        found = dataclasses.replace(found, reason=str(error))
     finally:
         if not before:
             install.uninstall()
-    return Torch(
-        version,
-        found.patch,
-        found.exact,
-        found.functions,
-        found.replaced,
-        None,
-        hooks.self_check(),
-        cuda,
-    )
+    return dataclasses.replace(found, self_check=hooks.self_check())
 
 
 def _options() -> tuple[tuple[Option, ...], Config, str | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import gc
 import os
 import pickle
 import random
@@ -343,6 +344,7 @@ def test_left_open(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     torch.save({"x": noise(300_000)}, path)
     torch.set_num_threads(1)
+    gc.collect()  # errors of other tests may keep files open
     threads, descriptors = thread_count(), len(os.listdir("/proc/self/fd"))
     file = LazyCheckpoint(path, config=Config(small_file=0))
     file.get_tensor("x")
