@@ -10,6 +10,7 @@ differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import inspect
 import os
@@ -248,6 +249,7 @@ def _our_kind(anew: bool = False) -> _Kind:
 
 def _stock_kind(
     name: str,
+    crc: bool = True,
     planner: Callable[[], Any] = DefaultSavePlanner,
     **settings: Any,
 ) -> _Kind:
@@ -257,9 +259,21 @@ def _stock_kind(
         FileSystemReader,
         planner,
         DefaultLoadPlanner,
-        around=stock,
+        around=lambda: _stock_with(crc),
         synced=False,
     )
+
+
+@contextlib.contextmanager
+def _stock_with(crc: bool) -> Iterator[None]:
+    """Run stock torch, with checksums or without."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(crc)
+    try:
+        with stock():
+            yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 # -- one rank ------------------------------------------------------------------------------------

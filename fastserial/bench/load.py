@@ -1,4 +1,4 @@
-"""`fastserial bench load`: one checkpoint, every way to load it, and fio, in the same run.
+"""`fastserial bench load`: one checkpoint, loaded by stock torch, by fastserial, and read by fio.
 
 Cold means that no page of the file is in the page cache, warm that all are. Rows run interleaved,
 and what each one loads first is compared with what was saved.
@@ -55,7 +55,7 @@ class LoadBench:
     """What to measure.
 
     Attributes:
-        folder: where the checkpoint lies; its disk is what is measured.
+        folder: of the checkpoint; its disk is measured.
         nbytes, tensors: of the state dict, about.
         runs: rounds that count; one warm-up comes before.
         temperatures: those of `TEMPERATURES` to measure.
@@ -76,14 +76,14 @@ class LoadBench:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One way to load. It is pickled: functions in it are those of a module, or parts of them.
+    """How to load. It is pickled, so its functions are those of a module, or partials of them.
 
     Attributes:
         name: what is measured.
         paths: files it reads, to be put into or out of the page cache.
         load: loads everything and returns it; it gets tensors to fill, if `fills`, else None.
         context: entered around the load and the timing.
-        fills: it loads into tensors whose memory is there before it is timed.
+        fills: it loads into tensors that were allocated before the timing.
         modules: what is imported before the load is timed.
         is_peer: another package's, which may fail here.
     """
@@ -179,15 +179,17 @@ def touch(state: State) -> State:
 
 
 def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
-    """Write the state dict in both containers, and yield the ways to load it."""
+    """Write the state dict in both containers, and yield how to load it."""
     paths = folder / "checkpoint.pt", folder / "checkpoint.legacy.pt"
     with stock():
         write(state, paths[0], "zip")
         write(state, paths[1], "legacy")
-    place = None if device == HOST else device
-    zip_, legacy = (partial(_load, path, place) for path in paths)
+    target_device = None if device == HOST else device
+    zip_, legacy = (partial(_load, path, target_device) for path in paths)
     yield Reader(_STOCK, paths[:1], zip_, stock)
-    yield Reader(f"{_STOCK}, mmap, touched", paths[:1], partial(_mapped, paths[0], place), stock)
+    yield Reader(
+        f"{_STOCK}, mmap, touched", paths[:1], partial(_mapped, paths[0], target_device), stock
+    )
     yield Reader("stock legacy", paths[1:], legacy, stock)
     yield Reader("fastserial zip", paths[:1], zip_, fast)
     yield Reader("fastserial zip, verified", paths[:1], zip_, partial(fast, verify_on_load=True))
@@ -195,13 +197,13 @@ def _readers(state: State, folder: Path, device: str) -> Iterator[Reader]:
     yield Reader("fastserial load_into", paths[:1], partial(_fill, paths[0]), fills=True)
 
 
-def _load(path: Path, place: str | None, _: State | None) -> State:
-    found: State = torch.load(path, map_location=place)
+def _load(path: Path, target_device: str | None, _: State | None) -> State:
+    found: State = torch.load(path, map_location=target_device)
     return found
 
 
-def _mapped(path: Path, place: str | None, _: State | None) -> State:
-    return touch(torch.load(path, map_location=place, mmap=True))
+def _mapped(path: Path, target_device: str | None, _: State | None) -> State:
+    return touch(torch.load(path, map_location=target_device, mmap=True))
 
 
 def _fill(path: Path, target: State | None) -> State:
@@ -225,7 +227,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """Makes rows of a checkpoint that lies in a folder, and is to be loaded again and again."""
+    """Makes the rows of a checkpoint in a folder, which is loaded again and again."""
 
     folder: Path
     nbytes: int
@@ -258,9 +260,9 @@ class _Loads:
         return Row(f"{fio.READ}, {COLD}", COLD, run)
 
     def _prepare(self, paths: tuple[Path, ...], temperature: str) -> None:
-        """Bring memory and page cache into the same state for every row.
+        """Give every row the same state of memory and page cache.
 
-        Of all files only those that a warm row reads are in the page cache.
+        Only the files that a warm row reads are in the page cache.
         """
         kept = () if temperature == COLD else paths
         files = (path for path in self.folder.rglob("*") if path.is_file())

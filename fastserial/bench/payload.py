@@ -12,7 +12,7 @@ from fastserial.reports import format_bytes
 
 __all__ = ["check_gpu", "fill", "mixed_state", "tensor_sizes"]
 
-_DECADES = 4.5  # largest to smallest tensor: an embedding beside a bias
+_DECADES = 4.5  # largest to smallest tensor: from an embedding to a bias
 _DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.int64)
 _UNIT = 8  # bytes; a multiple of every item size
 
@@ -55,10 +55,10 @@ def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def check_gpu(nbytes: int = 0) -> None:
-    """Refuse what needs a GPU, where there is none or too little of its memory.
+    """Check that there is a GPU with enough free memory.
 
     Raises:
-        BenchError: as said.
+        BenchError: there is none.
     """
     if not torch.cuda.is_available():
         raise BenchError(

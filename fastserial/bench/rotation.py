@@ -1,4 +1,4 @@
-"""Runs rows interleaved, A B C A B C, so that drift of the machine hits all of them alike."""
+"""Runs rows interleaved, A B C A B C, so that drift of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "summarize",
 ]
 
-# Groups: rows of one give the same promise, and only they are compared.
+# Groups: rows of one group have the same guarantee, and only they are compared.
 DURABLE = "durable"
 OVERWRITE = "durable, overwriting"
 LOOSE = "not durable"
@@ -40,12 +40,12 @@ _STEM = "checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to write or read one checkpoint.
+    """How to write or read one checkpoint.
 
     Attributes:
         name: what is measured.
-        group: what it may be compared with: rows of one group give the same promise.
-        run: writes a file or a directory at a path (or reads what it knows of) and returns what
+        group: rows with the same guarantee, which alone are compared.
+        run: writes a file or a directory at a path (or reads a file of its own) and returns what
             that took.
         stock: name of the row of stock torch that this one is compared with.
         same_bytes_as: name of a row above whose file this one's must equal.

@@ -173,9 +173,8 @@ def check_memory(nbytes: int, advice: str = "give a smaller --size") -> None:
 def fetch_free_memory(nbytes: int) -> None:
     """Take as much memory, at most half of what is available, and free it again.
 
-    A virtual machine gives free memory back to its host, and getting it again costs more than a
-    load; which row would pay for that is chance. Small pages come from other places than huge
-    ones, so both are asked for.
+    A virtual machine returns free memory to its host, and getting it back costs more than a load,
+    in a random row. Small pages and huge pages have separate free lists, so both are used.
     """
     available = available_bytes()
     nbytes = nbytes if available is None else min(nbytes, available // 2)

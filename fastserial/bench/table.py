@@ -158,10 +158,10 @@ class Result:
         benchmark: its name.
         folder: where it measured.
         caption: what was measured, and how.
-        settings: what was asked for.
+        settings: what was requested.
         tables: the rows.
         missing: rows that are not there, and why: with the command that installs them.
-        notes: what to know before the figures are quoted.
+        notes: what a reader of the figures must know.
         more: what only the JSON has.
     """
 

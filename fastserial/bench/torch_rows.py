@@ -1,4 +1,4 @@
-"""Rows of `torch.save`: as it came, with fastserial, and with each of its engines."""
+"""Rows of `torch.save`: stock, with fastserial, and with each of its engines."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def torch_rows(
     overwriting: bool = False,
     loose: bool = True,
 ) -> list[Row]:
-    """Return the rows of torch, stock ones first: what others must equal comes first.
+    """Return the rows of torch; those of stock precede what is compared with them.
 
     Args:
         overwriting: add rows that save over an existing file.

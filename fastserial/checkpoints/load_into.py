@@ -1,4 +1,4 @@
-"""`fastserial.load_into`: a checkpoint straight into tensors that are already allocated.
+"""`fastserial.load_into`: read a checkpoint into tensors that are already allocated.
 
 Everything is compared before the first byte is read, so a mismatch changes nothing. No second copy
 of the model is made: host tensors are read into in place or from staging buffers, device tensors
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from time import perf_counter
@@ -35,6 +35,7 @@ from fastserial.formats.tensors import TensorEntry
 from fastserial.loading.reader import FastFileReader, report_load
 from fastserial.loading.sinks import ReadExtent
 from fastserial.memory.held_settings import paused_collection
+from fastserial.nests import walk
 from fastserial.printable import BoundedRepr
 
 __all__ = ["LoadedKeys", "load_into"]
@@ -48,7 +49,7 @@ class LoadedKeys(BoundedRepr):
 
     Attributes:
         missing_keys: tensors that the checkpoint does not hold; they are unchanged.
-        unexpected_keys: tensors of the checkpoint that were not asked for.
+        unexpected_keys: tensors of the checkpoint without a target.
     """
 
     missing_keys: list[str]
@@ -63,7 +64,7 @@ class _Fill:
         key: of the target.
         target: what to fill.
         stored: the tensor in the file.
-        base: its first byte there.
+        base: offset of its first byte there.
     """
 
     key: str
@@ -85,10 +86,10 @@ def load_into(
 
         fastserial.load_into(model, "ckpt.pt", key="model")
 
-    Keys must match as for `load_state_dict`; nested dictionaries and lists are joined by dots.
-    Values of a dictionary that are not tensors are left alone. The pickle is read, but never
-    executed, and hooks of modules are not run; with one exception: a module whose `state_dict`
-    gives what is not its own memory (extra states, persistent metrics, copies) gets all by its
+    Keys must match as for `load_state_dict`; keys of nested dictionaries and lists are joined by
+    dots. Values of a dictionary that are not tensors are not changed. The pickle is read, but never
+    executed, and hooks of modules are not run, with one exception: a module whose `state_dict` has
+    values outside of its own memory (extra states, persistent metrics, copies) is filled by its
     `load_state_dict`, from `torch.load(path, weights_only=True)`: the host holds a copy meanwhile.
 
     Args:
@@ -96,8 +97,8 @@ def load_into(
         path: a zip, legacy or safetensors file.
         key: the part of the checkpoint to use, such as `model`; by default all of it.
         strict: every tensor of either side must have its partner.
-        verify: check the whole file first, in a pass of its own, so that damage changes nothing;
-            by default as the option `verify_on_load`.
+        verify: check the whole file first, in a separate pass, so that damage changes nothing; by
+            default as the option `verify_on_load`.
         config: options; by default those in force.
 
     Returns:
@@ -106,7 +107,7 @@ def load_into(
     Raises:
         LoadMismatchError: keys, dtypes or shapes differ, or two targets share a part of their
             memory; nothing was changed. A `RuntimeError`.
-        Exception: what `torch.load` and the module's `load_state_dict` raise, where it takes these.
+        Exception: what `torch.load` and `load_state_dict` raise, if the module is filled by these.
         CorruptCheckpointError: the file is damaged, or changed while it was read.
         OSError: it cannot be read.
     """
@@ -118,7 +119,7 @@ def load_into(
         state = dict(_state_of(target))
         if not _is_in_memory_of(target, state):
             return _load_state_dict(target, path, key, strict, verify)
-    wanted = dict(_tensors(state))
+    wanted = _tensors(state)
     with FastFileReader(path, config) as reader:
         checked = verify and refuse_damaged(reader.name, reader.fd, config)
         with paused_collection() as pause:
@@ -174,21 +175,21 @@ def _is_in_memory_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 def _spot(value: Any) -> tuple[torch.device, int] | None:
-    """Return where a tensor's storage is, None of what has no memory."""
+    """Return device and address of a tensor's storage, None if it has no memory."""
     if not isinstance(value, torch.Tensor):
         return None
     try:
-        place = value.untyped_storage().data_ptr()
+        address = value.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
-    return (value.device, place) if place else None
+    return (value.device, address) if address else None
 
 
 def _load_state_dict(
     module: torch.nn.Module, path: str | os.PathLike[str], key: str, strict: bool, verify: bool
 ) -> LoadedKeys:
     with open(path, "rb") as file:
-        open_readable(file.fileno(), os.fspath(path))  # refuses what could end the process
+        open_readable(file.fileno(), os.fspath(path))  # refuses pickles that could end the process
         whole = load(file, map_location="cpu", weights_only=True, verify=verify)
     try:
         state = part_of(whole, key)
@@ -203,21 +204,14 @@ def _load_state_dict(
 # -- what is to be filled ------------------------------------------------------------------------
 
 
-def _tensors(target: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(target: Any) -> dict[str, torch.Tensor]:
     if not isinstance(target, Mapping):
         raise TypeError(f"load_into fills a module or a dictionary, not {type(target).__name__}")
-    yield from _walk(target, "")
-
-
-def _walk(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield key, value.detach()
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _walk(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _walk(item, f"{key}.{number}" if key else str(number))
+    return {
+        ".".join(map(str, path)): value.detach()
+        for path, value in walk(target)
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _match(
@@ -231,8 +225,8 @@ def _match(
 
     Args:
         wanted: what to fill.
-        index: what there is.
-        prefix: the part of it that is used.
+        index: the tensors of the checkpoint.
+        prefix: key of the part that is used.
         strict: every tensor of either side must have its partner.
         name: of the target, for errors.
 
@@ -272,7 +266,7 @@ def _match(
 
 
 def _near(prefix: str, index: Container) -> str:
-    """Say which keys there are at the depth of one that is not there, those like it first."""
+    """List the keys at the depth of one that does not exist, similar ones first."""
     depth = prefix.count(".") + 1
     names = list(dict.fromkeys(".".join(key.split(".")[:depth]) for key in index))
     like = get_close_matches(prefix, names, cutoff=0.5)
@@ -309,7 +303,7 @@ def _objection(target: torch.Tensor, stored: TensorEntry) -> str | None:
 
 
 def _last_of_each(fills: Sequence[_Fill]) -> list[_Fill]:
-    """Return the last of the fills that fill the very same memory (tied weights): it would remain.
+    """Return the last of those that fill the same memory (tied weights): its values would remain.
 
     Raises:
         LoadMismatchError: two targets share memory otherwise.

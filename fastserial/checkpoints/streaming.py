@@ -1,4 +1,4 @@
-"""Writing objects whose bytes come from other files: the writer fetches them as it needs them."""
+"""Writing objects whose bytes come from other files: the writer reads them as it needs them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from fastserial.checkpoints.tensor_read import is_dense, overlapping
 from fastserial.config import Config
-from fastserial.errors import ConvertError, CorruptCheckpointError
-from fastserial.files.linux import preadv
+from fastserial.errors import ConvertError
 from fastserial.formats.extents import Data, Extent
 from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
+from fastserial.formats.source import read_to
 from fastserial.formats.zip.layout import archive_name
 from fastserial.memory.storages import HostMemory, Memory, batch_of, storage_memory
 from fastserial.patching.install import get_original, patched
@@ -42,24 +42,24 @@ _PROTOCOL = 2  # torch's default
 
 
 class StorageLocator(Protocol):
-    """Knows where the bytes of objects are whose memory is not read."""
+    """Locates the bytes of storages and tensors whose memory is not read."""
 
     def part_of(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Memory | None:
-        """Return where bytes of a storage come from, None if it has them itself."""
+        """Return the source of a storage's bytes, None if they are in its memory."""
 
     def in_order(self, tensor: torch.Tensor) -> Memory | None:
-        """Return where the bytes of a tensor come from that is not contiguous, or None."""
+        """Return the source of a non-contiguous tensor's bytes, None if they are in its memory."""
 
 
 def memory_of(locator: StorageLocator, storage: torch.UntypedStorage) -> Memory:
-    """Return where a storage's bytes come from."""
+    """Return the source of a storage's bytes."""
     nbytes = storage.nbytes()
     found = locator.part_of(storage, 0, nbytes) if nbytes else None
     return storage_memory(storage) if found is None else found
 
 
 class FileMemory:
-    """`nbytes` bytes at `offset` of a file, as the writer wants to see a storage."""
+    """`nbytes` bytes at `offset` of a file, in the interface of a storage's memory."""
 
     __slots__ = ("_fd", "_offset", "nbytes")
 
@@ -71,16 +71,11 @@ class FileMemory:
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Read bytes [start, start + length) into host memory at `address`."""
         view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-        done = 0
-        while done < length:
-            got = preadv(self._fd, [view[done:]], self._offset + start + done)
-            if got == 0:
-                raise CorruptCheckpointError("the file became shorter while it was read")
-            done += got
+        read_to(view, self._fd, self._offset + start)
 
 
 class _OrderedMemory:
-    """A tensor's elements in order, as many at a time as are asked for: not contiguous ones."""
+    """The elements of a non-contiguous tensor in order, copied as they are needed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel() * tensor.itemsize
@@ -178,7 +173,7 @@ def write_legacy(value: Any, writer: StreamWriter) -> None:
 
 
 class _LegacyProbe(pickle.Pickler):
-    """Pickles into nothing, and stops at what a legacy file cannot give back."""
+    """Pickles into nothing, and raises for what a legacy file cannot hold."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), _PROTOCOL)
@@ -270,7 +265,7 @@ def _is_no_unicode(text: str) -> bool:
 
 
 def _advice(value: Mapping[Any, Any]) -> str:
-    """Name the entry that most likely is wanted: the one with the most tensors."""
+    """Suggest the entry with the most tensors."""
     counts = {
         key: sum(isinstance(one, torch.Tensor) for one in item.values())
         for key, item in value.items()

@@ -58,7 +58,7 @@ def convert(
     from fastserial.config import current, parse_size
     from fastserial.distributed.convert import convert as run
 
-    # torch's warning is about what either goes well or is an error of ours, with a remedy
+    # torch warns of what either succeeds, or raises an error of ours with a remedy
     warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
     done = run(
         source,
@@ -73,4 +73,4 @@ def convert(
     say(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
     if done.dropped:
         names = ", ".join(map(ascii, done.dropped))
-        say(f"not kept, for want of a place in the format: metadata {names}", err=True)
+        say(f"not kept, since the format cannot hold it: metadata {names}", err=True)

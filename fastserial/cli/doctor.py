@@ -1,4 +1,4 @@
-"""The doctor's findings for people."""
+"""The report of `fastserial doctor` as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastserial.summary()`: how many saves and loads this process made, and how many torch made.
+"""`fastserial.summary()`: the saves and loads of this process, and how many of them torch did.
 
 With `FASTSERIAL_SUMMARY=1` in the environment it is printed to standard error at exit.
 """
@@ -21,7 +21,7 @@ _UNKNOWN = "not known"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A reason, how many saves or loads had it, and what to do (None: not known)."""
+    """A reason, the number of saves or loads with it, and what to do (None: not known)."""
 
     reason: str
     count: int
@@ -33,12 +33,12 @@ class Direction:
     """Saves, or loads.
 
     Attributes:
-        count: how many there were.
+        count: their number.
         by_torch: how many of them torch did itself.
         nbytes: bytes that fastserial moved.
         seconds: the time for these, also of saves in the background.
         why_torch: why torch did them itself.
-        why_slower: why fastserial did not do them in its fastest cause.
+        why_slower: why fastserial did not do them as fast as it can.
     """
 
     count: int
@@ -77,7 +77,7 @@ class Summary:
         for name, one in (("saves", self.saves), ("loads", self.loads)):
             lines.append(_line(name, one))
             lines += _causes("by torch itself", one.why_torch)
-            lines += _causes("not in the fastest way", one.why_slower)
+            lines += _causes("slower than possible", one.why_slower)
         return "\n".join(map(printable, lines))
 
 

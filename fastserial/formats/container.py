@@ -23,7 +23,7 @@ from fastserial.formats.dcp import METADATA_NAME, Metadata, parse
 from fastserial.formats.legacy.structure import MAGIC, read_legacy
 from fastserial.formats.pickles import Limits, decode
 from fastserial.formats.safetensors import read_header
-from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source
+from fastserial.formats.source import BytesSource, ByteStream, DescriptorSource, Source, naming
 from fastserial.formats.storages import ITEM_BYTES, PACKED, contiguous_stride
 from fastserial.formats.tensors import Outline, TensorEntry, outline, zip_outline
 from fastserial.formats.zip.directory import RecordEntry, read_directory
@@ -117,7 +117,7 @@ class Container(abc.ABC):
 
     @cached_property
     def _tensors(self) -> dict[str, TensorEntry | str]:
-        """The tensors by key; a text instead of one says why it cannot be read by itself."""
+        """The tensors by key; a text instead says why a tensor cannot be read by itself."""
         found = self.outline
         entries: dict[str, TensorEntry | str] = {}
         for tensor in found.tensors:
@@ -146,7 +146,7 @@ class Container(abc.ABC):
     def keys(self) -> list[str]:
         """Return the keys of all tensors, those that cannot be read by themselves included.
 
-        Those of which the pickle does not say enough come first.
+        Those that the pickle does not fully describe come first.
         """
         return list(self._tensors)
 
@@ -157,11 +157,11 @@ class Container(abc.ABC):
         return key in self._tensors
 
     def tensor(self, key: str) -> TensorEntry:
-        """Return a tensor whose bytes lie in the file as they are.
+        """Return a tensor whose bytes are in the file, uncompressed.
 
         Raises:
             CheckpointKeyError: there is no such tensor.
-            UnreadableTensorError: it is there, but cannot be read by itself; says why.
+            UnreadableTensorError: it exists, but cannot be read by itself; says why.
         """
         found = self._tensors.get(key)
         if found is None:
@@ -171,7 +171,7 @@ class Container(abc.ABC):
         return found
 
     def offset_of(self, tensor: TensorEntry) -> int:
-        """Return where the first element of one of its tensors lies in the file (bytes)."""
+        """Return the offset of a tensor's first element in the file (bytes)."""
         storage = self.outline.storages[tensor.storage or ""]
         return (storage.offset or 0) + tensor.span[0]
 
@@ -293,6 +293,7 @@ class FolderContainer(Container):
         metadata_files: names of the files that complete a checkpoint: one, or one of each rank.
             Where there is one of all ranks, torch loads no other.
         shards: names of the files with items.
+        sizes: bytes of these files, None if one was removed meanwhile.
     """
 
     format = Format.DCP.value
@@ -308,6 +309,9 @@ class FolderContainer(Container):
         found = [name for name in names if METADATA_NAME.fullmatch(name)]
         self.metadata_files = [".metadata"] if ".metadata" in found else found
         self.shards = [name for name in names if name.endswith(".distcp")]
+        files = (*self.metadata_files, *self.shards)
+        self.sizes = {name: _size(os.path.join(path, name)) for name in files}
+        self.nbytes = sum(size or 0 for size in self.sizes.values())
 
     def read_metadata(self, name: str) -> Metadata:
         """Return what a metadata file says.
@@ -357,22 +361,6 @@ class FolderContainer(Container):
         return whole
 
     @cached_property
-    def sizes(self) -> dict[str, int | None]:
-        """Bytes of each file by name, None if it is missing."""
-        found: dict[str, int | None] = {}
-        for name in (*self.metadata_files, *self.shards):
-            try:
-                found[name] = os.stat(os.path.join(self.path, name)).st_size
-            except FileNotFoundError:
-                found[name] = None
-        return found
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of all files."""
-        return sum(size or 0 for size in self.sizes.values())
-
-    @cached_property
     def outline(self) -> Outline:
         found = Outline()
         for name, metadata in self.metadata.items():
@@ -415,6 +403,13 @@ class FolderContainer(Container):
         return [*notes, *super().notes()][:_MOST_NOTES]
 
 
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
 def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a folder that torch.distributed.checkpoint saved to."""
     try:
@@ -451,7 +446,7 @@ def open_container(
         PickleLimitError: its pickle is larger than the limits.
         OSError: it cannot be read.
     """
-    try:
+    with naming(path):
         found = detect(fd, path)
         if found is Format.DAMAGED_ZIP:
             raise CorruptCheckpointError(found.value, offset=0)
@@ -465,9 +460,6 @@ def open_container(
         if found is Format.DCP:
             return FolderContainer(path)
         raise UnreadableCheckpointError(found.value)
-    except CheckpointFileError as error:
-        error.path = error.path or path
-        raise
 
 
 def format_of_head(source: Source) -> Format | None:

@@ -120,7 +120,7 @@ class DeviceRecords:
         self,
         file: FastFileReader,
         records: Sequence[RecordEntry],
-        places: Mapping[str, torch.device],
+        devices: Mapping[str, torch.device],
         verify: bool,
     ) -> None:
         """Read stored, not empty records.
@@ -128,7 +128,7 @@ class DeviceRecords:
         Args:
             file: where from.
             records: what; their `data_offset` may be wrong (see `take`).
-            places: where to, by name; the others stay on the host.
+            devices: by name of the record; the others stay on the host.
             verify: check each record's CRC-32.
 
         Raises:
@@ -142,10 +142,10 @@ class DeviceRecords:
         make: Any = torch.UntypedStorage
         host: list[tuple[int, int]] = []
         for record in records:
-            place = places.get(record.name)
+            device = devices.get(record.name)
             one: Arriving
-            if place is not None:
-                one = DeviceRecord(record, make(record.size, device=place))
+            if device is not None:
+                one = DeviceRecord(record, make(record.size, device=device))
             else:
                 one = HostRecord(record)
                 host.append(one.memory)

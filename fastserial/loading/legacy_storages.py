@@ -19,7 +19,7 @@ __all__ = ["read_storages"]
 def read_storages(
     reader: FastFileReader, storages: Mapping[Any, Any], keys: Sequence[Any], offset: int
 ) -> int:
-    """Fill the storages, which lie in the file in the order of `keys`, each after its count.
+    """Fill the storages, which are in the file in the order of `keys`, each after its count.
 
     Args:
         reader: the file.

@@ -2,8 +2,8 @@
 
 A cold file is read through the page cache in lanes. The kernel reads ahead of whoever reads a
 descriptor in order, into large folios; threads that share a descriptor read in no order. So the
-file is cut into spans, each is read in order on the descriptor of its lane, and the lanes take
-turns.
+file is cut into spans, each is read in order on the descriptor of its lane, and the lanes
+alternate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from fastserial.config import Config
 from fastserial.config.performance import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastserial.engines.gds.memory import DirectMemory
+    from fastserial.loading.pump import Block
     from fastserial.memory.buffers import Ring
 
 __all__ = ["ReadPolicy", "in_turns", "lane_of"]
@@ -80,7 +81,7 @@ class ReadPolicy:
 
     @property
     def never_direct(self) -> bool:
-        """Whether every range goes through the page cache."""
+        """Whether every range is read through the page cache."""
         return self.direct_fd < 0
 
     def goes_direct(self, offset: int, length: int) -> bool:
@@ -138,17 +139,17 @@ class ReadPolicy:
 
     @property
     def transfer(self) -> Transfer:
-        """The transfer type taken for what goes to devices, and why."""
+        """The transfer type of reads to devices, and why it was chosen."""
         return self._transfer if self.device_path is None else self.device_path.transfer
 
     def serve_devices(
-        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer, engine: Engine
+        self, ring: Ring | None, devices: Collection[torch.device], taken: Transfer, engine: Engine
     ) -> None:
         """Read to devices without the host, if that was requested and is possible.
 
         Args:
             ring: the staging buffers of what passes through the host, if anything does.
-            places: the devices.
+            devices: the devices.
             taken: the transfer type of what passes through the host.
             engine: what reads.
         """
@@ -156,7 +157,7 @@ class ReadPolicy:
 
         refusal = "direct I/O is switched off" if self._config.never_direct else None
         self.device_path, self._transfer = offer(
-            self._config, taken, ring, engine, places, self._fd, os.O_RDONLY, refusal
+            self._config, taken, ring, engine, devices, self._fd, os.O_RDONLY, refusal
         )
 
     def close(self) -> None:
@@ -173,14 +174,6 @@ class ReadPolicy:
 # -- lanes ---------------------------------------------------------------------------------------
 
 
-class _Placed(Protocol):
-    @property
-    def offset(self) -> int: ...
-
-
-_T = TypeVar("_T", bound=_Placed)
-
-
 def is_small(source: FileSource, config: Config) -> bool:
     """Return whether torch reads the storages of this file at least as fast as we would."""
     if source.size <= SMALL_LOAD * config.small_file:
@@ -195,17 +188,17 @@ def lane_of(offset: int, lanes: int) -> int:
     return offset // LANE_SPAN % lanes
 
 
-def in_turns(blocks: Iterable[_T | None], lanes: int) -> Iterator[_T]:
-    """Yield blocks that come in the order of the file so that the lanes take turns.
+def in_turns(blocks: Iterable[Block | None], lanes: int) -> Iterator[Block]:
+    """Yield blocks, which are given in the order of the file, so that the lanes alternate.
 
     Args:
         blocks: what is to be read; None: no further block is known yet, so yield those held back.
         lanes: how many there are.
     """
-    held: list[deque[_T]] = [deque() for _ in range(lanes)]
+    held: list[deque[Block]] = [deque() for _ in range(lanes)]
     group = -1
 
-    def turns() -> Iterator[_T]:
+    def turns() -> Iterator[Block]:
         while any(held):
             for lane in held:
                 if lane:

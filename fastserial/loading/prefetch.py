@@ -93,7 +93,7 @@ class _RecordGroup:
 
 
 class Prefetch:
-    """Reads records on a thread of its own, from `start` to `close`."""
+    """Reads records on a separate thread, from `start` to `close`."""
 
     def __init__(self, file: FastFileReader, records: Sequence[RecordEntry], verify: bool) -> None:
         """Plan to read stored, not empty records.
@@ -110,7 +110,7 @@ class Prefetch:
         self._alignment = 0 if policy.never_direct else policy.alignment
         self._pages = HugePages()
         self._groups = _groups_of(records)
-        self._places = {
+        self._by_name = {
             record.name: (group, record) for group in self._groups for record in group.records
         }
         self._checks = RecordChecks(file.name, records, verify)
@@ -151,7 +151,7 @@ class Prefetch:
         Raises:
             CorruptCheckpointError: the record is damaged (`verify`), or the file became shorter.
         """
-        found = self._places.pop(name, None)
+        found = self._by_name.pop(name, None)
         if found is None:
             return None
         group, record = found
@@ -171,7 +171,7 @@ class Prefetch:
         self._nudges.put(None)
         finish(self._thread.join)
         self._checks.give_up()
-        self._places.clear()
+        self._by_name.clear()
         self._groups.clear()
 
     # -- the caller's thread -------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Prefetch:
                     break
                 try:
                     self._allocate(group)
-                except RuntimeError:  # no memory: it is an error once it is needed
+                except RuntimeError:  # no memory: an error only if it is needed
                     break
             self._provided += 1
         self._nudges.put(None)
@@ -257,7 +257,7 @@ class Prefetch:
                 yield block
 
     def _chosen(self) -> _RecordGroup | None:
-        """Return the group to read next: the one waited for, or the next; None: there is none."""
+        """Return the group that is waited for, else the next one; None: all are read."""
         unread = _State.PLANNED, _State.ALLOCATED
         group = self._wanted
         if group is not None and group.state in unread:
@@ -274,7 +274,7 @@ class Prefetch:
     def _arrived(
         self, group: _RecordGroup, deliver: Delivery, view: memoryview, address: int
     ) -> None:
-        """Deliver a block, and take note of it."""
+        """Deliver a block, and count it."""
         deliver(view, address)
         with self._lock:
             group.left -= 1

@@ -79,10 +79,10 @@ class Block:
     """One read.
 
     Attributes:
-        offset, length: place in the file (bytes). For direct I/O both are multiples of
+        offset, length: range in the file (bytes). For direct I/O both are multiples of
             `ReadPolicy.alignment`, or the block ends where the file does.
         deliver: called once with the bytes and their address, on any thread; with no bytes if
-            they came in pieces.
+            they arrived in pieces.
         into: where they arrive before that.
         direct: read it directly.
         prepare: called before it is read, while others are being read.
@@ -166,12 +166,12 @@ class Pump:
 
     @property
     def takes_any_memory(self) -> bool:
-        """Whether blocks may come to memory of their own."""
+        """Whether blocks can be read to any memory, not only to staging buffers."""
         return self._engine.capabilities.any_memory
 
     @property
     def range_size(self) -> int:
-        """Bytes of the ranges of the file of which each is read by itself."""
+        """Bytes of the ranges of the file that are read separately."""
         policy = self.policy
         if not self.takes_any_memory or policy.lanes or policy.device_path is not None:
             return self.block_size
@@ -190,24 +190,24 @@ class Pump:
         return self.policy.transfer
 
     def stage_in(
-        self, ring: Ring | None, places: Collection[torch.device], taken: Transfer
+        self, ring: Ring | None, devices: Collection[torch.device], taken: Transfer
     ) -> None:
         """Use the buffers of a ring as staging buffers from here on; it is closed with this.
 
         Args:
             ring: where blocks for devices pass through that go by the host, if any do.
-            places: the devices.
+            devices: the devices.
             taken: the transfer type of those blocks.
         """
         self.ring = ring
-        self.policy.serve_devices(ring, places, taken, self._engine)
+        self.policy.serve_devices(ring, devices, taken, self._engine)
 
-    def join(self, places: Collection[torch.device]) -> None:
+    def join(self, devices: Collection[torch.device]) -> None:
         """Prepare for blocks for more devices, or later ones, after `stage_in`."""
         if self.ring is not None:
-            self.ring.join(places)
+            self.ring.join(devices)
         if self.policy.device_path is not None:
-            self.policy.device_path.join(places)
+            self.policy.device_path.join(devices)
 
     # -- many blocks ---------------------------------------------------------------------------
 
@@ -217,11 +217,11 @@ class Pump:
             self.policy.open_lanes(first, stop, nbytes)
 
     def read(self, blocks: Iterable[Block | None], until: Callable[[], bool] | None = None) -> None:
-        """Read blocks that come in the order of the file; returns when all have been delivered.
+        """Read blocks in the order of the file; returns when all have been delivered.
 
         Args:
             blocks: None among them: no further block is known yet, so those held back must be read.
-            until: once it returns True, no more is read.
+            until: reading ends once it returns True.
 
         Raises:
             OSError: a read failed.

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.config import Config, current
-from fastserial.errors import CheckpointFileError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.files import linux
-from fastserial.files.linux import preadv
 from fastserial.files.sources import FileStamp, file_name, stamp
+from fastserial.formats.source import naming, read_to
 from fastserial.interrupts import Descriptors, finish
 from fastserial.loading.planner import plan_blocks
 from fastserial.loading.pump import Pump, ReadCounts
@@ -31,7 +31,7 @@ __all__ = ["FastFileReader", "OccasionalReader", "report_load"]
 
 
 class FastFileReader:
-    """A regular file, open for reading at any place.
+    """A regular file, open for reading at any offset.
 
     Bytes that are in the page cache are read through it, others directly, both in blocks of
     `block_size`, `queue_depth` of them at once. For use by one thread at a time.
@@ -95,13 +95,13 @@ class FastFileReader:
         from fastserial.memory.buffers import open_ring  # not without a device
 
         synchronize(away)  # for what does not pass through the ring
-        places = {storage.device for storage in away}
+        devices = {storage.device for storage in away}
         blocks = self.blocks
         if blocks.ring is not None:
-            blocks.join(places)
+            blocks.join(devices)
             return
-        ring, taken = open_ring(self.config, places, blocks.takes_any_memory)
-        blocks.stage_in(ring, places, taken)
+        ring, taken = open_ring(self.config, devices, blocks.takes_any_memory)
+        blocks.stage_in(ring, devices, taken)
 
     def read_into(self, extents: Sequence[ReadExtent]) -> None:
         """Read extents, in the order of the file; returns when all have arrived.
@@ -109,7 +109,7 @@ class FastFileReader:
         Raises once no read is in progress. After a failed read the reader reads no more.
 
         Raises:
-            CorruptCheckpointError: an extent goes past the end, or the file changed.
+            CorruptCheckpointError: an extent ends after the file does, or the file changed.
             OSError: the disk failed; `filename` names the file.
         """
         if self._closed:
@@ -215,7 +215,9 @@ class OccasionalReader:
         if nbytes <= self._config.small_file and all(isinstance(one, HostSink) for one in sinks):
             with _translated(self.name):
                 for extent in extents:
-                    _read_here(self.fd, extent)
+                    buffer = extent.sink.memory_for(0, extent.length) if extent.length else None
+                    if buffer is not None:
+                        read_to(buffer.view, self.fd, extent.offset)
         else:
             with FastFileReader(self.fd, self._config, self.name) as reader:
                 reader.read_into(extents)
@@ -224,16 +226,6 @@ class OccasionalReader:
     def close(self) -> None:
         """Close the file, once reads in progress in other threads are done. Idempotent."""
         self._files = None
-
-
-def _read_here(fd: int, extent: ReadExtent) -> None:
-    place = extent.sink.place(0, extent.length) if extent.length else None
-    done = 0
-    while place is not None and done < extent.length:
-        got = preadv(fd, [place.view[done:]], extent.offset + done)
-        if got == 0:
-            raise CorruptCheckpointError("the file became shorter while it was read")
-        done += got
 
 
 def _stamp_of_file(fd: int, name: str) -> FileStamp:
@@ -257,10 +249,8 @@ def _refuse_changed(before: FileStamp, fd: int, name: str) -> None:
 def _translated(name: str) -> Iterator[None]:
     """Give errors of the body the file's name."""
     try:
-        yield
-    except CheckpointFileError as error:
-        error.path = error.path or name
-        raise
+        with naming(name):
+            yield
     except OSError as error:
         if error.filename is not None:
             raise

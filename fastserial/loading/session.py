@@ -8,7 +8,7 @@ import threading
 import weakref
 from io import BytesIO
 from time import perf_counter
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastserial.config import Config, current
 from fastserial.config.performance import SHORT_LOAD, MiB
@@ -17,9 +17,13 @@ from fastserial.files.sources import FileSource, file_source
 from fastserial.interrupts import finish
 from fastserial.loading.pump import ReadCounts
 from fastserial.loading.reader import FastFileReader, report_load
-from fastserial.loading.zip_reader import FastZipReader, StorageSource
+from fastserial.loading.zip_reader import FastZipReader
 from fastserial.memory.held_settings import paused_collection
 from fastserial.reports import HOST_ONLY
+
+if TYPE_CHECKING:
+    from fastserial.loading.device_records import DeviceRecords
+    from fastserial.loading.prefetch import Prefetch
 
 __all__ = ["LoadSession", "current_session"]
 
@@ -55,7 +59,7 @@ class LoadSession:
         self.verified = False
         self.phases: dict[str, float] = {}
         self.reader: FastFileReader | None = None
-        self.prefetch: StorageSource | None = None
+        self.prefetch: Prefetch | DeviceRecords | None = None
         self.archive: FastZipReader | None = None
         self.pause = paused_collection()
 
@@ -121,7 +125,7 @@ class LoadSession:
         """Open the file; `needed`: bytes that the storages will take in addition.
 
         Raises:
-            MemoryError: a limit leaves no room for what we need beyond torch.
+            MemoryError: a limit leaves too little address space for buffers and threads.
         """
         if not _has_room(self.config, needed):
             raise MemoryError("little address space is left (ulimit -v)")
@@ -133,7 +137,7 @@ def _has_room(config: Config, needed: int) -> bool:
     """Return whether a limit on address space (`ulimit -v`) leaves room for buffers and threads.
 
     Under a limit a thread costs its whole stack, and the heap that malloc reserves for it: with a
-    limit of 600 MiB beyond the storages' bytes, torch found no room for them.
+    limit of 600 MiB beyond the storages' bytes, torch could not allocate them.
 
     Args:
         config: the options in force.

@@ -1,6 +1,6 @@
-"""Proving what is on the disk: every checksum and the whole structure of a checkpoint.
+"""Verifying checkpoints: every checksum and the whole structure.
 
-Nothing is unpickled and torch is not needed. Files that stock torch wrote verify, too.
+Nothing is unpickled and torch is not needed. Files that stock torch wrote can be verified, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REASONS = {
     Format.FOLDER: "a directory: verify the files in it (`checkpoints_in`)",
     Format.SHARD: f"{Format.SHARD.value}: verify its folder",
 }
-_STAYS = 0.01  # of a file: a page or two that another process reads meanwhile does not matter
+_STAYS = 0.01  # of a file, for pages that another process reads meanwhile
 _OTHERS = (".distcp", ".npz", ".zip", ".whl", ".jar", ".tmp")
 
 
@@ -56,10 +56,10 @@ def verify(
         report = fastserial.verify("ckpt.pt", cold=True)
         assert report.ok, report
 
-    Legacy and safetensors files have no checksums; their structure is checked, which the report
-    says. In a folder of torch.distributed.checkpoint every item of every file is checked. Of a list
-    of files (an index of shards, `fastserial_complete.json`, torch_checkpointing's `metadata.pkl`)
-    it is checked whether they are there.
+    Legacy and safetensors files have no checksums: only their structure is checked, and the report
+    says so. In a folder of torch.distributed.checkpoint every item of every file is checked. The
+    files that a list names (an index of shards, `fastserial_complete.json`, torch_checkpointing's
+    `metadata.pkl`) must exist.
 
     Args:
         path: the file, or the folder.
@@ -173,11 +173,11 @@ def refuse_damaged(
 
     Args:
         path: its name.
-        fd: a descriptor of it, which is read afterwards: another file may get the name meanwhile.
+        fd: a descriptor of it, which the caller reads afterwards: the path may change meanwhile.
         config: as for `verify`.
 
     Raises:
-        CorruptCheckpointError: it is damaged; tells the first problem.
+        CorruptCheckpointError: it is damaged; names the first problem.
     """
     report = _verify(os.fspath(path), fd, config or current())
     if report.problems:
@@ -190,11 +190,10 @@ def refuse_damaged(
 def checkpoints_in(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the checkpoints in a directory and those below, sorted.
 
-    Checkpoints are what starts as one, and what is called like one, and the folders of
-    torch.distributed.checkpoint, whose shards are not yielded then.
-    Directories that cannot be read are yielded, too: `verify` says why. Links to directories are
-    not followed, and links to files only out of the directory; temporary files and other formats
-    are passed over.
+    These are files that begin like a checkpoint or have a suffix of one, and folders of
+    torch.distributed.checkpoint, instead of their shards. Directories that cannot be read are
+    yielded, too: `verify` says why. Links to directories are not followed, links to files only if
+    they lead out of the directory; temporary files and other formats are skipped.
     """
     unread: list[OSError] = []
     inside = os.path.join(os.path.realpath(folder), "")
@@ -228,10 +227,10 @@ def _is_checkpoint(path: str) -> bool:
 def _evict(path: str) -> str | None:
     """Write a file, or the files in a folder, to the device, and drop them from the page cache.
 
-    Nothing of them changes. Other programs read them from the device again.
+    Their contents do not change. Other programs then read them from the device again.
 
     Returns:
-        Why not all of it is gone, None if it is.
+        Why some of it stays in the page cache, None if nothing does.
 
     Raises:
         OSError: a file cannot be opened, or its device failed.
@@ -241,7 +240,7 @@ def _evict(path: str) -> str | None:
             fd = files.open(name, os.O_RDONLY | os.O_NONBLOCK)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 continue
-            synced(fd)  # what is not on the device yet cannot be dropped
+            synced(fd)  # dirty pages cannot be dropped
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if (cached_fraction(fd, 0, os.fstat(fd).st_size) or 0.0) > _STAYS:
                 return (

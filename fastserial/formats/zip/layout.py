@@ -1,11 +1,11 @@
-"""The zip container of `torch.save`: where every byte goes.
+"""The layout of the zip container of `torch.save`: the offset of every byte.
 
 torch's C++ writer is the authority. `ZipLayout` repeats its arithmetic (stored records, `FB`
 padding to the storage alignment, zip64 fields, data descriptors after the data), and
 `self_check` compares the result with the installed torch's own writer, zip64 included, before
 fastserial is switched on. The one thing that cannot be computed here, the half of the
-serialization id that hashes record names in the order of a C++ hash set, is asked from torch's
-writer for each save (`names_hash`).
+serialization id that hashes record names in the order of a C++ hash set, comes from torch's
+writer in each save (`names_hash`).
 
 A data descriptor comes after its data, so the layout does not depend on checksums.
 """
@@ -47,7 +47,7 @@ _FLAGS = UTF8 | structs.HAS_DESCRIPTOR
 
 _LENGTHS = struct.Struct("<HH")  # the end of a local header
 _LOCAL_START = LOCAL.pack(structs.LOCAL_SIGNATURE, 0, _FLAGS, *[0] * 8)[: -_LENGTHS.size]
-# The first 16 bytes of a central entry tell nothing but the flags; then come CRC-32, both sizes,
+# The first 16 bytes of a central entry hold nothing but the flags; then come CRC-32, both sizes,
 # the lengths of name and extra field, and the offset of the local header.
 _CENTRAL_START, _CENTRAL_START_EMPTY = (
     CENTRAL.pack(structs.CENTRAL_SIGNATURE, 0, 0, flags, *[0] * 13)[:16] for flags in (_FLAGS, UTF8)
@@ -325,13 +325,13 @@ class ZipLayout:
         self._cursor += source.length
 
     def _put(self, memory: Memory, record: int) -> None:
-        """Append a storage; the descriptor to come waits for its CRC-32."""
+        """Append a storage; its CRC-32 is inserted into the descriptor that follows."""
         self._emit(Data(memory, memory.nbytes, record if self.checksums else None))
         if self.checksums:
             self._patched_by = record
 
     def _open(self, name: str, size: int, crc: int | None) -> None:
-        """Append a record's local header; its data comes next."""
+        """Append a record's local header; its data must follow."""
         full_name = self._prefix + name.encode()
         header = self._cursor
         self._append(self._header(full_name, size, header))
