@@ -174,14 +174,8 @@ def landing(piece: Piece) -> torch.Tensor | None:
 
     Else they go to memory of their own first, and then through `deliver`.
     """
-    target = piece.target
     into = _part(piece)
-    rest = len(target.grid.rest)
-    if not _as_they_are(piece, into) or any(size != 1 for size in into.shape[into.dim() - rest :]):
-        return None
-    for _ in range(rest):
-        into = into.select(-1, 0)
-    return into
+    return into if _as_they_are(piece, into) else None
 
 
 def own_memory(piece: Piece) -> torch.Tensor:
@@ -195,7 +189,6 @@ def deliver(piece: Piece, found: torch.Tensor) -> None:
     """Copy a piece's elements, given as integers, to its target, converted if need be."""
     tensor = piece.target.grid.tensor
     into = _part(piece)
-    found = found.view((*piece.box.sizes, *(1,) * len(piece.target.grid.rest)))
     if not _as_they_are(piece, into):
         into.copy_(resolved(found.view(tensor.dtype), tensor.pending))
     elif into.is_complex():
