@@ -155,8 +155,14 @@ class Report:
 _AnyReport = TypeVar("_AnyReport", bound=Report)
 
 
-def _hand_over(report: _AnyReport, take: Callable[[_AnyReport], None] | None, name: str) -> None:
-    _log.debug("%s", report)
+def _hand_over(
+    report: _AnyReport,
+    take: Callable[[_AnyReport], object] | None,
+    name: str,
+    again: bool = False,
+) -> None:
+    if not again:
+        _log.debug("%s", report)
     if take is not None:
         try:
             take(report)
@@ -249,21 +255,20 @@ _last_save: SaveReport | None = None
 
 def publish_save(
     report: SaveReport,
-    on_report: Callable[[SaveReport], None] | None = None,
+    on_report: Callable[[SaveReport], object] | None = None,
     *,
     again: bool = False,
 ) -> None:
     """Make a report the process's last one, and hand it to `on_report`.
 
     Args:
-        again: there was one of this save, which told less; it is logged and counted.
+        again: the save has been counted and logged already, with a report that said less.
     """
     global _last_save
     _last_save = report
-    if again:
-        return
-    SAVES.add(report.bytes, report.seconds, report.fallback)
-    _hand_over(report, on_report, "on_report")
+    if not again:
+        SAVES.add(report.bytes, report.seconds, report.fallback)
+    _hand_over(report, on_report, "on_report", again)
 
 
 def last_save_report() -> SaveReport | None:

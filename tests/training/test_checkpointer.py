@@ -18,7 +18,6 @@ from torch import nn
 
 import fastserial
 from fastserial import Checkpointer
-from fastserial.overlap import guard
 
 
 class Run:
@@ -71,7 +70,6 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, kind: Any) -> No
         assert checkpointer.resume() == 3
         assert [second.step() for _ in range(4)] == expected
     assert names(tmp_path) == [f"step-0000000{n}.pt" for n in (1, 2, 3)]
-    assert not guard.is_registered()
 
 
 def test_it_is_an_ordinary_file(tmp_path: Path) -> None:
@@ -317,7 +315,6 @@ def test_after_a_torn_snapshot_tensors_are_copied(tmp_path: Path, gate: Gate) ->
         pytest.raises(fastserial.TornSnapshotError, match=r"step-00000001\.pt.*nothing was saved"),
     ):
         checkpointer.save(2)
-    assert not guard.is_registered()
     saving = checkpointer.save(2)
     first_step(run.model)
     checkpointer.close()
@@ -524,7 +521,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Checkpointer(tmp_path, nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(fastserial.ConfigError, match="checkpointer"):
         Checkpointer(tmp_path, {"checkpointer": 1})
-    assert not guard.is_registered()
 
 
 def test_it_shows_what_it_saves(tmp_path: Path) -> None:

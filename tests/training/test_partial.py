@@ -155,6 +155,6 @@ def test_many_ranks(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"loose": torch.zeros(3)}) as checkpointer:
         checkpointer.resume(only=["loose"])  # without a warning: no generators are restored
     (alone,) = (json.loads(out) for out in ranks.run("ranks_partial", 1, tmp_path, "again"))
-    assert "it is of another number of ranks" in alone["refused"]
+    assert "by another number of ranks" in alone["refused"]
     assert alone["missing"] == ["loader"]
     assert alone["loader"] == 0

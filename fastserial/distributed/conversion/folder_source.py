@@ -15,7 +15,7 @@ import torch
 from fastserial.checkpoints.dcp_folder import one_metadata
 from fastserial.checkpoints.streaming import FileMemory
 from fastserial.distributed.conversion.assembled import Assembled, ChunkedMemory, Filed
-from fastserial.distributed.dcp.item_structure import Content, Structures
+from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.errors import ConvertError, CorruptCheckpointError, UnreadableCheckpointError
 from fastserial.files.sources import FileStamp, stamp
@@ -47,7 +47,7 @@ class FolderSource:
         self._files = Descriptors()
         self._opened: dict[str, tuple[int, FileStamp]] = {}
         self._made = Assembled()
-        self._structures = Structures()
+        self._parser = ItemParser()
         try:
             found = one_metadata(path)
             self.container = "dcp"
@@ -148,7 +148,7 @@ class FolderSource:
         memory = FileMemory(fd, item.offset + content.start, nbytes)
         return Filed(memory, box, None if plain else content.strides)
 
-    def _content(self, fd: int, item: Item, dtype: torch.dtype) -> Content | None:
+    def _content(self, fd: int, item: Item, dtype: torch.dtype) -> ItemTensor | None:
         if item.is_extended:
             raise ConvertError(
                 f"entry {item.name!r} went through an extension: load it with dcp.load"
@@ -159,7 +159,7 @@ class FolderSource:
             return os.pread(fd, min(count, item.length - first), item.offset + first)
 
         try:
-            found = self._structures.content(peek, item.length, dtype, shape, item.known)
+            found = self._parser.tensor_in(peek, item.length, dtype, shape, item.known)
         except CorruptCheckpointError as error:
             raise self._damaged(item.name, error.message) from error
         except UnreadableCheckpointError as error:

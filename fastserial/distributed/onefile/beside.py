@@ -27,7 +27,7 @@ from fastserial.overlap.asynchronous import Kind, check_snapshot
 from fastserial.overlap.pending import PendingSave
 from fastserial.overlap.snapshot import Snapshot
 from fastserial.overlap.watch import Reached, storages_of
-from fastserial.reports import SaveReport, SnapshotReport, publish_save
+from fastserial.reports import SaveReport, publish_save
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -118,33 +118,25 @@ def start_save(
             pending.admit(target)  # raises if the save before failed, and nobody asked
             saving = Saving(traffic, path, writers, merge, began)
             found, modules = saving.prepare(obj)
-            taken = Snapshot(path, kind, budget, _reached(found.values, modules), steady)
+            reached = _reached(found.values, modules)
+            taken = Snapshot(path, kind, budget, reached, steady, began)
             saving.freeze(taken)
         with traffic.together():
             del found, modules, obj
-            told = _Told(taken, kind, budget, began)
-            work = _Work(saving, traffic, taken, told, then)
+            work = _Work(saving, traffic, taken, then)
             save = PendingSave(path, target, taken)
-
-            def first() -> None:
-                traffic.idle.clear()
-                if kind == "in_place":
-                    guard.protect(taken)
-
-            beside = pending.run_beside(save, work, first)
+            beside = pending.run_beside(save, work, taken, traffic.idle.clear)
     except BaseException:
         if saving is not None:
             saving.give_up()
         raise
     if not beside:
-        told.kind = "blocking"
         return pending.finished(path, target, work)
     try:
-        taken.wait_unwatched()
+        taken.end_call()
     except BaseException:  # Ctrl-C
         taken.abandon()
         raise
-    told.stall = perf_counter() - began
     return save
 
 
@@ -192,28 +184,12 @@ def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
 
 
 @dataclass(slots=True)
-class _Told:
-    """What there is to tell of the snapshot."""
-
-    taken: Snapshot
-    kind: str
-    budget: int | None
-    began: float
-    stall: float | None = None
-
-    def report(self) -> SnapshotReport:
-        stall = perf_counter() - self.began if self.stall is None else self.stall
-        return self.taken.report(self.kind, self.budget, stall)
-
-
-@dataclass(slots=True)
 class _Work:
     """Exchanges and writes what was planned and taken."""
 
     saving: Saving
     traffic: Traffic
     taken: Snapshot
-    told: _Told
     then: Callable[[], object] | None
 
     def __call__(self) -> SaveReport:
@@ -229,7 +205,7 @@ class _Work:
             self.traffic.idle.set()
         if self.then is not None:
             self.then()
-        report = replace(report, snapshot=self.told.report())
+        report = replace(report, snapshot=self.taken.report())
         publish_save(report, saving.config.on_report)
         return report
 

@@ -30,7 +30,7 @@ from fastserial.distributed.state.tables import Sources
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, Trailer
 from fastserial.memory.held_settings import paused_collection
 from fastserial.memory.storages import HostMemory, Memory
-from fastserial.overlap.snapshot import Part, Snapshot
+from fastserial.overlap.snapshot import Snapshot, StoragePart
 from fastserial.saving.extent_writer import ExtentWriter, Outcome
 from fastserial.saving.fill import write_all
 
@@ -82,7 +82,7 @@ class ShardWriter:
 
         What it sends, or has in strides, is copied, if there is room.
         """
-        parts: list[Part] = []
+        parts: list[StoragePart] = []
         with paused_collection():
             rounds = map(self._made.round, self._made.rounds)
             sends = [move for found in rounds for some in found.sends.values() for move in some]
@@ -90,7 +90,7 @@ class ShardWriter:
             pieces = [piece for piece in self._made.locals() if piece.record != CONTAINER]
             for move in moves:
                 view = self._held_as(move, view_in_box)
-                parts.append(Part(Gathered(view, 0, view.nbytes), 0, view.nbytes))
+                parts.append(StoragePart(Gathered(view, 0, view.nbytes), 0, view.nbytes))
             parts += [self._sources[p.source].part(p.start, p.length) for p in pieces]
             self._taken = dict(zip((*moves, *pieces), taken.take(parts), strict=True))
         self._sources.release()

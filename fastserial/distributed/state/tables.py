@@ -33,7 +33,7 @@ from fastserial.distributed.state.leaf_specs import Describer, LeafSpec
 from fastserial.distributed.state.merging import Joined, leaf_of
 from fastserial.errors import ConfigError
 from fastserial.memory.storages import HostMemory, Memory, synchronize
-from fastserial.overlap.snapshot import Part
+from fastserial.overlap.snapshot import StoragePart
 
 __all__ = [
     "SHARED_FROM",
@@ -102,13 +102,13 @@ class Source:
             return HostMemory(view.data_ptr() - base, self.spec.nbytes, view)
         return Gathered(view, base, self.spec.nbytes)
 
-    def part(self, start: int, length: int) -> Part:
+    def part(self, start: int, length: int) -> StoragePart:
         """Return bytes [start, start + length) of the whole as what a snapshot takes."""
         view, base = self._run_at(start)
         if not is_as_it_lies(view):
-            return Part(Gathered(view, base, self.spec.nbytes), start, length)
+            return StoragePart(Gathered(view, base, self.spec.nbytes), start, length)
         first = int(view.storage_offset()) * view.element_size() + start - base
-        return Part(view.untyped_storage(), first, length)
+        return StoragePart(view.untyped_storage(), first, length)
 
     def _run_at(self, start: int) -> tuple[torch.Tensor, int]:
         """Return the view that has a byte of the whole, and its own first byte there."""
