@@ -15,7 +15,7 @@ from time import process_time
 import torch
 
 from fastserial.distributed.onefile.decision import writing_ranks
-from fastserial.distributed.onefile.laid_out import Nowhere
+from fastserial.distributed.onefile.laid_out import AbsentMemory
 from fastserial.distributed.onefile.saver import tile_bytes
 from fastserial.distributed.plan.schedule import FilePlan, Move, schedule
 from fastserial.distributed.sharding.pieces import Flat, Mesh, Split, TensorSpec
@@ -132,7 +132,7 @@ def plan_of(bench: PlanBench) -> tuple[FilePlan, list[TensorSpec]]:
         layout = ZipLayout("step_1000", 64)
         layout.add_bytes("data.pkl", bytes(_PICKLED * len(tensors)), 0)
         names = [f"data/{index}" for index in range(len(tensors))]
-        layout.add_memories(names, [Nowhere(spec.nbytes) for spec in tensors])
+        layout.add_memories(names, [AbsentMemory(spec.nbytes) for spec in tensors])
         found = layout.finish("0" * 20, lambda data: 0)
         places = [
             (extent.offset, extent.length)

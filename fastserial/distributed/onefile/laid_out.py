@@ -16,7 +16,7 @@ from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, T
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.saving import torch_writer
 
-__all__ = ["ArchiveRecord", "LaidOut", "Nowhere"]
+__all__ = ["AbsentMemory", "ArchiveRecord", "FileLayout"]
 
 
 class ArchiveRecord(NamedTuple):
@@ -33,7 +33,7 @@ class ArchiveRecord(NamedTuple):
     source: int | None
 
 
-class Nowhere:
+class AbsentMemory:
     """Memory of a storage of which only the size is known."""
 
     def __init__(self, nbytes: int) -> None:
@@ -43,7 +43,7 @@ class Nowhere:
         raise ValueError("no rank holds this memory as a whole")
 
 
-class LaidOut:
+class FileLayout:
     """The file as rank 0 lays it out: torch writes the records to it as to a PyTorchFileWriter.
 
     Attributes:
@@ -96,7 +96,7 @@ class LaidOut:
         for stored, records in groupby(self.records, lambda record: record.data is None):
             if stored:
                 some = list(records)
-                memories = [Nowhere(record.nbytes) for record in some]
+                memories = [AbsentMemory(record.nbytes) for record in some]
                 layout.add_memories([record.name for record in some], memories)
                 continue
             for record in records:

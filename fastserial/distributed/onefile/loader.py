@@ -17,7 +17,7 @@ from fastserial.checksums import crc32_combine, crc_mismatch
 from fastserial.config import Config
 from fastserial.distributed.onefile.flow import Flow, grids_of, need_of, read_odd, targets_of
 from fastserial.distributed.plan.matching import Match, file_leaves, path_name, unused
-from fastserial.distributed.plan.owners import Share, block_bytes, share_out
+from fastserial.distributed.plan.owners import ReadShare, block_bytes, share_out
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
 from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file, unpack
@@ -75,13 +75,13 @@ def load(
         RuntimeError: the process group has no store (MPI).
     """
     began = perf_counter()
-    task: _Load | None = None
+    task: _LoadTask | None = None
     refusal, result = "", None
     try:
         with collective(group, timeout) as traffic:
             config = config_module.current()
             name = path_of(path, into, "distributed.load(path, into)")
-            task = _Load(traffic, name, config, broadcast, strict, began)
+            task = _LoadTask(traffic, name, config, broadcast, strict, began)
             refusal = task.compare(into, cast)
             if not refusal:
                 result = task.fill()
@@ -139,7 +139,7 @@ class _LoadResult(NamedTuple):
     ranks: tuple[RankReport, ...]
 
 
-class _Load:
+class _LoadTask:
     """One load on one rank.
 
     Attributes:
@@ -201,7 +201,7 @@ class _Load:
                 self._shares = share_out([zlib.decompress(n) for n in answer.needs], block)
             else:
                 here = traffic.rank
-                self._shares = [Share(*run, here, (here,)) for run in need.runs()]
+                self._shares = [ReadShare(*run, here, (here,)) for run in need.runs()]
             self._grids = grids
             self._unexpected = tuple(names[number] for number in answer.unexpected)
         self._planned = perf_counter()

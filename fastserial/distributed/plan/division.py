@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastserial.distributed.plan.covers import cover_of
 from fastserial.distributed.sharding.pieces import TensorSpec
 
-__all__ = ["GRAIN", "Owned", "owned_blocks"]
+__all__ = ["GRAIN", "OwnedBlocks", "owned_blocks"]
 
 # Bytes. Larger, more edges of shards travel; smaller, writes get shorter.
 GRAIN = 64 * 1024
@@ -23,7 +23,7 @@ Blocks = tuple[int, int]  # from the first on, up to the second
 Runs = Collection[tuple[int, int, Sequence[int]]]  # blocks, and ranks
 
 
-class Owned(NamedTuple):
+class OwnedBlocks(NamedTuple):
     """Blocks [first, stop) of the file, and the rank that writes them.
 
     Attributes:
@@ -41,7 +41,7 @@ def _blocks_in(first: int, stop: int) -> Blocks:
     return -(-first // GRAIN), stop // GRAIN
 
 
-def _divide(blocks: int, whole: Runs, parts: Runs, left: dict[int, int]) -> list[Owned]:
+def _divide(blocks: int, whole: Runs, parts: Runs, left: dict[int, int]) -> list[OwnedBlocks]:
     """Return who writes what of a file, in its order.
 
     Args:
@@ -51,9 +51,9 @@ def _divide(blocks: int, whole: Runs, parts: Runs, left: dict[int, int]) -> list
         parts: blocks of which each of several ranks has a part.
         left: how many blocks each writer shall have; what it gets is taken off.
     """
-    found: list[Owned] = []
+    found: list[OwnedBlocks] = []
     _share(found, whole, left, True)
-    taken = sorted([*found, *(Owned(first, stop, -1, False) for first, stop, _ in parts)])
+    taken = sorted([*found, *(OwnedBlocks(first, stop, -1, False) for first, stop, _ in parts)])
     edges = [(first, stop, near) for first, stop, *near in _gaps(blocks, taken)]
     _share(found, edges, left, False)
     _share(found, parts, left, False)
@@ -63,31 +63,31 @@ def _divide(blocks: int, whole: Runs, parts: Runs, left: dict[int, int]) -> list
     return found
 
 
-def _share(found: list[Owned], runs: Runs, left: dict[int, int], direct: bool) -> None:
+def _share(found: list[OwnedBlocks], runs: Runs, left: dict[int, int], direct: bool) -> None:
     """Give blocks to their ranks, one after the other, as far as their shares go."""
     for first, stop, ranks in runs:
         for rank in ranks:
             count = min(stop - first, left.get(rank, 0))
             if count:
                 left[rank] -= count
-                found.append(Owned(first, first + count, rank, direct))
+                found.append(OwnedBlocks(first, first + count, rank, direct))
                 first += count
                 if first == stop:
                     break
 
 
-def _gaps(blocks: int, found: Sequence[Owned]) -> Iterator[tuple[int, int, int, int]]:
+def _gaps(blocks: int, found: Sequence[OwnedBlocks]) -> Iterator[tuple[int, int, int, int]]:
     """Yield the blocks that nobody writes yet, with the owners on both sides; -1: none."""
     at, before = 0, -1
-    for first, stop, owner, _ in [*found, Owned(blocks, blocks, -1, False)]:
+    for first, stop, owner, _ in [*found, OwnedBlocks(blocks, blocks, -1, False)]:
         if at < first:
             yield at, first, before, owner
         at, before = stop, owner
 
 
-def _rest(gaps: Iterable[tuple[int, int, int, int]], left: dict[int, int]) -> list[Owned]:
+def _rest(gaps: Iterable[tuple[int, int, int, int]], left: dict[int, int]) -> list[OwnedBlocks]:
     """Give the gaps to whoever has not its share, in file order."""
-    found: list[Owned] = []
+    found: list[OwnedBlocks] = []
     writers = iter([rank for rank, count in left.items() if count])
     rank = -1
     for first, stop, *_ in gaps:
@@ -96,7 +96,7 @@ def _rest(gaps: Iterable[tuple[int, int, int, int]], left: dict[int, int]) -> li
                 rank = next(writers)
             count = min(stop - first, left[rank])
             left[rank] -= count
-            found.append(Owned(first, first + count, rank, False))
+            found.append(OwnedBlocks(first, first + count, rank, False))
             first += count
     return found
 
@@ -110,7 +110,7 @@ def owned_blocks(
     writers: Sequence[int],
     specs: Sequence[TensorSpec],
     size: int,
-) -> list[Owned]:
+) -> list[OwnedBlocks]:
     """Return who writes what, in file order: the same on every rank.
 
     Args:
