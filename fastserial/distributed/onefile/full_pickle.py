@@ -75,7 +75,7 @@ class StandIns:
             else:
                 of_leaf[id(leaf)] = number
         laid_out = FileLayout(archive, self._numbers, of_storage)
-        module: Any = SimpleNamespace(StandInPickler=self._pickler(of_leaf, of_storage))
+        module: Any = SimpleNamespace(Pickler=self._pickler(of_leaf, of_storage))
         save: Any = torch.serialization._save
         save(state, laid_out, module, _PROTOCOL, False)
         return laid_out
