@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fastserial.distributed.dcp.entries import OTHER, StateEntry, WritePart, chunk_of
-from fastserial.distributed.plan.balance import Item, Share, shares
+from fastserial.distributed.plan.balance import Assignment, Workload, assign
 from fastserial.distributed.sharding.boxes import Box, intersect
 from fastserial.distributed.state.tables import SHARED_FROM
 
@@ -97,8 +97,8 @@ def global_plan(
             load[one.ranks[0]] += one.nbytes
     several = [number for number, one in enumerate(held) if len(one.ranks) > 1]
     items = [_item(held[number], lowest, apart) for number in several]
-    cuts: dict[int, list[Share]] = {}
-    for share in shares(items, len(ranks), load):
+    cuts: dict[int, list[Assignment]] = {}
+    for share in assign(items, len(ranks), load):
         cuts.setdefault(several[share.item], []).append(share)
     parts: list[list[WritePart]] = [[] for _ in ranks]
     entries: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def global_plan(
 
 
 def _writers(
-    held: _HeldBox, cuts: Sequence[Share] | None, items: Sequence[Item]
+    held: _HeldBox, cuts: Sequence[Assignment] | None, items: Sequence[Workload]
 ) -> Iterator[tuple[int, Box | None]]:
     """Yield who writes which boxes of what some ranks have."""
     if cuts is None:
@@ -176,13 +176,13 @@ def _refuse_mixed(held: Sequence[_HeldBox]) -> None:
             )
 
 
-def _item(held: _HeldBox, lowest: bool, apart: Set[str]) -> Item:
+def _item(held: _HeldBox, lowest: bool, apart: Set[str]) -> Workload:
     nbytes, owners, box = held.nbytes, tuple(held.ranks), held.box
     if lowest or box is None or held.key in apart:
-        return Item(nbytes, owners[:1])
+        return Workload(nbytes, owners[:1])
     if len(owners) == 1 or nbytes < SHARED_FROM or held.entry.kind == OTHER:
-        return Item(nbytes, owners)
-    return Item(nbytes, owners, box.sizes[_dim(box.sizes, len(owners))])
+        return Workload(nbytes, owners)
+    return Workload(nbytes, owners, box.sizes[_dim(box.sizes, len(owners))])
 
 
 def _dim(sizes: Sequence[int], ranks: int) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastserial.distributed.plan.balance import Item, shares
+from fastserial.distributed.plan.balance import Workload, assign
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.memory.storages import is_plain
 
@@ -70,9 +70,9 @@ def shared_reads(ranks: Sequence[RankRequests]) -> list[list[SharedRead]]:
         for piece, found in requesting.items()
         if len({rank for rank, _ in found}) == len(found)  # none twice on one rank
     ]
-    items = [Item(piece.nbytes, tuple(rank for rank, _ in found)) for piece, found in shared]
+    items = [Workload(piece.nbytes, tuple(rank for rank, _ in found)) for piece, found in shared]
     made: list[list[SharedRead]] = [[] for _ in ranks]
-    for share in shares(items, len(ranks)):
+    for share in assign(items, len(ranks)):
         found = shared[share.item][1]
         receivers = tuple(rank for rank, _ in found if rank != share.rank)
         for rank, number in found if receivers else ():

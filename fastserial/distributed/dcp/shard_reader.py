@@ -16,7 +16,7 @@ from fastserial.distributed.dcp.item_structure import ItemParser, ItemTensor, ch
 from fastserial.distributed.dcp.metadata_file import known_of
 from fastserial.distributed.reading.grid import grid_of
 from fastserial.distributed.reading.part_reader import PartReader
-from fastserial.distributed.reading.windows import Target
+from fastserial.distributed.reading.windows import ReadTarget
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.file_index import FileTensor, Record
 from fastserial.errors import (
@@ -92,7 +92,7 @@ class ShardReader:
 
     def _read_tensors(self, found: Sequence[tuple[WantedItem, ItemTensor]]) -> None:
         """Read tensors in one pass over the file, large ones directly into their targets."""
-        targets: list[Target] = []
+        targets: list[ReadTarget] = []
         records: list[Record] = []
         of_records: list[WantedItem] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
@@ -106,7 +106,7 @@ class ShardReader:
                 target = self._target(request, box.sizes)
                 filled.append((request, target))
                 if grid is not None and box.numel:
-                    targets.append(Target(grid, grid.box_of(box), target))
+                    targets.append(ReadTarget(grid, grid.box_of(box), target))
             if len(targets) == before:
                 continue
             if self._verify and content.crc is not None:

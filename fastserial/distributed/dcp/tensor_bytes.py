@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fastserial.checkpoints.tensor_read import is_dense
-from fastserial.distributed.ranks.exchange import Gathered
+from fastserial.distributed.ranks.exchange import GatheredMemory
 from fastserial.memory.storages import HostMemory, Memory, memmove
 
 __all__ = ["TensorBytes", "bytes_of", "outermost_first"]
@@ -72,7 +72,7 @@ class _GatheredMemory:
     def __init__(self, view: torch.Tensor, nbytes: int) -> None:
         self.nbytes = nbytes
         self._item = view.itemsize
-        self._elements = Gathered(view, 0, nbytes)
+        self._elements = GatheredMemory(view, 0, nbytes)
 
     def copy_to(self, address: int, start: int, length: int) -> None:
         """Copy bytes [start, start + length) to host memory at `address`."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fastserial.distributed.onefile.decision import Writers
-from fastserial.distributed.onefile.saver import TIMEOUT, Saving
+from fastserial.distributed.onefile.saver import TIMEOUT, SaveTask
 from fastserial.distributed.ranks.group import Traffic, collective, path_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
@@ -113,21 +113,21 @@ def start_save(
         steady: identities of the storages that may be read in place; None: all that are watched.
         then: called on each rank's saving thread once the file is in place.
     """
-    saving: Saving | None = None
+    saving: SaveTask | None = None
     try:
         with collective(group, timeout) as traffic, quick_switches():
             check_snapshot(kind, budget)
             path = path_of(path, obj, "distributed.save_async(obj, path)")
             target = os.path.realpath(path) if "\0" not in path else path
             pending.admit(target)  # raises if the save before failed, and nobody asked
-            saving = Saving(traffic, path, writers, merge, began)
+            saving = SaveTask(traffic, path, writers, merge, began)
             found, modules = saving.prepare(obj)
             reached = _reached(found.values, modules)
             taken = Snapshot(path, kind, budget, reached, steady, began)
             saving.freeze(taken)
         with traffic.together():
             del found, modules, obj
-            work = _Work(saving, traffic, taken, then)
+            work = _BackgroundSave(saving, traffic, taken, then)
             save = PendingSave(path, target, taken)
             beside = pending.run_beside(save, work, taken, traffic.idle.clear)
     except BaseException:
@@ -159,7 +159,7 @@ def size_of(
         DistributedError: another rank failed, or the ranks' states differ.
         Exception: the state cannot be saved.
     """
-    return Saving(traffic, path, "all", merge, perf_counter()).measure(obj)
+    return SaveTask(traffic, path, "all", merge, perf_counter()).measure(obj)
 
 
 def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
@@ -188,10 +188,10 @@ def _reached(values: Iterable[Any], modules: Iterable[Any]) -> Reached:
 
 
 @dataclass(slots=True)
-class _Work:
+class _BackgroundSave:
     """Exchanges and writes what was planned and taken."""
 
-    saving: Saving
+    saving: SaveTask
     traffic: Traffic
     taken: Snapshot
     then: Callable[[], object] | None

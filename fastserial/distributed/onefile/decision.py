@@ -7,7 +7,7 @@ import marshal
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from fastserial.distributed.onefile.shared_file import Place
+from fastserial.distributed.onefile.shared_file import FileIdentity
 from fastserial.distributed.plan.schedule import FilePlan
 from fastserial.distributed.ranks.copies import differing
 from fastserial.distributed.state.tables import Grids
@@ -56,11 +56,11 @@ class SaveDecision(NamedTuple):
     plan: FilePlan | None
     ranges: Ranges
     grids: list[Grids]
-    place: Place
+    place: FileIdentity
     sync_alone: bool
 
 
-def decided(found: Sequence[StateSummary], plan: FilePlan, place: Place) -> SaveDecision:
+def decided(found: Sequence[StateSummary], plan: FilePlan, place: FileIdentity) -> SaveDecision:
     """Return rank 0's decision.
 
     Args:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from fastserial.distributed.onefile.laid_out import LaidOut
+from fastserial.distributed.onefile.laid_out import FileLayout
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import as_dtensor
-from fastserial.distributed.state.merging import Joined
-from fastserial.distributed.state.tables import Table, is_plain
+from fastserial.distributed.state.merging import MergedTensor
+from fastserial.distributed.state.tables import StateTable, is_plain
 from fastserial.memory.untouched import Untouched
 
 __all__ = ["StandIns"]
@@ -35,7 +35,7 @@ class StandIns:
     state's own tensors is kept.
     """
 
-    def __init__(self, table: Table, values: Sequence[Any]) -> None:
+    def __init__(self, table: StateTable, values: Sequence[Any]) -> None:
         """Make them.
 
         Args:
@@ -47,7 +47,7 @@ class StandIns:
         untouched = Untouched(sum(spec.nbytes for spec in table.specs), len(table.specs))
         weakref.finalize(self, untouched.close)
         self._sources = table.of_leaves
-        self._plain = [not isinstance(leaf, Joined) and is_plain(leaf) for leaf in values]
+        self._plain = [not isinstance(leaf, MergedTensor) and is_plain(leaf) for leaf in values]
         self._numbers: dict[int, int] = {}  # of the sources, by the address of what stands for them
         self._made = _made_for(table, values, untouched, self._numbers)
         # As torch's pickler takes them apart, which is half of what pickling them takes.
@@ -57,7 +57,7 @@ class StandIns:
             if isinstance(made, torch.Tensor)
         }
 
-    def lay_out(self, archive: str, state: object, values: Sequence[Any]) -> LaidOut:
+    def lay_out(self, archive: str, state: object, values: Sequence[Any]) -> FileLayout:
         """Let torch pickle a state with its sharded tensors as whole ones.
 
         Args:
@@ -74,7 +74,7 @@ class StandIns:
                 of_storage[leaf.untyped_storage()._cdata] = number
             else:
                 of_leaf[id(leaf)] = number
-        laid_out = LaidOut(archive, self._numbers, of_storage)
+        laid_out = FileLayout(archive, self._numbers, of_storage)
         module: Any = SimpleNamespace(Pickler=self._pickler(of_leaf, of_storage))
         save: Any = torch.serialization._save
         save(state, laid_out, module, _PROTOCOL, False)
@@ -86,7 +86,7 @@ class StandIns:
         """Return what pickles leaves with sources, given by their `id`, by what stands for them."""
         reduced, made = self._reduced, self._made
 
-        class Pickler(pickle.Pickler):
+        class StandInPickler(pickle.Pickler):
             def __init_subclass__(cls) -> None:
                 """Let torch's own look at what may be a storage only."""
                 ask: Any = cls.persistent_id
@@ -98,9 +98,9 @@ class StandIns:
                 number = of_leaf.get(id(obj))
                 if number is not None and number in reduced:
                     return reduced[number]
-                if not isinstance(obj, torch.Tensor | FlatShard | Joined):
+                if not isinstance(obj, torch.Tensor | FlatShard | MergedTensor):
                     return NotImplemented
-                if isinstance(obj, Joined) and number is not None:
+                if isinstance(obj, MergedTensor) and number is not None:
                     return _reduced(_joined(obj, made[number]))
                 if isinstance(obj, FlatShard) or as_dtensor(obj) is not None:
                     raise ValueError(
@@ -111,11 +111,11 @@ class StandIns:
                     return _on_host(obj, made.get(of_storage.get(_storage_of(obj), -1)))
                 return NotImplemented
 
-        return Pickler
+        return StandInPickler
 
 
 def _made_for(
-    table: Table, values: Sequence[Any], untouched: Untouched, numbers: dict[int, int]
+    table: StateTable, values: Sequence[Any], untouched: Untouched, numbers: dict[int, int]
 ) -> dict[int, torch.Tensor | torch.UntypedStorage]:
     """Return the tensor or storage that is pickled in place of each source that is not as it is.
 
@@ -125,7 +125,7 @@ def _made_for(
     found: dict[int, torch.Tensor | torch.UntypedStorage] = {}
     for number, (spec, first) in enumerate(zip(table.specs, table.firsts, strict=True)):
         leaf = values[first]
-        joined = isinstance(leaf, Joined)
+        joined = isinstance(leaf, MergedTensor)
         if leaf.like.storage is not None if joined else is_plain(leaf):
             if not joined and leaf.device.type == "cpu":
                 continue
@@ -143,7 +143,7 @@ def _made_for(
     return found
 
 
-def _joined(joined: Joined, storage: Any) -> Any:
+def _joined(joined: MergedTensor, storage: Any) -> Any:
     """Return the plain tensor that is pickled for one of a merged state.
 
     Args:

@@ -15,7 +15,7 @@ from fastserial.formats.extents import Data, DescriptorPatch, Extent, Literal, T
 from fastserial.formats.zip.layout import ZipLayout, ZipPlan
 from fastserial.saving import torch_writer
 
-__all__ = ["ArchiveRecord", "LaidOut", "Nowhere"]
+__all__ = ["AbsentMemory", "ArchiveRecord", "FileLayout"]
 
 
 class ArchiveRecord(NamedTuple):
@@ -32,7 +32,7 @@ class ArchiveRecord(NamedTuple):
     source: int | None
 
 
-class Nowhere:
+class AbsentMemory:
     """Memory of a storage of which only the size is known."""
 
     def __init__(self, nbytes: int) -> None:
@@ -42,7 +42,7 @@ class Nowhere:
         raise ValueError("no rank holds this memory as a whole")
 
 
-class LaidOut:
+class FileLayout:
     """The file as rank 0 lays it out: torch writes the records to it as to a PyTorchFileWriter.
 
     Attributes:
@@ -94,7 +94,7 @@ class LaidOut:
         layout = ZipLayout(self._archive, torch_writer.alignment(), torch_writer.checksums_wanted())
         for record in self.records:
             if record.data is None:
-                layout.add_memory(record.name, Nowhere(record.nbytes), b"")
+                layout.add_memory(record.name, AbsentMemory(record.nbytes), b"")
             else:
                 layout.add_bytes(record.name, record.data, crc32(record.data))
         return torch_writer.finish(layout)

@@ -30,9 +30,9 @@ from fastserial.distributed.onefile.decision import (
     writing_ranks,
 )
 from fastserial.distributed.onefile.full_pickle import StandIns
-from fastserial.distributed.onefile.laid_out import LaidOut
+from fastserial.distributed.onefile.laid_out import FileLayout
 from fastserial.distributed.onefile.shard_writer import ShardWriter
-from fastserial.distributed.onefile.shared_file import NewFile, OpenedFile, Place
+from fastserial.distributed.onefile.shared_file import FileIdentity, NewFile, OpenedFile
 from fastserial.distributed.plan.schedule import FilePlan, Schedule, schedule
 from fastserial.distributed.ranks.exchange import Exchange
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
@@ -41,8 +41,8 @@ from fastserial.distributed.state.agreement import Agreement
 from fastserial.distributed.state.facts import facts_of
 from fastserial.distributed.state.merging import merged
 from fastserial.distributed.state.tables import (
-    Sources,
-    Table,
+    RecordSources,
+    StateTable,
     synchronize_devices,
     table_of,
 )
@@ -58,7 +58,7 @@ from fastserial.saving.extent_writer import Outcome
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "Saving", "save"]
+__all__ = ["TIMEOUT", "SaveTask", "save"]
 
 TIMEOUT = 600.0  # seconds
 # Bytes of one rank's tile, and of the tiles of all ranks in one round.
@@ -75,7 +75,7 @@ class _Written(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptPlan:
     """What is kept of the last save; nothing of the state itself.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Kept:
     """
 
     facts: list[Any] | None
-    table: Table
+    table: StateTable
     stand_ins: StandIns | None = None
     name: bytes = b""
     plan: FilePlan | None = None
@@ -144,11 +144,11 @@ def save(
         Exception: an object cannot be pickled, or a `state_dict()` failed, on this rank.
     """
     began = perf_counter()
-    saving: Saving | None = None
+    saving: SaveTask | None = None
     try:
         with collective(group, timeout) as traffic:
             name = path_of(path, obj, "distributed.save(obj, path)")
-            saving = Saving(traffic, name, writers, merge, began)
+            saving = SaveTask(traffic, name, writers, merge, began)
             report = saving.run(obj)
     except BaseException:
         if saving is not None:
@@ -158,7 +158,7 @@ def save(
     return report
 
 
-class Saving:
+class SaveTask:
     """One save."""
 
     def __init__(
@@ -174,7 +174,7 @@ class Saving:
         self.config = Config.resolve()
         self._new: NewFile | None = None
         self._opened: OpenedFile | None = None
-        self._laid_out: LaidOut | None = None  # on rank 0
+        self._laid_out: FileLayout | None = None  # on rank 0
         self._reports: tuple[RankReport, ...] = ()
         self._makes_file = True
 
@@ -202,7 +202,7 @@ class Saving:
         if kept.table.devices:
             synchronize_devices(found.values)
         rest = self._laid_out.rest if self._laid_out is not None else ()
-        sources = Sources(kept.table, kept.specs, found.values, traffic.rank, rest)
+        sources = RecordSources(kept.table, kept.specs, found.values, traffic.rank, rest)
         writer = ShardWriter(kept.plan, kept.made, sources, self._laid_out)
         self._prepared = _Prepared(writer, kept.made.nbytes, decision, phases)
         return found, modules
@@ -236,7 +236,7 @@ class Saving:
             self._opened.close()
         return self._report(decision, done.report, outcome)
 
-    def _plan(self, obj: object) -> tuple[Leaves, list[Any], _Kept, SaveDecision]:
+    def _plan(self, obj: object) -> tuple[Leaves, list[Any], _KeptPlan, SaveDecision]:
         """Agree with the other ranks on the plan: the one that all have, or a new one."""
         traffic = self._traffic
         modules = live(obj)
@@ -266,12 +266,12 @@ class Saving:
         traffic.kept["save"] = kept
         return found, modules, kept, decision
 
-    def _known(self, found: Leaves, buffers: set[int]) -> _Kept:
+    def _known(self, found: Leaves, buffers: set[int]) -> _KeptPlan:
         """Return what is known of a state: what is kept, if nothing of it has changed."""
         traffic = self._traffic
         last = traffic.kept.get("save")
-        if not isinstance(last, _Kept):
-            last = _Kept([], Table())
+        if not isinstance(last, _KeptPlan):
+            last = _KeptPlan([], StateTable())
         facts = facts_of(found.keys, found.values)
         if facts is not None:
             facts.append(len(buffers))
@@ -293,7 +293,7 @@ class Saving:
             raise ValueError("only rank 0 decides")
         writers = writing_ranks(self._writers, [one.node for one in found])
         plan, nbytes = self._laid_out.file_plan(writers), self._laid_out.plan.nbytes
-        place = Place("", 0, nbytes)
+        place = FileIdentity("", 0, nbytes)
         if self._makes_file:
             self._new = NewFile(self.path, self.config)
             place = self._new.place(nbytes)

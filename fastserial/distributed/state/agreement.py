@@ -17,7 +17,7 @@ from fastserial.config import Config
 from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_words
 from fastserial.distributed.ranks.group import Traffic
 from fastserial.distributed.state.merging import leaf_of
-from fastserial.distributed.state.tables import Table, difference
+from fastserial.distributed.state.tables import StateTable, difference
 from fastserial.distributed.state.walk import Leaves
 from fastserial.errors import DistributedError
 
@@ -37,7 +37,7 @@ _GATHER = (
 
 
 class _Details(NamedTuple):
-    """What a rank sends if something differs; see `Agreement`, `Leaves` and `Table`."""
+    """What a rank sends if something differs; see `Agreement`, `Leaves` and `StateTable`."""
 
     compare: str
     sums: dict[int, int]
@@ -54,7 +54,7 @@ class Agreement:
         digest: of all else that is compared.
     """
 
-    def __init__(self, found: Leaves, table: Table, traffic: Traffic, config: Config) -> None:
+    def __init__(self, found: Leaves, table: StateTable, traffic: Traffic, config: Config) -> None:
         """Take the checksums of the tensors.
 
         Args:

@@ -23,14 +23,14 @@ from fastserial.distributed.state.leaf_specs import Describer, LeafSpec
 from fastserial.errors import LoadMismatchError
 from fastserial.nests import sequence_like
 
-__all__ = ["Joined", "leaf_of", "merged"]
+__all__ = ["MergedTensor", "leaf_of", "merged"]
 
 _OF_AN_OPTIMIZER = {"state", "param_groups"}
 _PLAIN = (int, float, bool, str, tuple, type(None))  # settings that `==` compares
 
 
 @dataclass(slots=True, eq=False)
-class Joined:
+class MergedTensor:
     """A tensor of a state, whichever ranks have it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Joined:
 
 def leaf_of(value: Any) -> Any:
     """Return what this rank has of a leaf, None if it has nothing of it."""
-    return value.leaf if isinstance(value, Joined) else value
+    return value.leaf if isinstance(value, MergedTensor) else value
 
 
 def merged(state: Any, traffic: Traffic, buffers: Set[int] = frozenset()) -> Any:
@@ -100,11 +100,11 @@ class _SkeletonUnpickler(pickle.Unpickler):
         self, file: io.BytesIO, rank: int, specs: list[LeafSpec], leaves: list[Any]
     ) -> None:
         super().__init__(file)
-        self._made: list[Joined] = []
+        self._made: list[MergedTensor] = []
         for like, leaf in zip(specs, leaves, strict=True):
             held = like.spec.held
             grids = list(held.grids) if isinstance(held, Mesh) else []
-            self._made.append(Joined(like, [rank], grids, leaf))
+            self._made.append(MergedTensor(like, [rank], grids, leaf))
 
     def persistent_load(self, number: Any) -> Any:
         return self._made[number]
@@ -125,7 +125,7 @@ class _Union:
         """
         kept = list(values.values())
         first = kept[0]
-        if any(isinstance(value, Joined) for value in kept):
+        if any(isinstance(value, MergedTensor) for value in kept):
             return _together(path, kept)
         if not isinstance(first, dict | list | tuple):
             return first
@@ -201,11 +201,11 @@ def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def _together(path: str, values: list[Any]) -> Joined:
+def _together(path: str, values: list[Any]) -> MergedTensor:
     """Return a tensor that several ranks have as one."""
     first = values[0]
     for value in values[1:]:
-        if not isinstance(value, Joined) or not isinstance(first, Joined):
+        if not isinstance(value, MergedTensor) or not isinstance(first, MergedTensor):
             raise LoadMismatchError(f"{path} is a tensor on some ranks and none on others")
         if value is first:
             continue

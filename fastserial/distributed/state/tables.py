@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fastserial.distributed.ranks.copies import Copy
-from fastserial.distributed.ranks.exchange import Gathered, is_as_it_lies
+from fastserial.distributed.ranks.exchange import GatheredMemory, is_as_it_lies
 from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
 from fastserial.distributed.sharding.pieces import (
@@ -30,7 +30,7 @@ from fastserial.distributed.sharding.pieces import (
     views,
 )
 from fastserial.distributed.state.leaf_specs import Describer, LeafSpec
-from fastserial.distributed.state.merging import Joined, leaf_of
+from fastserial.distributed.state.merging import MergedTensor, leaf_of
 from fastserial.errors import ConfigError
 from fastserial.memory.storages import HostMemory, Memory, synchronize
 from fastserial.overlap.snapshot import StoragePart
@@ -38,9 +38,9 @@ from fastserial.overlap.snapshot import StoragePart
 __all__ = [
     "SHARED_FROM",
     "Grids",
-    "Source",
-    "Sources",
-    "Table",
+    "RecordSource",
+    "RecordSources",
+    "StateTable",
     "bytes_of",
     "difference",
     "is_plain",
@@ -57,7 +57,7 @@ Grids = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
-class Source:
+class RecordSource:
     """What this rank holds of one record-to-be.
 
     Attributes:
@@ -100,13 +100,13 @@ class Source:
         view, base = self._run_at(start)
         if view.device.type == "cpu" and is_as_it_lies(view):
             return HostMemory(view.data_ptr() - base, self.spec.nbytes, view)
-        return Gathered(view, base, self.spec.nbytes)
+        return GatheredMemory(view, base, self.spec.nbytes)
 
     def part(self, start: int, length: int) -> StoragePart:
         """Return bytes [start, start + length) of the whole as what a snapshot takes."""
         view, base = self._run_at(start)
         if not is_as_it_lies(view):
-            return StoragePart(Gathered(view, base, self.spec.nbytes), start, length)
+            return StoragePart(GatheredMemory(view, base, self.spec.nbytes), start, length)
         first = int(view.storage_offset()) * view.element_size() + start - base
         return StoragePart(view.untyped_storage(), first, length)
 
@@ -125,12 +125,12 @@ class Source:
         return view, first * item
 
 
-class Sources:
+class RecordSources:
     """The sources of a table with the tensors of one save; each is made when it is asked for."""
 
     def __init__(
         self,
-        table: Table,
+        table: StateTable,
         specs: Sequence[TensorSpec],
         values: Sequence[Any],
         rank: int,
@@ -146,7 +146,7 @@ class Sources:
         """
         self._table, self._specs, self._values, self._rank = table, specs, values, rank
         self._rest = rest
-        self._made: dict[int, Source] = {}
+        self._made: dict[int, RecordSource] = {}
 
     def release(self) -> None:
         """Let go of the tensors; keys and specs stay."""
@@ -154,7 +154,7 @@ class Sources:
         self._rest = ()
         self._made.clear()
 
-    def __getitem__(self, number: int) -> Source:
+    def __getitem__(self, number: int) -> RecordSource:
         source = self._made.get(number)
         if source is None:
             if number < 0:
@@ -163,12 +163,12 @@ class Sources:
             else:
                 leaf = leaf_of(self._values[self._table.firsts[number]])
                 key, spec = self._table.keys[number], self._specs[number]
-            source = self._made[number] = Source(key, spec, leaf, self._rank)
+            source = self._made[number] = RecordSource(key, spec, leaf, self._rank)
         return source
 
 
 @dataclass(slots=True)
-class Table:
+class StateTable:
     """The tensors of a state, without them.
 
     Attributes:
@@ -308,7 +308,7 @@ def table_of(
     rank: int,
     ranks: Mapping[int, int],
     buffers: Set[int] = frozenset(),
-) -> Table:
+) -> StateTable:
     """Return the table of a state.
 
     Args:
@@ -330,7 +330,7 @@ class _TableMaker:
     """Makes a table, leaf by leaf."""
 
     def __init__(self, describer: Describer) -> None:
-        self.table = Table()
+        self.table = StateTable()
         self._describer = describer
         self._numbers: dict[Any, int] = {}  # of sources, by what tells one from the others
         self._placed: dict[int, tuple[Any, ...]] = {}  # what rows say of a spec, by its `id`
@@ -339,8 +339,8 @@ class _TableMaker:
         """Add a leaf."""
         table = self.table
         joined = value
-        if not isinstance(value, Joined):
-            joined = Joined(self._describer.describe(value, key), None, leaf=value)
+        if not isinstance(value, MergedTensor):
+            joined = MergedTensor(self._describer.describe(value, key), None, leaf=value)
         like = joined.like
         ranks = None if joined.ranks is None else tuple(sorted(set(joined.ranks)))
         table.devices = table.devices or _device_of(joined.leaf).type != "cpu"
@@ -365,7 +365,7 @@ class _TableMaker:
         table.of_leaves.append(number)
 
     def _add_sharded(
-        self, number: int, key: str, joined: Joined, ranks: tuple[int, ...] | None
+        self, number: int, key: str, joined: MergedTensor, ranks: tuple[int, ...] | None
     ) -> None:
         """Add the source of a DTensor or a FlatShard."""
         table, spec = self.table, joined.like.spec
