@@ -1,8 +1,8 @@
-"""A rank that saves as torch_checkpointing does. Arguments: folder; `stream`, `manager` or `large`.
+"""A rank that saves as torch_checkpointing does. Arguments: folder; `stream` or `manager`.
 
 Items: `placed`, tensors in many placements; `model` and `optimizer` of FSDP2; `plain`, equal on
 all ranks; `own`, which each rank has for itself. A manager is torch_checkpointing's own; a stream
-writes what that would. `large`: one item, to see how much memory it takes.
+writes what that would.
 """
 
 from __future__ import annotations
@@ -80,16 +80,6 @@ def trained(count: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def large(count: int) -> dict[str, Any]:
-    line = DeviceMesh("cpu", torch.arange(count))
-    return {
-        "rows": split(torch.ones(160 << 10, 256), line, [Shard(0)]),
-        "columns": split(torch.ones(16 << 10, 512), line, [Shard(1)]),
-        "whole": split(torch.ones(8 << 20), line, [Replicate()]),
-        "plain": torch.ones(8 << 20),
-    }
-
-
 def main() -> None:
     rank, count = join()
     folder, who = Path(sys.argv[1]), sys.argv[2]
@@ -103,8 +93,6 @@ def main() -> None:
         "plain": {"weight": weight, "tied": weight, "steps": [3, {"lr": float("nan")}, (1, None)]},
         "own": {"data": noise([16], torch.uint8, rank), "rank": rank},
     }
-    if who == "large":
-        items = {"large": large(count)}
     if who == "manager":
         from torch_checkpointing import CheckpointManager
 
