@@ -173,11 +173,3 @@ def test_waiting_for_threads_goes_on_after_an_interrupt() -> None:
     assert ended == [1, 1]
     assert len(threads) == 0
     timer.join()
-
-
-def test_loads_import_nothing_that_a_handler_could_find_half_of(tmp_path: Path) -> None:
-    small, large, legacy = (tmp_path / f"{name}.pt" for name in ("small", "large", "legacy"))
-    torch.save({"x": torch.ones(3)}, small)
-    torch.save({"x": torch.ones(4_000_000)}, large)
-    torch.save(torch.ones(4_000_000), legacy, _use_new_zipfile_serialization=False)
-    assert run("first_load", small, large, legacy).out == "\n"

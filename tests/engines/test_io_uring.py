@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import platform
-import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,30 +165,6 @@ def test_a_handler_that_raises_leaves_nothing_in_flight(tmp_path: Path, left: li
 
 
 @_needs
-def test_close_waits_for_the_kernel(opened: Opened) -> None:
-    """Also where no note of a request was kept."""
-    ring = opened.engine._ring  # type: ignore[attr-defined]
-    requests = opened.writes(noise(DEPTH * BLOCK))
-    opened.engine.submit([into(opened.pool.take(), one) for one in requests])
-    assert ring.in_flight == DEPTH - 1  # one is held back
-    opened.engine._under_way.clear()  # type: ignore[attr-defined]
-    reaped: list[tuple[int, int]] = []
-    reap = ring.reap
-    ring.reap = lambda: reaped.append(reap())
-    opened.engine.close()
-    assert [result for _, result in reaped] == [BLOCK] * (DEPTH - 1)
-
-
-@_needs
-def test_an_engine_that_is_dropped_waits(opened: Opened, left: list[int]) -> None:
-    opened.engine.submit([into(opened.pool.take(), opened.writes(noise(BLOCK))[0])])
-    opened.engine = IoUringEngine()
-    gc.collect()
-    assert left == [0]
-    assert opened.path.stat().st_size == BLOCK
-
-
-@_needs
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_leaves_its_parent_s_requests_alone(opened: Opened) -> None:
     """The ring's memory is shared with it."""
@@ -217,28 +191,6 @@ def test_a_forked_child_leaves_its_parent_s_requests_alone(opened: Opened) -> No
         assert opened.path.read_bytes() == data + data[:BLOCK]
         for completion in finished:
             opened.pool.give(completion.request.buffer)
-
-
-@_needs
-def test_without_a_descriptor_for_the_ring(tmp_path: Path) -> None:
-    """Plain calls do it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    engine = IoUringEngine()
-    pool = engine.allocate(1, BLOCK)
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fd + 1, hard))
-    try:
-        engine.open(pool.buffers, 1)
-        data = noise(3 * BLOCK)
-        requests = [write(fd, at, data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-        assert [c.error for c in drive(engine, pool, requests)] == [None] * 3
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (tmp_path / "file").read_bytes() == data
-    assert engine._ring is None
-    engine.close()
-    pool.close()
-    os.close(fd)
 
 
 @_needs

@@ -96,7 +96,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES, protocol=st.sampled_from(PROTOCOLS))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_values_are_what_unpickling_gives(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     found = read(data)

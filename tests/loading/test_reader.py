@@ -87,6 +87,17 @@ def test_random_extents(path: Path, data: bytes, seed: int) -> None:
         assert content(storage) == data[offset : offset + length], (offset, length)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_large_hole_is_not_read(path: Path, data: bytes, direct: bool) -> None:
+    (first, one), (second, other) = host(4096), host(4096)
+    reads = [ReadExtent(0, 4096, first), ReadExtent(1 << 20, 4096, second)]
+    with FastFileReader(path, Config(direct=direct, small_file=0, block_size=4 << 20)) as reader:
+        reader.read_into(reads)
+        counts = reader.blocks.counts
+    assert counts.direct + counts.cached < 1 << 18
+    assert content(one) + content(other) == data[:4096] + data[1 << 20 :][:4096]
+
+
 def test_memory_that_is_aligned_like_the_file(path: Path, data: bytes) -> None:
     """Direct reads then go straight to their place."""
     memory = new_storage(SIZE + 8192)
