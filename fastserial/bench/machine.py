@@ -10,7 +10,7 @@ import torch
 
 from fastserial import __version__
 from fastserial.diagnosis.folder import FolderFacts
-from fastserial.files.meminfo import meminfo
+from fastserial.files.linux import meminfo
 from fastserial.printable import printable
 from fastserial.reports import format_bytes
 

@@ -129,6 +129,9 @@ def _values(one: Inspection | StorageUse | TensorEntry) -> dict[str, Any]:
 def inspect(path: str | os.PathLike[str], limits: Limits | None = None) -> Inspection:
     """Read a checkpoint's structure and pickle; the bytes of its tensors are not read.
 
+        for tensor in fastserial.inspect("ckpt.pt").tensors:
+            print(tensor.key, tensor.dtype, tensor.shape, tensor.nbytes)
+
     Args:
         path: the file, or a folder of torch.distributed.checkpoint.
         limits: what reading the pickle may take (bytes, seconds).

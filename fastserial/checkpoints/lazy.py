@@ -206,9 +206,9 @@ def open_checkpoint(
 ) -> LazyCheckpoint:
     """Open a checkpoint to read single tensors of it; see `LazyCheckpoint`.
 
-    with fastserial.open("ckpt.pt") as file:
-        weight = file.get_tensor("model.weight")
-        rows = file.get_slice("model.embed")[1000:2000]
+        with fastserial.open("ckpt.pt") as file:
+            weight = file.get_tensor("model.weight")
+            rows = file.get_slice("model.weight")[1:2]
 
     Raises:
         CorruptCheckpointError: the file is damaged.

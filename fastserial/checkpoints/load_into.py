@@ -84,6 +84,8 @@ def load_into(
 ) -> LoadedKeys:
     """Fill the tensors of a module or a state dict from a checkpoint.
 
+        fastserial.load_into(model, "ckpt.pt", key="model")
+
     Keys must match as for `load_state_dict`; keys of nested dictionaries and lists are joined by
     dots. Values of a dictionary that are not tensors are not changed. The pickle is read, but never
     executed, and hooks of modules are not run, with one exception: a module whose `state_dict` has

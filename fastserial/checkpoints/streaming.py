@@ -20,8 +20,7 @@ from fastserial.formats.legacy.layout import element_counts, storage_extents
 from fastserial.formats.safetensors import TYPE_NAMES, header_bytes
 from fastserial.formats.source import read_to
 from fastserial.formats.zip.layout import archive_name
-from fastserial.memory.batch import batch_of
-from fastserial.memory.storages import HostMemory, Memory, storage_memory
+from fastserial.memory.storages import HostMemory, Memory, batch_of, storage_memory
 from fastserial.patching.install import get_original, patched
 from fastserial.saving.archive import ZipArchive
 from fastserial.saving.writer import FastFileWriter

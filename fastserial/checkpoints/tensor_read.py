@@ -27,7 +27,7 @@ from fastserial.loading.sinks import DeviceSink, HostSink, ReadExtent, Sink
 from fastserial.memory.storages import is_on_host
 
 if TYPE_CHECKING:
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = [
     "direct_extent",

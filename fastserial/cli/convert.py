@@ -30,7 +30,7 @@ def convert(
         Path,
         typer.Argument(
             help="A zip, legacy or safetensors checkpoint, an index of safetensors files, "
-            "or a folder of DCP or torch_checkpointing."
+            "or a folder of DCP."
         ),
     ],
     target: Annotated[Path, typer.Argument(help="The new file or folder.")],
@@ -47,9 +47,6 @@ def convert(
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Check every checksum first.")
     ] = True,
-    ranks: Annotated[
-        bool, typer.Option("--ranks", help="Files such as model_0.pt of a folder are of ranks.")
-    ] = False,
 ) -> None:
     """Write a checkpoint in another container. Runs no code of untrusted pickles.
 
@@ -72,7 +69,6 @@ def convert(
         shard_nbytes=parse_size(shard_size) if shard_size else None,
         verify=verify,
         config=current(progress=sys.stderr.isatty()),
-        ranks=ranks,
     )
     say(f"{done.source} -> {done.target}: {format_bytes(done.nbytes)} in {target}")
     if done.dropped:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from fastserial.config.performance import PAGE
 from fastserial.files import linux
-from fastserial.files.linux import DirectAlignment
-from fastserial.files.replacement import TEMPORARY_NAME
-from fastserial.files.sysfs import block_node, first_line
+from fastserial.files.destination import TEMPORARY_NAME
+from fastserial.files.linux import DirectAlignment, block_node, first_line
 from fastserial.interrupts import Descriptors
 from fastserial.memory.buffers import BufferPool
 

@@ -53,6 +53,8 @@ class Direction:
 class Summary:
     """What `summary` returns; `str` of it is a table.
 
+        print(fastserial.summary().saves)
+
     Attributes:
         installed: whether torch runs fastserial's functions now.
         reason: why not, or None.
@@ -82,7 +84,9 @@ class Summary:
 def summary() -> Summary:
     """Return the counts of this process's saves and loads, and why torch did some of them itself.
 
-    print(fastserial.summary())
+        print(fastserial.summary())
+
+    `FASTSERIAL_SUMMARY=1` prints it when the interpreter exits.
     """
     found = status()
     return Summary(found.installed, found.reason, _direction(SAVES), _direction(LOADS))

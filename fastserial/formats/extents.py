@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import NamedTuple
 
-from fastserial.memory.batch import Batch
-from fastserial.memory.storages import Memory
+from fastserial.memory.storages import Batch, Memory
 
 __all__ = [
     "Data",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fastserial.formats.zip.directory import RecordEntry
     from fastserial.loading.sinks import Sink
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["Arriving", "DeviceRecord", "HostRecord", "RecordChecks"]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from fastserial.engines.gds.memory import DirectMemory
     from fastserial.loading.pump import Block
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["ReadPolicy", "in_turns", "lane_of"]
 

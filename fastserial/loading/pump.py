@@ -27,7 +27,7 @@ from fastserial.reports import Transfer
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["STAGED", "Block", "InMemory", "InPieces", "Into", "OnDevice", "Pump", "ReadCounts"]
 

@@ -25,7 +25,7 @@ from fastserial.reports import HOST_ONLY, Latency, LoadReport, Transfer, publish
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = ["FastFileReader", "OccasionalReader", "report_load"]
 
@@ -92,7 +92,7 @@ class FastFileReader:
         away = [storage for storage in storages if not is_on_host(storage)]
         if not away:
             return
-        from fastserial.memory.ring import open_ring  # not without a device
+        from fastserial.memory.buffers import open_ring  # not without a device
 
         synchronize(away)  # for what does not pass through the ring
         devices = {storage.device for storage in away}
@@ -284,7 +284,7 @@ def report_load(
         transfer: the transfer type that was used for devices.
         rest: the other fields of `LoadReport`.
     """
-    from fastserial.memory.ring import on_host  # rarely needed, and not at the start
+    from fastserial.memory.buffers import on_host  # rarely needed, and not at the start
 
     if transfer == HOST_ONLY:
         transfer = on_host(config)

@@ -12,7 +12,7 @@ from fastserial.memory.storages import HostMemory, is_on_host, memmove
 if TYPE_CHECKING:
     import torch
 
-    from fastserial.memory.ring import Ring
+    from fastserial.memory.buffers import Ring
 
 __all__ = [
     "BytesSink",

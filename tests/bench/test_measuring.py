@@ -14,26 +14,19 @@ import pytest
 import torch
 from rich.console import Console
 
-import fastserial
-from fastserial.bench import fio, load, rotation, save, state, table
+from fastserial.bench import fio, rotation, save, table
 from fastserial.bench.compare import different_tensors, digest
 from fastserial.bench.fio import FioSettings
-from fastserial.bench.load import COLD, WARM
 from fastserial.bench.measure import BenchError, Sample, measure, parse_bytes
-from fastserial.bench.payload import mixed_state
 from fastserial.bench.rotation import DURABLE, LOOSE, Measured, Plan, Row, Spread, rotate, summarize
-from fastserial.bench.state import scratch
 from fastserial.bench.table import Column, Result, Table, number
 from fastserial.bench.torch_rows import (
     Format,
     engine_rows,
-    fast_row,
     stock_row,
     torch_rows,
     zip_holds,
 )
-from fastserial.errors import ConfigError
-from fastserial.files.caching import cached_fraction
 
 CALM = Plan(runs=2, warmups=1, pause=0.0)
 
@@ -62,50 +55,11 @@ def models() -> Any:
 # --- data -------------------------------------------------------------------------------------
 
 
-def test_states_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BenchError, match="memory"):
-        mixed_state(1 << 60, 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BenchError, match="no CUDA device"):
-        mixed_state(1000, 1, "cuda")
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(state, "meminfo", lambda: {"MemAvailable": 8 << 30})
-    for options in ({"model": "phi3"}, {"model": "llama3-1b", "optimizer": True}):
-        with pytest.raises(BenchError, match="leave out the optimizer"):
-            models().model_state(**options)
-
-
-def test_model_state_is_that_of_the_model() -> None:
-    pytest.importorskip("transformers")
-    module, vocabulary = models().build_model("gpt2-tiny", "cpu")
-    assert vocabulary == 50257
-    optimizer = torch.optim.Adam(module.parameters(), foreach=False)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    found = models().model_state("gpt2-tiny", optimizer=True, half=True)
-    assert found["model"]["lm_head.weight"] is found["model"]["transformer.wte.weight"]
-    assert found["model"]["lm_head.weight"].unique().numel() > 1000
-    module.half().load_state_dict(found["model"])
-    theirs, ours = optimizer.state_dict()["state"], found["optimizer"]["state"]
-    assert list(ours) == list(theirs)
-    for index, states in theirs.items():
-        assert {key: (t.shape, t.dtype) for key, t in ours[index].items()} == {
-            key: (t.shape, t.dtype) for key, t in states.items()
-        }
-
-
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("3GiB", 3 << 30), ("3GB", 3 * 10**9), ("1.5kb", 1500), ("7", 7)]
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "xGB", "infGB", "1e999", "1 parsec"])
-def test_sizes_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_bytes(text)
 
 
 # --- comparing --------------------------------------------------------------------------------
@@ -161,22 +115,6 @@ def test_measure_sees_memory_and_time() -> None:
         assert again.extra_bytes < size / 2
 
 
-def test_scratch_is_removed(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with scratch(tmp_path, 0) as folder:
-            (folder / "sub").mkdir()
-            (folder / "sub" / "file").write_bytes(b"x")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(BenchError, match="free"), scratch(tmp_path, 1 << 60):
-        pass
-    with pytest.raises(BenchError, match="create it"), scratch(tmp_path / "missing", 0):
-        pass
-
-
 def writer(name: str, order: list[str], data: bytes, **more: Any) -> Row:
     def run(path: Path) -> Sample:
         order.append(f"{name} {path.suffix}")
@@ -230,51 +168,7 @@ def test_torch_rows(tmp_path: Path, container: Format) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_that_is_not_ours_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fastserial, "last_save_report", lambda: None)
-    with pytest.raises(BenchError, match="not fastserial"):
-        fast_row({}, "zip").run(tmp_path / "a.pt")
-
-
 # --- loads ------------------------------------------------------------------------------------
-
-
-def test_every_load_begins_in_the_same_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [tmp_path / name for name in ("a.pt", "b.pt")]
-    for path in paths:
-        path.write_bytes(os.urandom(1 << 20))
-    touched: list[int] = []
-    monkeypatch.setattr(load, "fetch_free_memory", touched.append)
-    loads = load._Loads(tmp_path, 1 << 20, {}, {}, "cpu")
-
-    def cached() -> list[float | None]:
-        found = []
-        for path in paths:
-            with path.open("rb") as file:
-                found.append(cached_fraction(file.fileno(), 0, path.stat().st_size))
-        return found
-
-    for turn in range(2):  # whatever the row before has left
-        loads._prepare((paths[turn],), WARM)
-        assert cached() == [1.0 - turn, 0.0 + turn]
-        loads._prepare((paths[turn],), COLD)
-        assert cached() == [0.0, 0.0]
-    assert touched == [16 << 20] * 4
-
-
-def _die(_: Any) -> Any:
-    os._exit(3)
-
-
-def test_a_load_that_fails(tmp_path: Path) -> None:
-    cases: list[tuple[Any, str]] = [(os.fspath, "a row: TypeError"), (_die, "its process died")]
-    for fail, what in cases:
-        with pytest.raises(BenchError, match=what):
-            load._load_afresh(load._Task(load.Reader("a row", (), fail), {}, "cpu", compare=True))
 
 
 # --- counting ---------------------------------------------------------------------------------
@@ -335,35 +229,6 @@ def test_fio_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     asked = log.read_text()
     for word in ("--end_fsync=1", "--direct=1", "--fallocate=native", "a\\:b", "--size=8388608"):
         assert word in asked
-
-
-@pytest.mark.parametrize("script", ["echo no engine >&2; exit 1", "exit 0", "echo '{}'"])
-def test_fio_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    fake_fio(tmp_path, monkeypatch, script)
-    with pytest.raises(BenchError, match="libaio"):
-        fio.run_fio(FioSettings("libaio", 1 << 20, False), tmp_path / "file", 1)
-
-
-def test_best_of_fio() -> None:
-    def run(settings: FioSettings) -> Sample:
-        if settings.engine == "io_uring":
-            raise BenchError("no io_uring here")
-        return sample(settings.block if settings.preallocate else 1 / settings.block)
-
-    assert fio.best_write(run) == FioSettings("libaio", 8 << 20, preallocate=False)
-
-    def refuse(settings: FioSettings) -> Sample:
-        if settings.direct:
-            raise BenchError("Invalid argument")
-        return sample(1)
-
-    assert not fio.best_write(refuse).direct
-
-    def fail(settings: FioSettings) -> Sample:
-        raise BenchError("nothing works")
-
-    with pytest.raises(BenchError, match="nothing works"):
-        fio.best_write(fail)
 
 
 # --- tables -----------------------------------------------------------------------------------

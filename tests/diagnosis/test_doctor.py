@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import fastserial
 from fastserial.cli.doctor import show
-from fastserial.cli.main import app
 from fastserial.config import Config
 from fastserial.diagnosis import examine as examine_module
 from fastserial.diagnosis import folder as folder_module
@@ -100,14 +98,6 @@ def test_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_readable(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
-    assert done.exit_code in (0, 1)
-    for word in (torch.__version__, "threads", "block_size", "direct I/O", "free"):
-        assert word in done.stdout
-    assert not fastserial.installed()
-
-
 def test_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "refused", lambda: None)
     found = examine()
@@ -124,14 +114,6 @@ def test_folder_missing(tmp_path: Path) -> None:
         examine(Path(__file__))
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    path.touch()
-    with pytest.raises(FastserialError, match="give the folder") as caught:
-        examine(path)
-    assert "create it" not in str(caught.value)
-
-
 def test_options_from_the_environment() -> None:
     done = command("--json", FASTSERIAL_BLOCK_SIZE="1MiB", FASTSERIAL_BLOKSIZE="1")
     found = json.loads(done.stdout)
@@ -143,12 +125,6 @@ def test_options_from_the_environment() -> None:
     }
     assert found["unknown_variables"] == ["FASTSERIAL_BLOKSIZE"]
     assert done.returncode == 0
-
-
-def test_impossible_option() -> None:
-    done = command(FASTSERIAL_THREADS="many")
-    assert done.returncode == 1
-    assert "FASTSERIAL_THREADS" in done.stdout
 
 
 def with_torch(prepare: str) -> subprocess.CompletedProcess[str]:
@@ -222,18 +198,7 @@ def test_huge_pages_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert (examine().small_pages is not None) is refused
 
 
-def test_on_report_in_json() -> None:
-    with fastserial.options(on_report=print):
-        assert "print" in examine().to_json()
-
-
 # --- the folder -------------------------------------------------------------------------------
-
-
-def test_probe_leaves_nothing(tmp_path: Path) -> None:
-    found = probe_folder(tmp_path)
-    assert found.problem is None
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_probe_finds_a_folder_that_takes_no_file() -> None:
@@ -268,16 +233,6 @@ def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(linux, "reopen", refuse)
     assert probe_folder(tmp_path).direct_problem == "Invalid argument"
-
-
-def test_full_disk_still_tells_of_preallocation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> bool:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(linux, "preallocate", full)
-    assert probe_folder(tmp_path).preallocates
 
 
 # --- the findings -----------------------------------------------------------------------------
@@ -359,9 +314,3 @@ def test_option_findings(
     finding = only(healthy, **options)
     assert word in finding.text
     assert finding.slow is slow
-
-
-def test_a_torch_that_the_user_edited_need_not_be_replaced(healthy: Diagnosis) -> None:
-    edited = Torch("2.13.0", reason="torch 2.13.0 is not as released: the source of _save is")
-    remedy = only(dataclasses.replace(healthy, torch=edited)).remedy
-    assert remedy.startswith("`fastserial patches check` shows which functions differ")

@@ -53,6 +53,9 @@ def verify(
 ) -> VerifyReport:
     """Check a checkpoint: CRC-32 of every record, and the structure of the container.
 
+        report = fastserial.verify("ckpt.pt", cold=True)
+        assert report.ok, report
+
     Legacy and safetensors files have no checksums: only their structure is checked, and the report
     says so. In a folder of torch.distributed.checkpoint every item of every file is checked. The
     files that a list names (an index of shards, `fastserial_complete.json`, torch_checkpointing's
@@ -66,8 +69,6 @@ def verify(
     Returns:
         What was found. Damage is reported, never raised; so is a file that cannot be read.
 
-    Example:
-        `verify("ckpt.pt", cold=True).ok` right after a save shows whether the device has stored it.
     """
     return _verify(os.fspath(path), None, config or current(), cold)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import floordiv
 
 from fastserial.formats.extents import Data, Extent, Literal, Packed
-from fastserial.memory.batch import Batch
+from fastserial.memory.storages import Batch
 
 __all__ = ["COUNT", "element_counts", "storage_extents"]
 

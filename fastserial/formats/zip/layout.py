@@ -23,8 +23,7 @@ from fastserial.errors import LayoutError
 from fastserial.formats.extents import Data, DescriptorPatch, Extent, Hole, Literal, Packed, Trailer
 from fastserial.formats.zip import structs
 from fastserial.formats.zip.structs import CENTRAL, DESCRIPTOR, FIELD, LOCAL, U32, UTF8
-from fastserial.memory.batch import Batch
-from fastserial.memory.storages import Memory
+from fastserial.memory.storages import Batch, Memory
 
 __all__ = [
     "ID_RECORD",
