@@ -122,7 +122,7 @@ def _refuse_odd(flat: Mapping[str, Any], name: str) -> None:
 
 
 def _kept(value: Any, planner: DefaultSavePlanner, name: str) -> tuple[tuple[Any, ...], ...]:
-    """Return what a folder does not tell of a state: integers among the keys, and shared memory.
+    """Return what a folder does not keep of a state: integers among the keys, and shared memory.
 
     Stock's reader ignores it. Warns of what is lost all the same.
     """

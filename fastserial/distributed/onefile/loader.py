@@ -29,7 +29,7 @@ from fastserial.reports import Latency, LoadReport, RankReport, publish_load
 
 __all__ = ["load"]
 
-_SHOWN = 20  # keys, and mismatches, that an error tells
+_SHOWN = 20  # keys, and mismatches, that an error names
 _RACES = 8  # so often the file may be replaced while the ranks open it
 _HALFWAY = "What was to be filled is filled in part: load it again before you use it"
 
@@ -46,8 +46,8 @@ def load(
 ) -> LoadReport:
     """Fill what the ranks hold, in place, from one file of `torch.save`. Collective.
 
-    Any file that `torch.load` reads with `weights_only=True` will do, whoever wrote it: stock
-    torch or `save`, zip or legacy, whatever the placement it was saved from. Only the bytes that
+    The file is any that `torch.load` reads with `weights_only=True`: of stock torch or of `save`,
+    zip or legacy, saved from any placement. Only the bytes that
     some rank needs are read, each by one rank, which sends it on.
 
     Args:
@@ -132,7 +132,7 @@ class _Read(NamedTuple):
 
 
 class _LoadResult(NamedTuple):
-    """What came of it: what is damaged, if anything is; and whether all checksums were compared."""
+    """What is damaged, if anything is; and whether all checksums were compared."""
 
     damage: str
     verified: bool
@@ -268,10 +268,10 @@ class _LoadTask:
     # -- bytes ---------------------------------------------------------------------------------
 
     def fill(self) -> _LoadResult:
-        """Read and exchange all bytes; put in place what is not a tensor's memory.
+        """Read and exchange all bytes; set what is not a tensor's memory.
 
         Returns:
-            What came of it, the same on all ranks.
+            The result, the same on all ranks.
         """
         self.is_filling = True
         self._move()
@@ -375,14 +375,14 @@ class _LoadTask:
         return report
 
 
-def _by_rank(told: Sequence[Sequence[str]]) -> list[str]:
-    """Return what the ranks tell, each text once, with the ranks unless it is all of them."""
+def _by_rank(texts_of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Return the texts of all ranks, each once, with the ranks unless it is all of them."""
     ranks: dict[str, list[int]] = {}
-    for rank, texts in enumerate(told):
+    for rank, texts in enumerate(texts_of_ranks):
         for text in texts:
             ranks.setdefault(text, []).append(rank)
     return [
-        text if len(who) == len(told) else f"{text} (rank {', '.join(map(str, who))})"
+        text if len(who) == len(texts_of_ranks) else f"{text} (rank {', '.join(map(str, who))})"
         for text, who in ranks.items()
     ]
 

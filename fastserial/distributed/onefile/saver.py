@@ -2,10 +2,10 @@
 
 1. Each rank makes the table of its state, or takes the last save's if nothing changed, and rank 0
    lays the file out over memory that is never touched.
-2. If the tables are alike, rank 0 makes the new file and sends the places of the records, or says
-   that the last plan does. Each rank makes its own schedule and opens the file.
+2. If the tables are alike, rank 0 makes the new file and sends the offsets of the records, or says
+   that the last plan holds. Each rank makes its own schedule and opens the file.
 3. The bytes flow.
-4. Rank 0 hears the checksums, writes what needs them, syncs, renames.
+4. Rank 0 gets the checksums, writes what needs them, syncs, renames.
 
 The messages of a save (`Traffic.consult`): what the ranks have, and the decision; what differs, if
 something does; that all are ready; what was written. With `merge="union"` the states first.
@@ -68,7 +68,7 @@ _SMALLEST_TILE = 64 * 1024
 
 
 class _Written(NamedTuple):
-    """What a rank tells at the end."""
+    """What a rank sends at the end."""
 
     crcs: list[Crc]
     report: RankReport
@@ -81,7 +81,7 @@ class _KeptPlan:
     Attributes:
         facts: what the table depends on; None: that is not known.
         table: of the state.
-        stand_ins: on rank 0: what is pickled in the place of tensors.
+        stand_ins: on rank 0: what is pickled instead of tensors.
         name, plan, specs, made: the plan, the tensors as all ranks hold them, and what this rank
             does.
     """
@@ -177,7 +177,7 @@ class SaveTask:
         self._makes_file = True
 
     def run(self, obj: object) -> SaveReport:
-        """Save; return what this rank knows of it."""
+        """Save; return this rank's report."""
         self.prepare(obj)
         return self.finish()
 
@@ -193,7 +193,7 @@ class SaveTask:
             if kept.plan is None or kept.made is None:
                 raise ValueError("rank 0 sent no plan")
             if self._new is None:
-                self._opened = OpenedFile(decision.place)
+                self._opened = OpenedFile(decision.file)
         planned = perf_counter()
         traffic.agree()
         phases = {"plan": planned - self._began, "wait": perf_counter() - planned}
@@ -209,7 +209,7 @@ class SaveTask:
         """Return the bytes of the file that would be written, and write none. Collective."""
         self._makes_file = False
         _, _, _, decision = self._plan(obj)
-        return decision.place.nbytes
+        return decision.file.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
         """Take what is to be saved as it is now, between `prepare` and `finish`."""
@@ -291,11 +291,11 @@ class SaveTask:
             raise ValueError("only rank 0 decides")
         writers = writing_ranks(self._writers, [one.node for one in found])
         plan, nbytes = self._laid_out.file_plan(writers), self._laid_out.plan.nbytes
-        place = FileIdentity("", 0, nbytes)
+        file = FileIdentity("", 0, nbytes)
         if self._makes_file:
             self._new = NewFile(self.path, self.config)
-            place = self._new.place(nbytes)
-        return decided(found, plan, place)
+            file = self._new.allocate(nbytes)
+        return decided(found, plan, file)
 
     def _write(
         self, writer: ShardWriter, nbytes: int, decision: SaveDecision, phases: dict[str, float]
@@ -337,7 +337,7 @@ class SaveTask:
         return SaveReport(
             path=self.path,
             container="zip",
-            bytes=decision.place.nbytes,
+            bytes=decision.file.nbytes,
             seconds=perf_counter() - self._began,
             engine=outcome.engine,
             direct=outcome.direct,
@@ -360,7 +360,7 @@ class SaveTask:
         return write_error(error.errno or errno.EIO, self.path, None)
 
     def give_up(self) -> None:
-        """Remove the new file: whoever is left does it, while it holds the file open.
+        """Remove the new file: every rank that is left does it, while it holds the file open.
 
         So the file of a later save cannot be taken for it.
         """

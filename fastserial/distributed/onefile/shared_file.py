@@ -1,4 +1,4 @@
-"""The file that all ranks write: made by rank 0 beside the target, opened by the others."""
+"""The file that all ranks write: made by rank 0 in the target's folder, opened by the others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NewFile:
     def fallback(self) -> str | None:
         return self._file.fallback
 
-    def place(self, nbytes: int) -> FileIdentity:
+    def allocate(self, nbytes: int) -> FileIdentity:
         """Give the file its size, and return where the other ranks find it.
 
         Raises:
@@ -93,24 +93,24 @@ class NewFile:
 class OpenedFile:
     """Another rank's: the file that rank 0 made."""
 
-    def __init__(self, place: FileIdentity) -> None:
+    def __init__(self, identity: FileIdentity) -> None:
         """Open it.
 
         Raises:
             WriteError: it is not there, or another one is: this rank sees another file system.
         """
-        self._place = place
+        self._identity = identity
         self._files = Descriptors()
         try:
-            self.fd = self._files.open(place.path, os.O_RDWR | os.O_NOFOLLOW)
+            self.fd = self._files.open(identity.path, os.O_RDWR | os.O_NOFOLLOW)
             found = os.fstat(self.fd)
         except OSError as error:
             self.close()
             number = error.errno or errno.EIO
-            raise write_error(number, place.path, _not_shared(error.strerror or "")) from error
-        if (found.st_ino, found.st_size) != (place.inode, place.nbytes):
+            raise write_error(number, identity.path, _not_shared(error.strerror or "")) from error
+        if (found.st_ino, found.st_size) != (identity.inode, identity.nbytes):
             self.close()
-            raise write_error(errno.ESTALE, place.path, _not_shared("another file is there"))
+            raise write_error(errno.ESTALE, identity.path, _not_shared("another file is there"))
 
     def sync(self) -> None:
         os.fsync(self.fd)
@@ -122,8 +122,8 @@ class OpenedFile:
     def remove(self) -> None:
         """Remove the new file, if rank 0 could not: it is no other than the one it made."""
         with contextlib.suppress(OSError):
-            if os.lstat(self._place.path).st_ino == self._place.inode:
-                os.unlink(self._place.path)
+            if os.lstat(self._identity.path).st_ino == self._identity.inode:
+                os.unlink(self._identity.path)
 
 
 def _not_shared(reason: str) -> str:

@@ -1,9 +1,9 @@
-"""Who writes which blocks of the file: the same amount each, and of that, what it has.
+"""Which rank writes which blocks of the file: equally many each, those that it holds first.
 
 The file is cut at multiples of `GRAIN`, so that no page is written by two ranks. A writer gets the
-blocks that it alone holds, up to its share; those that several hold are shared out among them; a
-block between two goes to one of its neighbours, what lies in strides to those that hold parts of
-it. What is left goes to whoever has not its share yet, in file order.
+blocks that it alone holds, up to its share; blocks that several hold are divided among them. Then
+a block between two ranks' blocks is given to one of them, and strided data to those that hold parts
+of it. The rest is given to the ranks that have less than their share, in file order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _divide(blocks: int, whole: Runs, parts: Runs, left: dict[int, int]) -> list
         whole: blocks of which each of some ranks has all, in the order in which they are given
             out; all runs are disjoint, those of `parts` too.
         parts: blocks of which each of several ranks has a part.
-        left: how many blocks each writer shall have; what it gets is taken off.
+        left: how many blocks each writer still gets; updated.
     """
     found: list[OwnedBlocks] = []
     _share(found, whole, left, True)
@@ -86,7 +86,7 @@ def _gaps(blocks: int, found: Sequence[OwnedBlocks]) -> Iterator[tuple[int, int,
 
 
 def _rest(gaps: Iterable[tuple[int, int, int, int]], left: dict[int, int]) -> list[OwnedBlocks]:
-    """Give the gaps to whoever has not its share, in file order."""
+    """Give the gaps to ranks that have less than their share, in file order."""
     found: list[OwnedBlocks] = []
     writers = iter([rank for rank, count in left.items() if count])
     rank = -1

@@ -19,7 +19,7 @@ from fastserial.memory.storages import synchronize
 
 __all__ = ["Copy", "checksums", "differing", "ranks_in_words"]
 
-_Key = TypeVar("_Key", int, str)  # of a tensor: its place among the leaves, or its name
+_Key = TypeVar("_Key", int, str)  # of a tensor: its number among the leaves, or its name
 
 # Sampled are so many spots of so many bytes, the first and the last bytes among them.
 _SPOTS = 8
@@ -42,15 +42,15 @@ class Copy(NamedTuple):
     shared: bool
 
 
-def differing(told: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:
-    """Return the tensors whose copies differ, each with the ranks that have not the first one's.
+def differing(every: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:
+    """Return the tensors whose copies differ, each with the ranks that differ from the first one.
 
     Args:
-        told: the checksums of each rank.
+        every: the checksums of each rank.
     """
     first: dict[_Key, int] = {}
     found: dict[_Key, list[int]] = {}
-    for rank, sums in enumerate(told):
+    for rank, sums in enumerate(every):
         for leaf, checksum in sums.items():
             if first.setdefault(leaf, checksum) != checksum:
                 found.setdefault(leaf, []).append(rank)
@@ -129,8 +129,8 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
         memory = integers.view(-1).view(torch.uint8)
         return torch.cat([memory[first : first + _SPOT] for first in firsts])
     spot = torch.arange(_SPOT // item, device="cpu")
-    places = torch.cat([spot + first // item for first in firsts])
-    at = [one.to(tensor.device) for one in torch.unravel_index(places, tensor.shape)]
+    indices = torch.cat([spot + first // item for first in firsts])
+    at = [one.to(tensor.device) for one in torch.unravel_index(indices, tensor.shape)]
     return integers[tuple(at)].view(torch.uint8)
 
 

@@ -83,7 +83,7 @@ class Grid:
     def runs(self, box: Box, near: int) -> Iterator[tuple[int, int]]:
         """Yield the bytes [first, stop) of the file that a box needs, in order.
 
-        Gaps of up to `near` bytes are not told.
+        Gaps of up to `near` bytes are included.
         """
         item = self.tensor.itemsize
         length, cut = item, len(self.shape)

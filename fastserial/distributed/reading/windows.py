@@ -1,7 +1,7 @@
-"""Windows of the file, and the pieces of them that somebody wants.
+"""Windows of the file, and the parts of them that ranks want.
 
-Who reads a window and who gets pieces of it work out the same pieces in the same order, so that
-only their bytes travel.
+The rank that reads a window and those that get parts of it find the same parts in the same order,
+so that only bytes are sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "windows_of",
 ]
 
-_TAIL = 64  # bytes behind a range that its buffer has: an element may only begin in the range
+_TAIL = 64  # bytes after a range in its buffer: an element may begin in the range and end after it
 _ALIGN = 16  # bytes of the largest elements
 _MOST_RANGES = 4096  # of a window
 
@@ -120,13 +120,13 @@ def by_window(targets: Sequence[ReadTarget], windows: Sequence[Window]) -> list[
     found: list[list[WindowPart]] = [[] for _ in windows]
     for target in targets if windows else ():
         begin, end = target.grid.span(target.box)
-        place = bisect.bisect_right(stops, begin)
-        while place < len(numbered) and numbered[place][1].first < end:
-            number, one = numbered[place]
+        at = bisect.bisect_right(stops, begin)
+        while at < len(numbered) and numbered[at][1].first < end:
+            number, one = numbered[at]
             for box in target.grid.between(target.box, one.first, one.stop):
                 source = target.grid.position(box.offsets) - one.first + one.at
                 found[number].append(WindowPart(target, box, source))
-            place += 1
+            at += 1
     return found
 
 

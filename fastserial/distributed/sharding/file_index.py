@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as a value that can be sent: its containers, and where each tensor lies.
+"""What a checkpoint holds, as a value that can be sent: its containers, and where each tensor is.
 
 One rank unpickles the file by torch's `weights_only` rules, over a mapping that is never touched;
 in what it sends, a `FileTensor` stands for each tensor.
@@ -39,7 +39,7 @@ _ELEMENT_WISE = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A storage's bytes in the file: `nbytes` at `offset`; `crc` None if the file tells none."""
+    """A storage's bytes in the file: `nbytes` at `offset`; `crc` None if the file has none."""
 
     name: str
     offset: int
@@ -89,7 +89,7 @@ class FileIndex:
         container: `zip`, `legacy` or `safetensors`.
         size: bytes of the file.
         fingerprint: see `fingerprint`.
-        value: what was saved, a `FileTensor` in the place of each tensor.
+        value: what was saved, with a `FileTensor` for each tensor.
         records: the storages that have a checksum, by offset.
     """
 
@@ -157,7 +157,7 @@ def index_of_file(fd: int, path: str) -> FileIndex:
 
 
 class _IndexBuilder:
-    """Puts `FileTensor`s in the place of tensors; containers are new ones of the same types."""
+    """Replaces tensors by `FileTensor`s; containers are new ones of the same types."""
 
     def __init__(self, mapped: Mapped) -> None:
         self._mapped = mapped
@@ -226,7 +226,7 @@ class _IndexBuilder:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         last = first + sum((size - 1) * step for size, step in steps)
         if (last + 1) * tensor.itemsize > storage.nbytes():
-            raise CorruptCheckpointError("a tensor goes past the end of its storage")
+            raise CorruptCheckpointError("a tensor ends past the end of its storage")
         return start
 
 
