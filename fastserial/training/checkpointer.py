@@ -460,7 +460,7 @@ class Checkpointer:
                 self._manager.damaged.add(candidate)
                 other = isinstance(error, UnreadableCheckpointError)
                 refused = error if refused is None or not other else refused
-                what = "was not written by a Checkpointer" if other else "is damaged"
+                what = "is no checkpoint of a Checkpointer" if other else "is damaged"
                 text = f"{self._folder.file(candidate)} {what}; the one before is used: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 continue

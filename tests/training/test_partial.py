@@ -106,7 +106,7 @@ def test_per_rank_of_one_process(tmp_path: Path) -> None:
         assert checkpointer.resume() == 1
     assert (second.at, second.order.tolist(), mine["n"]) == (7, [2, 0, 1], 4)
     with Checkpointer(tmp_path, {"x": 0}, per_rank={"other": Loader()}) as checkpointer:
-        with pytest.raises(LoadMismatchError, match="no other of this rank"):
+        with pytest.raises(LoadMismatchError, match="no other for this rank"):
             checkpointer.resume()
         assert checkpointer.resume(strict=False) == 1
         report = checkpointer.resumed

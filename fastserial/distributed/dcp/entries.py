@@ -35,6 +35,7 @@ __all__ = [
     "kind_of",
     "parts_of",
     "replicas_of",
+    "share_in",
     "whole_box",
     "write_items",
 ]
@@ -117,9 +118,19 @@ def write_items(entries: Mapping[str, StateEntry], parts: Iterable[WritePart]) -
             data_of[id(entry), box] = data
         whole = entry.kind == REPLICA and box.sizes == entry.size
         type_ = WriteItemType.TENSOR if whole else WriteItemType.SHARD
-        index = MetadataIndex(key, data.chunk.offsets, hint)
+        index = MetadataIndex(key, None, hint)
+        share_in(index, offset=data.chunk.offsets)
         found.append(WriteItem(index=index, type=type_, tensor_data=data))
     return found
+
+
+def share_in(index: MetadataIndex, **values: Any) -> None:
+    """Replace attributes of an index by equal objects that others have, too.
+
+    Each object is pickled once; the constructor of the index would copy them.
+    """
+    for name, value in values.items():
+        object.__setattr__(index, name, value)
 
 
 class _EntryMaker:

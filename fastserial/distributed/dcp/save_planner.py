@@ -35,6 +35,7 @@ from fastserial.distributed.ranks.copies import checksums, differing, ranks_in_w
 from fastserial.distributed.sharding.boxes import Box
 from fastserial.distributed.sharding.pieces import oddity
 from fastserial.errors import UnknownPlacementError
+from fastserial.memory.held_settings import paused_collection
 
 __all__ = ["FastSavePlanner"]
 
@@ -103,7 +104,8 @@ class FastSavePlanner(DefaultSavePlanner):
         if self._plans_as_stock:
             return super().create_local_plan()
         self._meshes = {}
-        self._entries = entries = entries_of(self.state_dict)
+        with paused_collection():
+            self._entries = entries = entries_of(self.state_dict)
         mine = RankEntries.of(entries, self.mappings if self.flatten_state_dict else None)
         message = _FromRank(pickle.dumps(mine), self._sums(entries))
         self.plan = SavePlan([], planner_data=message)
@@ -132,8 +134,9 @@ class FastSavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         mixed = differing([message.sums for message in messages])
         texts = tuple(message.entries for message in messages)
-        planned = _planned(texts, self.dedup_save_to_lowest_rank, frozenset(mixed))
-        parts, self.metadata = pickle.loads(planned)
+        with paused_collection():
+            planned = _planned(texts, self.dedup_save_to_lowest_rank, frozenset(mixed))
+            parts, self.metadata = pickle.loads(planned)
         _warn(mixed)
         plans = [
             replace(plan, planner_data=_ToRank(mine))
@@ -153,7 +156,8 @@ class FastSavePlanner(DefaultSavePlanner):
         self._entries = {}
         if not isinstance(message, _ToRank):
             raise _other_planner("the coordinator")
-        items = write_items(entries, message.parts)
+        with paused_collection():
+            items = write_items(entries, message.parts)
         self.plan = replace(new_plan, items=items, planner_data=self.mappings)
         return self.plan
 
