@@ -20,7 +20,7 @@ from fastserial.distributed.plan.matching import Match, file_leaves, path_name, 
 from fastserial.distributed.plan.owners import ReadShare, block_bytes, share_out
 from fastserial.distributed.ranks.group import Traffic, collective, node_name, path_of
 from fastserial.distributed.reading.part_reader import PartReader
-from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file, unpack
+from fastserial.distributed.sharding.file_index import FileIndex, fingerprint, index_of_file
 from fastserial.errors import CorruptCheckpointError, DistributedError, LoadMismatchError
 from fastserial.interrupts import finish
 from fastserial.loading.reader import FastFileReader
@@ -213,12 +213,11 @@ class _LoadTask:
         If another process replaces the file in between, they try again.
         """
 
-        def read(_: Sequence[bytes]) -> bytes:
-            reader = self._open()
-            return index_of_file(reader.fd, self.path).pack()
+        def read(_: list[Any]) -> FileIndex:
+            return index_of_file(self._open().fd, self.path)
 
         for left in reversed(range(_RACES)):
-            index = unpack(self._traffic.consult(b"", read))
+            index: FileIndex = self._traffic.decide(None, read)
             reader = self._open()
             same = (
                 reader.size == index.size

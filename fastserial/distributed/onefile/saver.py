@@ -303,7 +303,7 @@ class SaveTask:
         """Write this rank's part; return what rank 0 has to know of it."""
         traffic, opened = self._traffic, self._opened
         exchange = Exchange(traffic)
-        fd = opened.fd if opened is not None else self._new.fd if self._new is not None else -1
+        fd = opened.fd if opened is not None else self._new.file.fd if self._new is not None else -1
         outcome = writer.write(fd, self.config, exchange, lambda nbytes: traffic.alive())
         syncing = perf_counter()
         if decision.sync_alone and opened is not None and self.config.durable:
@@ -327,9 +327,9 @@ class SaveTask:
         for found in done[1:]:
             writer.ledger.merge(found.crcs)
         began = perf_counter()
-        writer.seal(self._new.fd)
-        self._new.sync()
-        self._new.commit()
+        writer.seal(self._new.file.fd)
+        self._new.file.sync()
+        self._new.file.commit()
         self._reports[0].phases["sync"] += perf_counter() - began
 
     def _report(self, decision: SaveDecision, mine: RankReport, outcome: Outcome) -> SaveReport:
@@ -341,8 +341,8 @@ class SaveTask:
             seconds=perf_counter() - self._began,
             engine=outcome.engine,
             direct=outcome.direct,
-            durable=new.durable if new is not None else config.durable,
-            fallback=(new.fallback if new is not None else None) or outcome.fallback,
+            durable=new.file.durable if new is not None else config.durable,
+            fallback=(new.file.fallback if new is not None else None) or outcome.fallback,
             block_size=config.block_size,
             queue_depth=config.queue_depth,
             threads=config.threads,
@@ -366,7 +366,7 @@ class SaveTask:
         """
         steps: list[Callable[[], object]] = []
         if self._new is not None:
-            steps.append(self._new.discard)
+            steps.append(self._new.file.discard)
         if self._opened is not None:
             steps += [self._opened.remove, self._opened.close]
         finish(*steps)

@@ -30,7 +30,11 @@ class FileIdentity(NamedTuple):
 
 
 class NewFile:
-    """Rank 0's: a file that takes the target's place at `commit`; `fd` is its descriptor."""
+    """The file of rank 0.
+
+    Attributes:
+        file: it replaces the target at `commit`.
+    """
 
     def __init__(self, path: str, config: Config) -> None:
         """Create it, empty, under a temporary name.
@@ -40,19 +44,7 @@ class NewFile:
         """
         self._config = config
         self._needed = 0
-        self._file = required(open_path(path, config.durable, named=True), path)
-
-    @property
-    def fd(self) -> int:
-        return self._file.fd
-
-    @property
-    def durable(self) -> bool:
-        return self._file.durable
-
-    @property
-    def fallback(self) -> str | None:
-        return self._file.fallback
+        self.file = required(open_path(path, config.durable, named=True), path)
 
     def allocate(self, nbytes: int) -> FileIdentity:
         """Give the file its size, and return where the other ranks find it.
@@ -61,33 +53,18 @@ class NewFile:
             OSError: there is no space.
         """
         self._needed = nbytes
-        self._file.begin()
-        reserve(self.fd, 0, nbytes, self._config)
-        os.ftruncate(self.fd, nbytes)
-        directory = os.path.dirname(os.path.abspath(self._file.target.path))
-        path = os.path.join(directory, self._file.named or "")
-        return FileIdentity(path, os.fstat(self.fd).st_ino, nbytes)
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    def commit(self) -> None:
-        """Make it the target.
-
-        Raises:
-            OSError: the target is the old file still.
-        """
-        self._file.commit()
-
-    def discard(self) -> None:
-        """Remove it. Idempotent; does nothing after `commit`."""
-        self._file.discard()
+        self.file.begin()
+        reserve(self.file.fd, 0, nbytes, self._config)
+        os.ftruncate(self.file.fd, nbytes)
+        directory = os.path.dirname(os.path.abspath(self.file.target.path))
+        path = os.path.join(directory, self.file.named or "")
+        return FileIdentity(path, os.fstat(self.file.fd).st_ino, nbytes)
 
     def explained(self, error: OSError) -> WriteError:
         """Return a failed system call as an error that names the path and the remedy."""
         if isinstance(error, WriteError):
             return error
-        return save_error(error, self._file, self._needed)
+        return save_error(error, self.file, self._needed)
 
 
 class OpenedFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from fastserial.distributed.ranks.exchange import as_integers
 from fastserial.formats.storages import reach
 from fastserial.memory.storages import synchronize
 
-__all__ = ["Copy", "checksums", "differing", "ranks_in_words"]
+__all__ = ["checksums", "differing", "ranks_in_words"]
 
 _Key = TypeVar("_Key", int, str)  # of a tensor: its number among the leaves, or its name
 
@@ -28,18 +28,6 @@ _SAMPLE = _SPOTS * _SPOT
 _WIDEST = 16  # bytes of an element
 _CHUNK = 16 * 1024 * 1024  # bytes that are brought to the host at once to be compared as a whole
 _SHOWN = 8  # ranks that an error names
-
-
-class Copy(NamedTuple):
-    """A plain tensor that several ranks have.
-
-    Attributes:
-        leaf: its number among the leaves.
-        shared: several ranks write parts of it; else one rank's counts.
-    """
-
-    leaf: int
-    shared: bool
 
 
 def differing(every: Sequence[Mapping[_Key, int]]) -> dict[_Key, list[int]]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
-import zlib
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 
 from fastserial.checkpoints.mapped_source import Mapped, map_checkpoint
 from fastserial.checksums import crc32
-from fastserial.errors import ConvertError, CorruptCheckpointError
+from fastserial.errors import CorruptCheckpointError
 from fastserial.formats.source import DescriptorSource
 from fastserial.formats.zip.records import read_places
 from fastserial.nests import sequence_like
@@ -30,7 +28,6 @@ __all__ = [
     "fingerprint",
     "index_of_file",
     "is_plain_tuple",
-    "unpack",
 ]
 
 _ENDS = 64 * 1024  # bytes: a zip's checksums stand near its end
@@ -99,27 +96,10 @@ class FileIndex:
     value: Any
     records: tuple[Record, ...] = field(default=())
 
-    def pack(self) -> bytes:
-        """Return the index as bytes for the other ranks; see `unpack`.
-
-        Raises:
-            ConvertError: it holds something that cannot be pickled.
-        """
-        try:
-            return zlib.compress(pickle.dumps(self, pickle.HIGHEST_PROTOCOL), 1)
-        except Exception as error:
-            raise ConvertError(f"what is in the file cannot be sent to others: {error}") from error
-
 
 def is_plain_tuple(value: object) -> bool:
     """Return whether a value is a tuple, with names or without, and no class of another purpose."""
     return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
-
-
-def unpack(data: bytes) -> FileIndex:
-    """Return the index that rank 0 packed."""
-    index: FileIndex = pickle.loads(zlib.decompress(data))
-    return index
 
 
 def fingerprint(fd: int, size: int) -> int:

@@ -64,8 +64,8 @@ class Agreement:
         self._found, self._traffic, self._compare = found, traffic, config.compare
         self._table = table
         copies = {
-            copy.leaf: leaf_of(found.values[copy.leaf])
-            for copy in (table.copies if traffic.size > 1 else ())
+            number: leaf_of(found.values[number])
+            for number in (table.copies if traffic.size > 1 else ())
         }
         mine = {number: leaf for number, leaf in copies.items() if leaf is not None}
         sums = checksums(list(mine.values()), config.compare == "all", traffic.alive)
@@ -106,8 +106,7 @@ class Agreement:
                 text = f"it has {_named(lacking)}, which rank 0 does not have; {_GATHER}"
                 return rank, text
         mixed_up = differing([one.sums for one in found])
-        shared = {copy.leaf for copy in self._table.copies if copy.shared}
-        if mixed := [leaf for leaf in mixed_up if leaf in shared]:
+        if mixed := [leaf for leaf in mixed_up if self._table.copies[leaf]]:
             ranks = mixed_up[mixed[0]]
             first = next(rank for rank, one in enumerate(found) if mixed[0] in one.sums)
             keys = _named([self._found.paths[leaf] for leaf in mixed])

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from fastserial.distributed.ranks.copies import Copy
 from fastserial.distributed.ranks.exchange import GatheredMemory, is_as_it_lies
 from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.flat_shard import FlatShard
@@ -179,7 +178,8 @@ class StateTable:
         flat: sources that are FlatShards.
         meshes, grids: each mesh that is in the rows, and its ranks. Ranks may be on different
             meshes of one shape: then each mesh has the whole tensor.
-        copies: the plain tensors that several ranks have, and that should be equal.
+        copies: the leaves that are plain tensors of several ranks, and should be equal; whether
+            the ranks write them together, or the file has one rank's.
         devices: whether there are tensors on some.
     """
 
@@ -191,7 +191,7 @@ class StateTable:
     flat: list[int] = field(default_factory=list)
     meshes: dict[Mesh, int] = field(default_factory=dict)
     grids: list[Grids] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    copies: dict[int, bool] = field(default_factory=dict)
     devices: bool = False
     _digest: bytes = b""
 
@@ -358,7 +358,7 @@ class _TableMaker:
         if like.storage is not None:
             shared = _is_shared(like)
             if like.storage[1] and not like.is_buffer and (ranks is None or len(ranks) > 1):
-                table.copies.append(Copy(index, shared))
+                table.copies[index] = shared
             placed = like.storage[1:] if shared or ranks is not None else None
         # Who has it belongs to the digest: with a tensor that moved, the last plan is not right.
         table.rows.append((key, number, shape, dtype, placed, ranks))
