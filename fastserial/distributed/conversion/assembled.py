@@ -124,7 +124,7 @@ class AssembledTensors:
         strides: tuple[int, ...] | None = None,
         memory: Memory | None = None,
     ) -> torch.Tensor:
-        """Return a tensor alone in its storage, whose bytes must not be read.
+        """Return a tensor with a storage of its own; its bytes must not be read.
 
         Args:
             rows: its bytes in the order of its elements.

@@ -73,7 +73,7 @@ def save_async(
 
     Raises:
         DistributedError: any rank failed, all raise it. Also if the last save to this target
-            failed on a rank that has not asked for its outcome.
+            failed on a rank that did not ask for its outcome.
     """
     return start_save(
         obj,

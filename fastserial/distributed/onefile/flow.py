@@ -153,7 +153,7 @@ class Flow:
         common = [share for share in shares if len(share.members) > 1]
         if not common:
             return
-        self._traffic.agree()  # who waits here, waits as long as the others show signs of life
+        self._traffic.agree()  # here a rank waits as long as the others are alive
         here = self._traffic.rank
         links = {(share.owner, member) for share in common for member in share.members}
         size = _window_size(links, self._traffic.size)

@@ -31,7 +31,7 @@ _NO_STORAGES = frozenset(
 class StandIns:
     """What torch pickles instead of tensors that no rank holds as a whole.
 
-    They are made of a table, and do for every state whose table is the same (`facts`). None of a
+    They are made of a table, and fit every state whose table is the same (`facts`). None of a
     state's own tensors is kept.
     """
 

@@ -143,7 +143,7 @@ class _LoadTask:
     """One load on one rank.
 
     Attributes:
-        is_filling: what is to be filled may be changed by now.
+        is_filling: tensors may have been changed.
     """
 
     def __init__(

@@ -123,10 +123,10 @@ def save(
             DTensors, FlatShards, modules and optimizers (these with their modules). What is no
             tensor, the buffers of modules, and plain tensors of less than 1 MiB, count as rank 0
             has them; larger plain tensors have to be equal on all ranks (option `compare`). No
-            rank may have a key that rank 0 has not.
+            rank may have a key that rank 0 does not have.
         path: on a file system that all ranks see. As rank 0 gives it.
         group: the ranks that save; by default all.
-        writers: who writes: all ranks, one of each node, or so many.
+        writers: which ranks write: all, one of each node, or a number of them.
         timeout: seconds after which a rank that is not heard from counts as lost.
         merge: "union": ranks may have different keys, as the stages of a pipeline do; the file has
             all of them, in the order of the ranks.
@@ -212,7 +212,7 @@ class SaveTask:
         return decision.file.nbytes
 
     def freeze(self, taken: Snapshot) -> None:
-        """Take what is to be saved as it is now, between `prepare` and `finish`."""
+        """Take a snapshot of what is to be saved, between `prepare` and `finish`."""
         self._prepared.writer.freeze(taken)
 
     def finish(self, check: Callable[[], object] | None = None) -> SaveReport:

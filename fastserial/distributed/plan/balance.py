@@ -20,7 +20,7 @@ class Workload(NamedTuple):
     Attributes:
         nbytes: of it.
         owners: ranks that have it, or want it, in order.
-        rows: into so many equal parts it may be cut; 1: not at all.
+        rows: number of equal parts into which it may be cut; 1: not at all.
     """
 
     nbytes: int
@@ -40,7 +40,7 @@ class Assignment(NamedTuple):
 def assign(
     items: Sequence[Workload], ranks: int, before: Sequence[int] = (), least: int = _LEAST
 ) -> list[Assignment]:
-    """Return who writes or reads what; every row of every item once.
+    """Return which rank writes or reads what; every row of every item once.
 
     Args:
         items: to be written.

@@ -51,7 +51,7 @@ class Cover(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def cover_of(shape: tuple[int, ...], holders: Mesh | Flat | None, size: int) -> Cover:
-    """Return who holds what of a tensor in a group of `size` ranks (`TensorSpec.held`).
+    """Return which ranks hold what of a tensor in a group of `size` ranks (`TensorSpec.held`).
 
     Raises:
         ValueError: nobody holds some of it.

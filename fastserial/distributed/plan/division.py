@@ -42,7 +42,7 @@ def _blocks_in(first: int, stop: int) -> Blocks:
 
 
 def _divide(blocks: int, whole: Runs, parts: Runs, left: dict[int, int]) -> list[OwnedBlocks]:
-    """Return who writes what of a file, in its order.
+    """Return which rank writes what of a file, in its order.
 
     Args:
         blocks: of the file.
@@ -111,7 +111,7 @@ def owned_blocks(
     specs: Sequence[TensorSpec],
     size: int,
 ) -> list[OwnedBlocks]:
-    """Return who writes what, in file order: the same on every rank.
+    """Return which rank writes what, in file order: the same on every rank.
 
     Args:
         nbytes, records, writers: see `FilePlan`.

@@ -1,4 +1,4 @@
-"""What a file holds against what is to be filled: key by key, before the first byte is read."""
+"""Compares a file with what is to be filled, key by key, before the first byte is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorMatch(NamedTuple):
 
 @dataclass
 class Match:
-    """What is to be done on this rank. Nothing has been changed yet.
+    """What a load does on this rank. Nothing is changed before `finish`.
 
     Attributes:
         jobs: what to read.
@@ -221,7 +221,7 @@ class Match:
         """Return a value of the file with new tensors in it, which are filled like others.
 
         Args:
-            like: what tensors of its shape are to be like: split, and on its device.
+            like: tensors of its shape are made like it: split in the same way, on its device.
         """
         if isinstance(there, FileTensor):
             if there.problem is not None:

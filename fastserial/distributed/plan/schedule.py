@@ -1,7 +1,7 @@
 """What this rank does in a save: which of its memory it writes, and which bytes travel when.
 
 Every rank makes its own schedule from the same plan; what one sends, another one expects. Blocks
-that their owner has not, or not as they are in the file, it puts together in tiles. All such blocks
+that their owner does not hold, or not in the file's order, it assembles in tiles. All such blocks
 of an owner, in file order, are its stream; a round is a tile of every stream.
 
 A schedule holds ranges of the file only. The moves of a round are made when it is due.
@@ -202,7 +202,7 @@ class Schedule:
         self.nbytes = sum(stop - first for first, stop in self._direct) + ends_of.get(rank, 0)
 
     def _extents(self) -> Iterator[tuple[int, int]]:
-        """Yield bytes of the file, in its order, outside which this rank has nothing."""
+        """Yield ranges of the file, in its order, that contain all that this rank holds."""
         rank, at = self._rank, 0
         known: dict[int, bool] = {}
         for _, source, offset, length in self._plan.records:
@@ -281,7 +281,7 @@ class Schedule:
                     found.receives.setdefault(sender, []).append(move)
 
     def _cover(self, spec: TensorSpec) -> tuple[Cover, list[HeldBox]]:
-        """Return who holds what of a tensor, and what of it this rank holds."""
+        """Return which ranks hold what of a tensor, and what this rank holds."""
         found = self._covers.get(id(spec))
         if found is None:
             cover = cover_of(spec.shape, spec.held, self._size)

@@ -21,7 +21,7 @@ __all__ = ["checksums", "differing", "ranks_in_words"]
 
 _Key = TypeVar("_Key", int, str)  # of a tensor: its number among the leaves, or its name
 
-# Sampled are so many spots of so many bytes, the first and the last bytes among them.
+# The sample: spots of the same size, the first and the last bytes among them.
 _SPOTS = 8
 _SPOT = 512
 _SAMPLE = _SPOTS * _SPOT
@@ -93,7 +93,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _spots(nbytes: int) -> list[int]:
-    """Return where the sampled spots of so many bytes begin: between elements, of whatever size."""
+    """Return where the spots in `nbytes` bytes begin: between elements of any size."""
     step = (nbytes - _SPOT) // (_SPOTS - 1) // _WIDEST * _WIDEST
     return [*range(0, (_SPOTS - 1) * step, step), nbytes - _SPOT]
 

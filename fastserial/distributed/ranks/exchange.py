@@ -45,7 +45,7 @@ class HostRun(NamedTuple):
         address: of the first.
         nbytes: of all of them.
         item: bytes of one.
-        owner: the tensor whose memory that is.
+        owner: the tensor that has the memory.
     """
 
     address: int
@@ -250,7 +250,7 @@ def _view(part: Elements, like: torch.Tensor) -> torch.Tensor:
 
 
 class GatheredMemory:
-    """A view on a device, or in strides, whose bytes are copied together as they are asked for."""
+    """A view on a device, or with strides; its bytes are copied together on request."""
 
     def __init__(self, view: torch.Tensor, base: int, nbytes: int) -> None:
         self.nbytes = nbytes

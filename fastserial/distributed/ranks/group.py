@@ -93,7 +93,7 @@ def traffic_of(group: dist.ProcessGroup | None, timeout: float, use: str = "") -
     Args:
         group: of the job; None is all of it.
         timeout: seconds after which a rank that is not heard from counts as lost.
-        use: those of different uses have nothing to do with each other.
+        use: connections of different uses are separate.
 
     A process without a process group is alone.
 

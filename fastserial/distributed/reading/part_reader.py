@@ -25,6 +25,7 @@ from fastserial.distributed.reading.windows import (
     found_in,
     spans_of,
     windows_of,
+    within_runs,
 )
 from fastserial.distributed.sharding.boxes import Box, run_of
 from fastserial.distributed.sharding.file_index import Record
@@ -125,7 +126,8 @@ class PartReader:
 
         What is wanted twice is read once, by windows.
         """
-        parts = sorted(self._parts(targets, runs), key=lambda part: part[:2])
+        boxes = within_runs(targets, runs)
+        parts = sorted((self._part(target, box) for _, target, box in boxes), key=lambda p: p[:2])
         self._reader.attend(
             [t.view.untyped_storage() for t in targets if t.view is not None and is_plain(t.view)]
         )
@@ -146,22 +148,9 @@ class PartReader:
             number = end
         return direct, rest
 
-    def _parts(self, targets: Sequence[ReadTarget], runs: Sequence[Run]) -> Iterator[_BoxRead]:
-        stops = [stop for _, stop in runs]
-        for target in targets:
-            begin, end = target.grid.span(target.box)
-            number = bisect.bisect_right(stops, begin)
-            while number < len(runs) and runs[number][0] < end:
-                first, stop = runs[number]
-                if first <= begin and end <= stop:
-                    yield self._part(begin, end, target, target.box)
-                else:
-                    for box in target.grid.between(target.box, first, stop):
-                        yield self._part(*target.grid.span(box), target, box)
-                number += 1
-
-    def _part(self, low: int, high: int, target: ReadTarget, box: Box) -> _BoxRead:
-        """Return a part of a target that lies in bytes [low, high) of the file."""
+    def _part(self, target: ReadTarget, box: Box) -> _BoxRead:
+        """Return which bytes of the file are read for a part of a target."""
+        low, high = target.grid.span(box)
         number = self._record_of(low, high) if self._whole else None
         if number is not None:
             low, high = self.records[number].offset, self._stops[number]

@@ -305,7 +305,7 @@ def _order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
         return axes
     order: list[int] = []
     for axis, factor in reversed(axes):
-        # A strided shard was made after so many shards; a plain one before all to its right.
+        # A strided shard was made after `factor` shards; a plain one before all to its right.
         after, shards = 0, 1
         while shards < factor and after < len(order):
             shards *= mesh.shape[order[after]]
@@ -319,7 +319,7 @@ def _order(dim: int, mesh: Mesh) -> list[tuple[int, int]]:
 def _chunk(ranges: list[Range], count: int, index: int, factor: int) -> list[Range]:
     """Return chunk `index` of `count` of what the ranges hold in their order.
 
-    With a factor: of each of so many chunks.
+    With a factor: of each of `factor` chunks.
     """
     total = sum(stop - first for first, stop in ranges)
     found: list[Range] = []

@@ -127,7 +127,7 @@ class Agreement:
         if new:
             ranks = ranks_in_words(sorted({rank for key in new for rank in lost[key]}))
             text = (
-                f"plain tensors differ between the lowest rank, whose are in the file, and "
+                f"plain tensors differ between the lowest rank, whose values the file has, and "
                 f"{ranks}: {_named(new)}. {_PARTS}"
             )
             warnings.warn(text, UserWarning, stacklevel=11)

@@ -47,7 +47,7 @@ class MergedTensor:
 
 
 def leaf_of(value: Any) -> Any:
-    """Return what this rank has of a leaf, None if it has nothing of it."""
+    """Return this rank's part of a leaf, None if it has none."""
     return value.leaf if isinstance(value, MergedTensor) else value
 
 

@@ -1,8 +1,8 @@
 """Modules and optimizers as state dicts, and back.
 
 torch's own functions name the parameters. What is a module's own memory is filled in place; if that
-is not all of its state, or the user has hooks or methods for it, `load_state_dict` gets it when the
-bytes are there.
+is not all of its state, or the user has hooks or methods for it, `load_state_dict` is called when
+the bytes are read.
 
 An optimizer without a state torch would make take a step: Adam would count it, momentum would begin
 with zeros, and training would not be what it is without a checkpoint. It is left as it is.
@@ -26,7 +26,7 @@ __all__ = ["LiveState", "module_of", "state_of_module", "state_of_optimizer"]
 
 
 class _UnsteppedOptimizer:
-    """An optimizer whose state is not to be made by the functions that it is passed to."""
+    """An optimizer for functions that would create its state if there is none."""
 
     state = True
 

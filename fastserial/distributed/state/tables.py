@@ -360,7 +360,7 @@ class _TableMaker:
             if like.storage[1] and not like.is_buffer and (ranks is None or len(ranks) > 1):
                 table.copies[index] = shared
             placed = like.storage[1:] if shared or ranks is not None else None
-        # Who has it belongs to the digest: with a tensor that moved, the last plan is not right.
+        # The ranks that have it belong to the digest: if a tensor moved, the last plan is wrong.
         table.rows.append((key, number, shape, dtype, placed, ranks))
         table.of_leaves.append(number)
 
