@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fastserial.distributed.plan.covers import cover_of
+from fastserial.distributed.sharding.boxes import joined
 from fastserial.distributed.sharding.pieces import TensorSpec
 
 __all__ = ["GRAIN", "OwnedBlocks", "owned_blocks"]
@@ -150,18 +151,9 @@ def owned_blocks(
             if begin < end:
                 parts.append((begin, end, ranks))
     of_rank_0.append((at, blocks * GRAIN))
-    whole = [*sorted([*alone, *_joined(of_rank_0)]), *several]
+    for begin, end in joined(of_rank_0):  # small ones side by side fill blocks
+        first, stop = _blocks_in(begin, end)
+        if first < stop:
+            alone.append((first, stop, _RANK_0))
+    whole = [*sorted(alone), *several]
     return _divide(blocks, whole, parts, left)
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield the blocks in ranges of bytes that rank 0 has; small ones side by side fill blocks."""
-    first = stop = -1
-    for begin, end in [*sorted(ranges), (-1, -1)]:
-        if begin == stop:
-            stop = end
-            continue
-        blocks = _blocks_in(first, stop)
-        if blocks[0] < blocks[1]:
-            yield *blocks, _RANK_0
-        first, stop = begin, end

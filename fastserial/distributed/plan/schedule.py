@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fastserial.distributed.plan.covers import Cover, HeldBox, cover_of
 from fastserial.distributed.plan.division import GRAIN, owned_blocks
-from fastserial.distributed.sharding.boxes import Box, Overlap, overlaps
+from fastserial.distributed.sharding.boxes import Box, Overlap, joined, overlaps
 from fastserial.distributed.sharding.pieces import TensorSpec
 from fastserial.memory.held_settings import paused_collection
 
@@ -183,7 +183,7 @@ class Schedule:
     def _fill(self) -> None:
         """Enter what this rank writes, and what it sends."""
         plan, rank, nbytes = self._plan, self._rank, self._plan.nbytes
-        near = _joined(self._extents())
+        near = joined(self._extents())
         ends = [stop for _, stop in near]
         ends_of: dict[int, int] = {}
         owned = owned_blocks(nbytes, plan.records, plan.writers, self._specs, self._size)
@@ -298,17 +298,6 @@ def _elements_of(move: Move) -> tuple[int, tuple[int, ...]]:
 @lru_cache(maxsize=4096)  # tensors of a model are alike
 def _overlaps(shape: tuple[int, ...], first: int, stop: int, box: Box) -> tuple[Overlap, ...]:
     return tuple(overlaps(shape, first, stop, box))
-
-
-def _joined(extents: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return extents in their order, those that touch as one."""
-    found: list[tuple[int, int]] = []
-    for first, stop in sorted(extents):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        elif first < stop:
-            found.append((first, stop))
-    return found
 
 
 def schedule(
