@@ -133,7 +133,7 @@ def odd_states() -> dict[str, tuple[Any, str]]:
         "joined": ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, r"same one \(.*a\.b\)"),
         "number": ({1: torch.ones(1), "1": torch.ones(2)}, r"same one \(.*1\)"),
         "sparse": ({"x": {"s": torch.eye(5).to_sparse()}}, r"entry 'x\.s' .* layout torch.sparse_coo"),
-        "meta": ({"m": torch.empty(3, device="meta")}, r"entry 'm' .* no bytes \(device meta\)"),
+        "meta": ({"m": torch.empty(3, device="meta")}, r"entry 'm' .* without memory \(device meta\)"),
     }
 
 
